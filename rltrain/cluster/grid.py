@@ -1,0 +1,64 @@
+"""The grid of one role: which of its ranks plays which part in tensor, pipeline, context and data parallelism."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place in its role's grid; every index starts at 0."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`ranks` (any subset of the world, in rank order) laid out as tp x cp x dp x pp, tp varying fastest.
+
+    This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp: placement checks it first.
+    """
+
+    ranks: tuple[int, ...]
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        return len(self.ranks) // (self.tp * self.pp * self.cp)
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """World ranks, shape [pp, dp, cp, tp]."""
+        return np.array(self.ranks, dtype=np.int64).reshape(self.pp, self.dp, self.cp, self.tp)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        pp, dp, cp, tp = (int(i[0]) for i in np.nonzero(self.array == rank))
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    def replica(self, dp: int) -> tuple[int, ...]:
+        """The ranks that together hold one copy of the model and work on the same data."""
+        return tuple(int(r) for r in self.array[:, dp].reshape(-1))
+
+    def owner(self, dp: int) -> int:
+        """The rank that speaks for a replica: last pipeline stage (it has the outputs), first tp and cp rank."""
+        return int(self.array[-1, dp, 0, 0])
+
+    def owners(self) -> tuple[int, ...]:
+        return tuple(self.owner(dp) for dp in range(self.dp))
+
+    def lists(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Rank lists of all groups that vary along `axes` ("tp", "cp", "dp", "pp") and are fixed along the others."""
+        names = ("pp", "dp", "cp", "tp")
+        inner = [names.index(axis) for axis in names if axis in axes]
+        outer = [i for i in range(4) if i not in inner]
+        size = int(np.prod([self.array.shape[i] for i in inner], dtype=np.int64))
+        rows: Sequence[Sequence[int]] = self.array.transpose(outer + inner).reshape(-1, size).tolist()
+        return tuple(tuple(row) for row in rows)

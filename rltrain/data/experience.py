@@ -1,0 +1,98 @@
+"""Experience: the only type that crosses roles. Samples are packed end to end, with one row per sample beside them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Extent = Literal["sample", "token"]
+
+# What each field holds per element, and whether there is one per sample or one per token.
+FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
+    "group_ids": (torch.int64, "sample"),
+    "prompt_ids": (torch.int64, "sample"),
+    "lengths": (torch.int64, "sample"),
+    "truncated": (torch.bool, "sample"),
+    "rewards": (torch.float32, "sample"),
+    "tokens": (torch.int64, "token"),
+    "response_mask": (torch.bool, "token"),
+    "policy_version": (torch.int32, "token"),
+    "rollout_logprobs": (torch.float32, "token"),
+    "actor_logprobs": (torch.float32, "token"),
+    "reference_logprobs": (torch.float32, "token"),
+    "advantages": (torch.float32, "token"),
+}
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Samples in host memory. `[samples]` and `[tokens]` tensors; a token's log-prob stands at that token's index.
+
+    Prompt tokens have response_mask False and log-probs 0. Samples of one prompt share a group id and stay together.
+    """
+
+    group_ids: Tensor
+    """[samples] the prompt group of this step, 0 .. prompts_per_step - 1."""
+    prompt_ids: Tensor
+    """[samples] row of the prompt file."""
+    lengths: Tensor
+    """[samples] prompt and response tokens."""
+    truncated: Tensor
+    """[samples] the response was cut by the token limit."""
+    tokens: Tensor
+    response_mask: Tensor
+    policy_version: Tensor
+    """[tokens] version of the weights that drew the token; 0 for prompt tokens."""
+    rollout_logprobs: Tensor
+    rewards: Tensor | None = None
+    actor_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def offsets(self) -> Tensor:
+        """[samples + 1] where each sample starts in the packed tensors."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def present(self) -> tuple[str, ...]:
+        """Names of the fields that are set, in declaration order."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+    def with_fields(self, **values: Tensor) -> "Experience":
+        return replace(self, **values)
+
+    def select(self, samples: Tensor | Sequence[int]) -> "Experience":
+        """The given samples, in the given order."""
+        index = torch.as_tensor(samples, dtype=torch.int64)
+        token_index = self.token_index(index)
+        values = {
+            name: getattr(self, name)[index if FIELDS[name][1] == "sample" else token_index] for name in self.present()
+        }
+        return Experience(**values)
+
+    def token_index(self, samples: Tensor) -> Tensor:
+        """[tokens of those samples] positions of their tokens in the packed tensors."""
+        starts, lengths = self.offsets()[:-1][samples], self.lengths[samples]
+        ends = lengths.cumsum(0)
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
+        return torch.repeat_interleave(starts, lengths) + within
+
+
+def concatenate(parts: Iterable[Experience]) -> Experience:
+    """All samples of `parts`, in order. Every part must have the same fields set."""
+    parts = list(parts)
+    return Experience(**{name: torch.cat([getattr(p, name) for p in parts]) for name in parts[0].present()})
+
+
+def empty(names: Iterable[str]) -> Experience:
+    """No samples, with the named fields set."""
+    return Experience(**{name: torch.empty(0, dtype=FIELDS[name][0]) for name in names})

@@ -1,0 +1,29 @@
+"""Errors whose message is meant for the person who runs the job, printed without a traceback."""
+
+
+class UserError(Exception):
+    """A mistake the user can mend: says what was given, what was expected, and where to change it."""
+
+
+class ConfigError(UserError):
+    """The config file or an override is wrong."""
+
+
+class PlacementError(ConfigError):
+    """The placement does not fit the world, the roles or a parallel layout."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class DataError(UserError):
+    """A prompt file is missing or a row of it cannot be used."""
+
+
+class StallError(UserError):
+    """A wait ran past its limit; the message names the task, the step and the ranks waited for."""
+
+
+class DivergenceError(UserError):
+    """A loss or gradient is not finite, or ranks that must agree do not."""

@@ -1,0 +1,45 @@
+"""Runs a function on real torchrun ranks over gloo and returns what each rank returned."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_distributed(
+    case: str, num_ranks: int, arguments: dict[str, Any] | None = None, timeout_s: float = 180
+) -> list[Any]:
+    """Call `case` ("module:function") with `arguments` on every rank; the JSON values it returned, by rank."""
+    with tempfile.TemporaryDirectory() as results:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command += [__file__, case, json.dumps(arguments or {}), results]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"{case} failed on {num_ranks} ranks:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        return [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def _main(case: str, arguments: str, results: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    module, function = case.split(":")
+    value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    rank = torch.distributed.get_rank()
+    Path(results, f"{rank}.json").write_text(json.dumps(value))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
