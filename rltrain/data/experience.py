@@ -1,6 +1,6 @@
 """Experience: the only type that crosses roles. Samples are packed end to end, with one row per sample beside them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Extent = Literal["sample", "token"]
+Columns = dict[str, Tensor]
 
 # What each field holds per element, and whether there is one per sample or one per token.
 FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
@@ -70,27 +71,28 @@ class Experience:
     def with_fields(self, **values: Tensor) -> "Experience":
         return replace(self, **values)
 
-    def select(self, samples: Tensor | Sequence[int]) -> "Experience":
-        """The given samples, in the given order."""
-        index = torch.as_tensor(samples, dtype=torch.int64)
-        token_index = self.token_index(index)
-        values = {
-            name: getattr(self, name)[index if FIELDS[name][1] == "sample" else token_index] for name in self.present()
-        }
-        return Experience(**values)
+    def columns(self) -> Columns:
+        """The fields that are set, by name."""
+        return {name: getattr(self, name) for name in self.present()}
 
-    def token_index(self, samples: Tensor) -> Tensor:
-        """[tokens of those samples] positions of their tokens in the packed tensors."""
-        starts, lengths = self.offsets()[:-1][samples], self.lengths[samples]
-        ends = lengths.cumsum(0)
-        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
-        return torch.repeat_interleave(starts, lengths) + within
+    def select(self, samples: Tensor) -> "Experience":
+        """The samples at these indices [n] int64, in their order."""
+        return Experience(**take(self.columns(), samples))
 
 
-def concatenate(parts: Iterable[Experience]) -> Experience:
-    """All samples of `parts`, in order. Every part must have the same fields set."""
+def take(columns: Mapping[str, Tensor], samples: Tensor) -> Columns:
+    """The samples at these indices [n] int64, in their order. `columns` holds some fields, "lengths" among them."""
+    all_lengths = columns["lengths"]
+    starts, lengths = (all_lengths.cumsum(0) - all_lengths)[samples], all_lengths[samples]
+    within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    token_index = torch.repeat_interleave(starts, lengths) + within
+    return {name: values[samples if FIELDS[name][1] == "sample" else token_index] for name, values in columns.items()}
+
+
+def join(parts: Iterable[Mapping[str, Tensor]]) -> Columns:
+    """The samples of all parts, in order. Every part has the same fields."""
     parts = list(parts)
-    return Experience(**{name: torch.cat([getattr(p, name) for p in parts]) for name in parts[0].present()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def empty(names: Iterable[str]) -> Experience:

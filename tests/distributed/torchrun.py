@@ -38,7 +38,8 @@ def _main(case: str, arguments: str, results: str) -> None:
     rank = torch.distributed.get_rank()
     Path(results, f"{rank}.json").write_text(json.dumps(value))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    # Without teardown: it aborts where a case has left a receive open on purpose.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""Group-relative advantages (GRPO: Shao et al. 2024, "DeepSeekMath", section 4.1)."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.losses import sample_index
+from rltrain.data.experience import Experience
+
+STD_EPS = 1e-6
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool) -> Tensor:
+    """[samples] fp32: each reward less its group's mean, divided by the group's standard deviation if asked.
+
+    `rewards` and `group_ids` are [samples]; groups need not be contiguous or of equal size. The deviation is the
+    sample one (n - 1). A group of one sample, or of equal rewards, says nothing about which response is better: 0.
+    """
+    if rewards.numel() == 0:
+        return rewards.new_zeros(0, dtype=torch.float32)
+    _, group = torch.unique(group_ids, return_inverse=True)
+    values = rewards.double()
+    sizes = torch.bincount(group)
+    zeros = values.new_zeros(len(sizes))
+    centred = values - (zeros.index_add(0, group, values) / sizes)[group]
+    constant = zeros.scatter_reduce(0, group, values, "amax", include_self=False) == zeros.scatter_reduce(
+        0, group, values, "amin", include_self=False
+    )
+    if normalize_std:
+        variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + STD_EPS)[group]
+    return centred.masked_fill(constant[group], 0).float()
+
+
+def with_advantages(experience: Experience, *, normalize_std: bool) -> Experience:
+    """`experience` with its samples' group-relative advantages on every response token, 0 on prompt tokens.
+
+    Needs rewards; every group must be whole.
+    """
+    if experience.rewards is None:
+        raise ValueError(f"advantages need rewards; present: {experience.present()}")
+    per_sample = group_advantages(experience.rewards, experience.group_ids, normalize_std=normalize_std)
+    per_token = per_sample[sample_index(experience)].masked_fill(~experience.response_mask, 0)
+    return experience.with_fields(advantages=per_token)

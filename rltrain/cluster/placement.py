@@ -1,0 +1,143 @@
+"""Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.roles import ROLES, split_roles
+from rltrain.config.schema import Config, Parallel
+from rltrain.errors import PlacementError
+
+Mode = Literal["colocated", "disaggregated", "hybrid"]
+
+NODE_PREFIX = "node:"
+RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+GRAMMAR = 'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", or "all"'
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.roles.ROLES`."""
+
+    ranks_by_role: Mapping[str, tuple[int, ...]]
+    given: Mapping[str, str]
+    """Role -> the config key and string that placed it, for messages."""
+    world_size: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.ranks_by_role)
+
+    def ranks(self, role: str) -> tuple[int, ...]:
+        """World ranks of `role`; PlacementError if it is not placed."""
+        if role not in self.ranks_by_role:
+            raise PlacementError(f"placement.{role}: the role is not placed; placed are {', '.join(self.roles)}")
+        return self.ranks_by_role[role]
+
+    def hosts(self, rank: int) -> tuple[str, ...]:
+        """The roles that live on `rank`."""
+        return tuple(role for role, ranks in self.ranks_by_role.items() if rank in ranks)
+
+    def mode(self, role_a: str, role_b: str) -> Mode:
+        """Equal ranks are colocated, disjoint ones disaggregated, anything else is hybrid."""
+        a, b = set(self.ranks(role_a)), set(self.ranks(role_b))
+        if a == b:
+            return "colocated"
+        return "disaggregated" if a.isdisjoint(b) else "hybrid"
+
+
+def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_per_node: int) -> Placement:
+    """The placement that a config's `placement` section gives in a world of `world_size` ranks.
+
+    Pure: nothing is set up. PlacementError names the config key, the string given and what was expected.
+    """
+    placed: dict[str, tuple[int, ...]] = {}
+    given: dict[str, str] = {}
+    for key, value in mapping.items():
+        where = f"placement.{key}: {str(value)!r}"
+        ranks = parse_ranks(str(value), world_size, ranks_per_node, where)
+        for role in split_roles(key):
+            if not role:
+                raise PlacementError(f"{where}: the key has an empty role name; expected comma-joined role names")
+            if role in placed:
+                raise PlacementError(f"{where}: role {role} is already placed by {given[role]}; name each role once")
+            placed[role], given[role] = ranks, where
+    if not placed:
+        raise PlacementError("placement: no role is placed; expected role: ranks, for example actor: 0-3")
+    roles = sorted(placed, key=lambda role: (ROLES.index(role) if role in ROLES else len(ROLES), role))
+    return Placement({role: placed[role] for role in roles}, given, world_size)
+
+
+def parse_ranks(text: str, world_size: int, ranks_per_node: int, where: str = "placement") -> tuple[int, ...]:
+    """The world ranks that `text` names, sorted; PlacementError, starting with `where`, if they are no ranks."""
+    ranges = text.strip()
+    if ranges == "all":
+        return tuple(range(world_size))
+    if not ranges.startswith(NODE_PREFIX):
+        return _parse_ranges(ranges, "rank", world_size, where)
+    num_nodes = -(-world_size // ranks_per_node)
+    nodes = _parse_ranges(ranges.removeprefix(NODE_PREFIX), "node", num_nodes, where)
+    first_ranks = (node * ranks_per_node for node in nodes)
+    return tuple(r for first in first_ranks for r in range(first, min(first + ranks_per_node, world_size)))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The shortest ranges that name `ranks`: (0, 1, 2, 5) -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
+    """The grid of every placed role; PlacementError if its tp * pp * cp does not divide its number of ranks."""
+    grids = {}
+    for role in placement.roles:
+        parallel, key = _parallel_of(config, role)
+        ranks = placement.ranks(role)
+        replica_size = parallel.tp * parallel.pp * parallel.cp
+        if len(ranks) % replica_size:
+            sizes = f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = {replica_size}"
+            raise PlacementError(
+                f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
+                f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
+            )
+        grids[role] = Grid(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+    return grids
+
+
+def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ...]:
+    numbers: set[int] = set()
+    for item in (item.strip() for item in text.split(",")):
+        match = RANGE.fullmatch(item)
+        if match is None:
+            what = f"{item!r} is no {unit} or range of {unit}s" if item else f"a {unit} or range of {unit}s is missing"
+            raise PlacementError(f"{where}: {what}; expected {GRAMMAR}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise PlacementError(f"{where}: range {item!r} is reversed; expected {last}-{first}")
+        if last >= count:
+            raise PlacementError(
+                f"{where}: {unit} {last} does not exist; expected {unit}s in 0-{count - 1} ({count} in this world)"
+            )
+        twice = numbers.intersection(range(first, last + 1))
+        if twice:
+            raise PlacementError(f"{where}: {unit} {min(twice)} is named twice; name each {unit} of a role once")
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))
+
+
+def _parallel_of(config: Config, role: str) -> tuple[Parallel, str]:
+    """The parallel sizes of `role` and the config key that gives them."""
+    if role == "reference" and config.reference.parallel is not None:
+        return config.reference.parallel, "reference.parallel"
+    if role in ("actor", "reference"):
+        return config.actor.parallel, "actor.parallel"
+    if role == "rollout":
+        return config.rollout.parallel, "rollout.parallel"
+    return Parallel(), f"placement.{role}"

@@ -1,0 +1,46 @@
+"""The command line of launch/train.py."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
+    arguments = _parser().parse_intermixed_args(argv)
+    if not arguments.dry_run:
+        if "RANK" not in os.environ:
+            print(
+                "rltrain: start me with torchrun --nproc-per-node N, or with --dry-run --world-size W", file=sys.stderr
+            )
+            return EXIT_USER_ERROR
+        from rltrain.job import run_job
+
+        return run_job(arguments.config, arguments.overrides)
+
+    from rltrain.dry_run import describe_job
+
+    try:
+        print(describe_job(arguments.config, arguments.overrides, arguments.world_size, arguments.ranks_per_node))
+    except UserError as error:
+        print(f"rltrain: refused: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="launch/train.py", description="Train a language model as one torchrun job.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file, see configs/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, for --dry-run")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks of one node, for --dry-run (default 8)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
+    return parser

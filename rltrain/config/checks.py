@@ -1,0 +1,202 @@
+"""Checks that span several config keys: without a world, and against the grids and the model's architecture.
+
+Every refusal names the keys, the values given and what would be accepted; all refusals come in one message.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.roles import ROLES, nearest, required_roles, split_roles, usable_roles
+from rltrain.config.schema import Config, Parallel
+from rltrain.errors import ConfigError, PlacementError
+
+MIN_SAMPLES_PER_GROUP = 2
+
+
+class ModelSizes(Protocol):
+    """What the checks read of rltrain.reshard.families.Architecture."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+def check_config(config: Config) -> None:
+    """Refuse what cannot work in any world. ConfigError; PlacementError if only the placed roles are at fault."""
+    placement = list(_role_problems(config))
+    others = [
+        *_parallel_problems(config),
+        *_batch_problems(config),
+        *_length_problems(config),
+        *_training_problems(config),
+    ]
+    _raise_if_any(placement, PlacementError if not others else ConfigError, others)
+
+
+def check_against_architecture(config: Config, grids: Mapping[str, Grid], architecture: ModelSizes) -> None:
+    """Refuse grids that do not divide the model or the batch, and texts longer than the model takes. ConfigError."""
+    problems = list(_data_parallel_problems(config, grids))
+    for role in ("actor", "reference", "rollout"):
+        if role in grids:
+            problems += _grid_problems(_parallel_key(config, role), grids[role], architecture)
+    longest, sizes = _longest_text(config)
+    if longest > architecture.max_positions:
+        problems.append(
+            f"{sizes}, but the model in model.path ({config.model.path}) has {architecture.max_positions} positions; "
+            "expected a sum of at most that"
+        )
+    _raise_if_any(problems, ConfigError)
+
+
+def _raise_if_any(problems: Iterable[str], error: type[ConfigError], more: Iterable[str] = ()) -> None:
+    messages = list(dict.fromkeys([*problems, *more]))
+    if len(messages) == 1:
+        raise error(messages[0])
+    if messages:
+        raise error(f"{len(messages)} mistakes in the config:\n" + "\n".join(f"  {message}" for message in messages))
+
+
+def _role_problems(config: Config) -> Iterator[str]:
+    placed = [(key, role) for key in config.placement for role in split_roles(key)]
+    usable = [role for role in ROLES if role in usable_roles(config)]
+    for key, role in placed:
+        if role not in ROLES:
+            closest = nearest(role, usable)
+            hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
+            yield f"placement.{key}: unknown role {role!r}; {hint}"
+        elif role not in usable:
+            yield (
+                f"placement.{key}: role {role} has nothing to do in algorithm {config.algorithm}"
+                f"{_without_evaluation(config)}; expected only {', '.join(usable)}"
+            )
+    names = {role for _, role in placed}
+    for role in required_roles(config):
+        if role not in names:
+            yield f"placement.{role}: the role is not placed, but {_need(config, role)}; expected {role}: ranks"
+
+
+def _without_evaluation(config: Config) -> str:
+    return " without data.eval" if config.algorithm == "sft" and config.data.eval is None else ""
+
+
+def _need(config: Config, role: str) -> str:
+    if role == "reference":
+        return f"loss.kl.coef {config.loss.kl.coef} needs it"
+    if config.algorithm == "sft" and role != "actor":
+        return "data.eval needs it"
+    return f"algorithm {config.algorithm} needs it"
+
+
+def _parallel_problems(config: Config) -> Iterator[str]:
+    sections = {"actor": config.actor.parallel, "rollout": config.rollout.parallel}
+    if config.reference.parallel is not None:
+        sections["reference"] = config.reference.parallel
+    for role, parallel in sections.items():
+        key = f"{role}.parallel"
+        if parallel.cp > 1:
+            yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
+        if parallel.ep > 1:
+            yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
+        if role == "rollout":
+            yield from _engine_problems(key, parallel)
+        elif parallel.sequence_parallel and parallel.tp == 1:
+            yield f"{key}.sequence_parallel: got true with {key}.tp 1; expected false, or a tp of at least 2"
+
+
+def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
+    if parallel.pp > 1:
+        yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
+    if parallel.sequence_parallel:
+        yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
+
+
+def _batch_problems(config: Config) -> Iterator[str]:
+    batch = config.batch
+    if batch.prompts_per_step % batch.mini_batches:
+        yield (
+            f"batch.prompts_per_step: {batch.prompts_per_step} does not divide into batch.mini_batches "
+            f"{batch.mini_batches}; expected a multiple of {batch.mini_batches}"
+        )
+    if config.algorithm == "grpo" and batch.samples_per_prompt < MIN_SAMPLES_PER_GROUP:
+        yield (
+            f"batch.samples_per_prompt: got {batch.samples_per_prompt}; expected at least {MIN_SAMPLES_PER_GROUP}: "
+            "algorithm grpo compares the samples of a prompt, and the advantage of a single one is 0"
+        )
+
+
+def _longest_text(config: Config) -> tuple[int, str]:
+    """(tokens, the sum in words) of the longest prompt and response together."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_response_tokens
+    words = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response}"
+    return prompt + response, words
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    longest, sizes = _longest_text(config)
+    used = any("rollout" in split_roles(key) for key in config.placement)
+    if used and config.rollout.max_context_tokens < longest:
+        yield f"rollout.max_context_tokens: got {config.rollout.max_context_tokens}; expected at least {sizes}"
+
+
+def _training_problems(config: Config) -> Iterator[str]:
+    if config.algorithm == "grpo" and config.rollout.sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature: got 0; expected above 0: algorithm grpo learns from differing samples, "
+            "and greedy ones are equal"
+        )
+    if config.evaluation.stop_at is not None and config.data.eval is None:
+        yield (
+            f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "
+            "data.eval, or null"
+        )
+    optimizer = config.actor.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"actor.optimizer.min_lr: got {optimizer.min_lr}; expected at most actor.optimizer.lr {optimizer.lr}"
+
+
+def _parallel_key(config: Config, role: str) -> str:
+    inherits = role == "reference" and config.reference.parallel is None
+    return "actor.parallel" if inherits else f"{role}.parallel"
+
+
+def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
+    """Every replica needs a prompt group in each of its batches."""
+    batch = config.batch
+    for role, grid in grids.items():
+        groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
+        if role == "actor":
+            groups //= batch.mini_batches
+            of += f" / batch.mini_batches {batch.mini_batches}"
+        if groups < grid.dp:
+            yield (
+                f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives "
+                f"{groups} prompts to share out; expected at least {grid.dp} prompts, or fewer ranks"
+            )
+
+
+def _grid_problems(key: str, grid: Grid, architecture: ModelSizes) -> Iterator[str]:
+    for name, size in (
+        ("attention heads", architecture.num_heads),
+        ("feed-forward units", architecture.ffn_hidden_size),
+    ):
+        if size % grid.tp:
+            yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"
+    num_kv_heads = architecture.num_kv_heads
+    if num_kv_heads % grid.tp and grid.tp % num_kv_heads:
+        yield (
+            f"{key}.tp: got {grid.tp}; expected a divisor or a multiple of the model's {num_kv_heads} key-value heads"
+        )
+    if architecture.num_layers % grid.pp:
+        stages = [n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
+        yield (
+            f"{key}.pp: got {grid.pp}, which does not divide the model's {architecture.num_layers} layers; "
+            f"expected one of {', '.join(map(str, stages))}"
+        )

@@ -1,0 +1,88 @@
+"""What a config key expects, in words, read off the schema."""
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rltrain.config.schema import Config
+
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+PLURALS = {int: "whole numbers", float: "numbers", str: "text"}
+BOUNDS = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
+
+
+def expectation(path: tuple[str | int, ...]) -> str:
+    """What the key at `path` takes: "a whole number of at least 1". Keys inside free-form values take any value."""
+    annotation: Any = Config
+    for key in path:
+        section = section_of(annotation)
+        if section is not None and isinstance(key, str) and key in section.model_fields:
+            annotation = _with_bounds(section.model_fields[key])
+        else:
+            annotation = _element(annotation)
+    return describe(annotation)
+
+
+def describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+    """A type of the schema in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(arguments[0], tuple(_flatten(arguments[1:])))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe(argument) for argument in arguments)
+    if origin is tuple:
+        return f"a list of {PLURALS.get(arguments[0], 'values')}"
+    if origin is dict:
+        return f"keys with {'values' if arguments[1] is Any else describe(arguments[1])}"
+    section = section_of(annotation)
+    if section is not None:
+        return f"a section with the keys {', '.join(section.model_fields)}"
+    limits = [BOUNDS[type(bound)].format(*astuple(bound)) for bound in bounds if type(bound) in BOUNDS]
+    return NAMES.get(annotation, "a value") + (f", {' and '.join(limits)}" if limits else "")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class of an annotation that is one, or one or null."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema, sections before what is in them."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.")
+
+
+def _with_bounds(field: FieldInfo) -> Any:
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def _element(annotation: Any) -> Any:
+    """The type of the values inside a mapping or list."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _element(arguments[0])
+    if origin is dict:
+        return arguments[1]
+    return arguments[0] if origin is tuple else Any
+
+
+def _flatten(metadata: tuple[Any, ...]) -> Iterator[Any]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from item.metadata
+        else:
+            yield item

@@ -1,0 +1,96 @@
+"""The checkpoint's tokenizer, and prompts as token ids."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rltrain.config import schema
+from rltrain.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]
+"""One chat message: "role" and "content"."""
+Prompt = str | Sequence[Message]
+
+
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a Hugging Face checkpoint folder. Reads local files only and runs none of their code."""
+    from transformers import AutoTokenizer
+
+    if not path.is_dir():
+        raise CheckpointError(f"model.path: there is no folder {str(path)!r} (relative paths start at {Path.cwd()})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"model.path: {str(path)!r} holds no usable tokenizer ({type(error).__name__}: {error}); "
+            "expected tokenizer.json and tokenizer_config.json beside the weights"
+        ) from error
+    return tokenizer
+
+
+def eos_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The token that ends a response. Raises CheckpointError where the tokenizer names none."""
+    token_id = tokenizer.eos_token_id
+    if not isinstance(token_id, int):
+        raise CheckpointError("model.path: the tokenizer has no eos_token; set it in tokenizer_config.json")
+    return token_id
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt as reward functions see it: the text itself, or the messages' contents joined by blank lines."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+class PromptEncoder:
+    """Turns prompts into token ids, by the tokenizer's chat template where data.chat_template says so."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: schema.Data) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = data.system_prompt
+        self.uses_template = data.chat_template == "auto" and tokenizer.chat_template is not None
+        if self.system_prompt is not None and not self.uses_template:
+            raise ConfigError(f"data.system_prompt is set, but {self.without_template}; remove data.system_prompt")
+        self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else ""))
+
+    @property
+    def without_template(self) -> str:
+        """Why prompts are not formatted as a chat, for messages."""
+        if self.tokenizer.chat_template is None:
+            return "the checkpoint's tokenizer has no chat template"
+        return "data.chat_template is never"
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of `prompt` up to where the response begins. Message lists need a chat template."""
+        if not self.uses_template:
+            if not isinstance(prompt, str):
+                raise DataError(f"a prompt is a list of chat messages, but {self.without_template}")
+            return tuple(self.tokenizer(prompt)["input_ids"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        text = self._render(messages)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(self, messages: list[Message]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the tokenizer's chat template refuses messages of roles {roles}: {error} "
+                "(see data.system_prompt; data.chat_template=never takes plain texts as they are)"
+            ) from error
+
+    def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
+        """Token ids of each response, as they would continue a prompt."""
+        return list(self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]) if responses else []
+
+    def length_bound(self, prompt: Prompt) -> int:
+        """At least the tokens of `prompt`, without encoding it: no tokenizer makes more tokens than UTF-8 bytes."""
+        num_messages = 1 if isinstance(prompt, str) else len(prompt)
+        return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens

@@ -1,0 +1,112 @@
+"""What a job would do, in words: computed from the config alone, without torchrun, GPU or weights."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.placement import Placement, format_ranks, resolve_placement, role_grids
+from rltrain.cluster.process_groups import group_lists
+from rltrain.config.checks import check_against_architecture, check_config
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.plan import traffic
+from rltrain.rollout.layout import engine_layout
+from rltrain.schedule import Order, build_order, check
+from rltrain.training.layout import megatron_layout
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+CONFIG_FILE = "config.json"
+
+
+def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, ranks_per_node: int) -> str:
+    """The whole description; raises the UserError that the job would be refused with."""
+    config = load_config(config_path, overrides)
+    check_config(config)
+    ranks_per_node = min(ranks_per_node, world_size)
+    placement = resolve_placement(config.placement, world_size, ranks_per_node)
+    grids = role_grids(config, placement)
+    order = build_order(config, placement.roles)
+    check(order, placement)
+    architecture = None
+    if Path(config.model.path, CONFIG_FILE).exists():
+        architecture = read_architecture(Path(config.model.path))
+        check_against_architecture(config, grids, architecture)
+    sections = {
+        f"Ranks: {world_size}, {ranks_per_node} per node": rank_map(placement, grids, world_size, ranks_per_node),
+        "Pairs of roles": pair_modes(placement),
+        "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
+        "Process groups": describe_groups(grids, world_size),
+        f"Schedule: {len(order)} entries, no deadlock": describe_order(order, config),
+        "Weight sync": describe_weight_sync(config, grids, architecture, ranks_per_node),
+    }
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def rank_map(placement: Placement, grids: Mapping[str, Grid], world_size: int, ranks_per_node: int) -> list[str]:
+    """One line per rank: its node, and its coordinates in each role that it hosts."""
+    rows = [["rank", "node", *placement.roles]]
+    for rank in range(world_size):
+        cells = [coordinates(grids[role], rank) for role in placement.roles]
+        rows.append([str(rank), str(rank // ranks_per_node), *cells])
+    return table(rows)
+
+
+def coordinates(grid: Grid, rank: int) -> str:
+    if rank not in grid.ranks:
+        return "-"
+    place = grid.coordinates(rank)
+    parts = {"dp": (place.dp, grid.dp), "pp": (place.pp, grid.pp), "cp": (place.cp, grid.cp), "tp": (place.tp, grid.tp)}
+    return " ".join(f"{name}{index}" for name, (index, size) in parts.items() if size > 1) or "alone"
+
+
+def pair_modes(placement: Placement) -> list[str]:
+    pairs = combinations(placement.roles, 2)
+    return table([[first, second, placement.mode(first, second)] for first, second in pairs])
+
+
+def describe_grid(name: str, grid: Grid) -> str:
+    sizes = f"tp {grid.tp} x pp {grid.pp} x cp {grid.cp} x ep {grid.ep} x dp {grid.dp}"
+    return f"{name}: {sizes} on ranks {format_ranks(grid.ranks)}"
+
+
+def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
+    lists = group_lists(grids, world_size)
+    most = max(sum(rank in group for group in lists) for rank in range(world_size))
+    return [f"{len(lists)} in the job, at most {most} on one rank; equal rank lists share one"]
+
+
+def describe_order(order: Order, config: Config) -> list[str]:
+    """The entries of the first step, of the first without an evaluation, and those after the last step."""
+    plain = next(
+        (s for s in range(1, config.steps) if not any("evaluation" in e.name for e in order if e.step == s)), 0
+    )
+    lines = []
+    for step in sorted({0, plain, config.steps}):
+        lines += [f"{number:3d}  {entry}" for number, entry in enumerate(e for e in order if e.step == step)] + [""]
+    return lines[:-1]
+
+
+def describe_weight_sync(
+    config: Config, grids: Mapping[str, Grid], architecture: Architecture | None, ranks_per_node: int
+) -> list[str]:
+    if "rollout" not in grids:
+        return ["none: no rollout is placed"]
+    if architecture is None:
+        return [f"bytes unknown: {Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"]
+    source = megatron_layout(architecture, grids["actor"])
+    destination = engine_layout(architecture, grids["rollout"])
+    moved = traffic(source, destination, ranks_per_node, ELEMENT_BYTES[config.model.dtype])
+    rows = [["from", "to", "bytes", "over"]]
+    for (sender, receiver), num_bytes in sorted(moved.items()):
+        same_node = sender // ranks_per_node == receiver // ranks_per_node
+        path = "memory" if sender == receiver else "node" if same_node else "network"
+        rows.append([str(sender), str(receiver), f"{num_bytes:,}", path])
+    total = sum(num_bytes for (sender, receiver), num_bytes in moved.items() if sender != receiver)
+    return [*table(rows), f"{total:,} bytes on the wire per sync"]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

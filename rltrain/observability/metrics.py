@@ -1,0 +1,93 @@
+"""Where a run's numbers go: metrics.jsonl, and Weights & Biases where it is configured."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value, ...}.
+
+    `time_s` is seconds since the writer was made. For one rank of the job. Errors: ConfigError when output_dir cannot
+    be written, or when logging.wandb.project is set and Weights & Biases cannot start.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.output_dir, "metrics.jsonl")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: cannot write {self.path}: {error.strerror}; expected a folder this user may write to"
+            ) from error
+        self._start = time.monotonic()
+        self._wandb_run = _start_wandb(config) if config.logging.wandb.project is not None else None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record, on disk when this returns. Values that are not finite are written as null, with a warning."""
+        numbers = {name: _plain_number(value) for name, value in metrics.items()}
+        record: dict[str, Any] = {"step": step, "time_s": round(time.monotonic() - self._start, 3)}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                logger.warning("%s is %s at step %d; written to %s as null", name, value, step, self.path)
+            record[name] = value if math.isfinite(value) else None
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._wandb_run is not None:
+            self._wandb_run.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Close the file and finish the wandb run."""
+        self._file.close()
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+            self._wandb_run = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _plain_number(value: Any) -> int | float:
+    """A Python number from one of Python's, numpy's or torch's."""
+    return value if type(value) in (int, float) else float(value)
+
+
+def _start_wandb(config: Config) -> Any:
+    settings = config.logging.wandb
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.wandb.project is {settings.project!r}, but the package wandb is not installed: "
+            "install it (pip install wandb), or remove logging.wandb.project"
+        ) from error
+    try:
+        return wandb.init(
+            project=settings.project,
+            name=settings.name,
+            mode=settings.mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"),
+            dir=config.output_dir,
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off"),
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"logging.wandb.project is {settings.project!r}, but wandb did not start: {error}; "
+            "set logging.wandb.mode: offline, or remove logging.wandb.project"
+        ) from error

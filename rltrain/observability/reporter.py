@@ -1,0 +1,77 @@
+"""Brings every role's metrics of a step together on one rank, without holding up the run."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+from rltrain.cluster.world import Bulletin
+
+Metrics = dict[str, float]
+Sink = Callable[[int, Metrics], None]
+
+
+class Reporter:
+    """`expected` tells, per step, how many tasks of each reporting rank add metrics.
+
+    A rank publishes a step once its last task of that step has added its metrics. The logging rank passes a step to
+    the sinks once all its ranks have published, and looks for that whenever it adds something itself.
+    """
+
+    def __init__(
+        self,
+        bulletin: Bulletin,
+        expected: Mapping[int, Counter[int]],
+        logging_rank: int,
+        sinks: Collection[Sink],
+    ) -> None:
+        self.bulletin = bulletin
+        self.rank = bulletin.world.rank
+        self.expected = expected
+        self.logging_rank = logging_rank
+        self.sinks = sinks
+        self.pending: dict[int, Metrics] = {}
+        self.num_added: Counter[int] = Counter()
+        self.uncollected = sorted(expected) if self.rank == logging_rank else []
+        self.previous_step_end = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Metrics of one task of this rank."""
+        self.pending.setdefault(step, {}).update(metrics)
+        self.num_added[step] += 1
+        if self.num_added[step] == self.expected[step][self.rank]:
+            self._publish(step)
+        self._collect(complete_only=True)
+
+    def close(self) -> None:
+        """Publish what is left, and on the logging rank wait for the others and pass on the remaining steps."""
+        for step in sorted(self.pending):
+            self._publish(step)
+        self.bulletin.put(f"metrics/closed/{self.rank}", True)
+        if self.rank == self.logging_rank:
+            for rank in sorted({rank for counts in self.expected.values() for rank in counts}):
+                self.bulletin.get(f"metrics/closed/{rank}", waiting_for=f"the last metrics of rank {rank}")
+            self._collect(complete_only=False)
+
+    def _publish(self, step: int) -> None:
+        metrics = self.pending.pop(step)
+        if self.rank == self.logging_rank:
+            now = time.perf_counter()
+            metrics["perf/step_time_s"] = now - self.previous_step_end
+            self.previous_step_end = now
+        self.bulletin.put(f"metrics/{step}/{self.rank}", metrics)
+
+    def _collect(self, complete_only: bool) -> None:
+        while self.uncollected:
+            step = self.uncollected[0]
+            keys = [f"metrics/{step}/{rank}" for rank in sorted(self.expected[step])]
+            present = [key for key in keys if self.bulletin.has(key)]
+            if complete_only and len(present) < len(keys):
+                return
+            self.uncollected.pop(0)
+            merged: Metrics = {}
+            for key in present:
+                merged |= self.bulletin.get(key, waiting_for=key)
+                self.bulletin.forget(key)
+            if merged:
+                for sink in self.sinks:
+                    sink(step, merged)

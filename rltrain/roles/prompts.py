@@ -1,0 +1,34 @@
+"""The prompt files of a run, read once per process however many roles of it use them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rltrain.config.schema import Config
+from rltrain.data.order import PromptOrder
+from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Training prompts with the order they are used in, and the held-out ones if the config names any."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    train: PromptDataset
+    order: PromptOrder
+    evaluation: PromptDataset | None
+
+
+def read_prompts(config: Config) -> Prompts:
+    """Every rank that calls this numbers the prompts alike."""
+    data = config.data
+    tokenizer = load_tokenizer(Path(config.model.path))
+    encoder = PromptEncoder(tokenizer, data)
+    train = load_prompts(data.train, data, encoder, needs="label", config_key="data.train")
+    evaluation = load_prompts(data.eval, data, encoder, needs="label", config_key="data.eval") if data.eval else None
+    order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
+    return Prompts(tokenizer, train, order, evaluation)

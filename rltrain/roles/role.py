@@ -1,0 +1,64 @@
+"""What every role is made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from rltrain.cluster.exchange import Shipment
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.placement import Placement
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.world import World
+from rltrain.config.schema import Config
+from rltrain.reshard.families import Architecture
+from rltrain.roles.prompts import Prompts, read_prompts
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all roles of this process know about the run."""
+
+    config: Config
+    world: World
+    placement: Placement
+    grids: Mapping[str, Grid]
+    groups: ProcessGroups
+    architecture: Architecture
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        return read_prompts(self.config)
+
+
+class Role:
+    """A part in the run, played by the ranks of its grid. Its tasks are methods `task(step) -> Metrics | None`.
+
+    `shipments` holds, by transfer name, what was received for a task and what a task leaves to be sent.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = job.config
+        self.grid = job.grids[self.name]
+        self.shipments: dict[str, Shipment] = {}
+
+    @property
+    def leader(self) -> int:
+        """The rank that reports for the role: its metrics are those of the whole role."""
+        return self.grid.owner(0)
+
+    @property
+    def dp(self) -> int:
+        """This rank's data-parallel index."""
+        return self.grid.coordinates(self.job.world.rank).dp
+
+    def onload(self) -> None:
+        """Called before a task of this role on a rank that other roles share."""
+
+    def offload(self) -> None:
+        """Called before other roles' tasks on a rank that other roles share."""

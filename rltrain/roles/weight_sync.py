@@ -1,0 +1,39 @@
+"""Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
+
+from rltrain.reshard.execute import execute
+from rltrain.reshard.plan import plan
+from rltrain.rollout.layout import engine_layout
+from rltrain.roles.actor import Actor
+from rltrain.roles.role import Job, Metrics
+from rltrain.roles.rollout import Rollout
+from rltrain.training.layout import megatron_layout
+
+
+class WeightSync:
+    """Built on every rank that hosts either role."""
+
+    def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
+        self.actor, self.rollout = actor, rollout
+        self.bucket_bytes = job.config.weight_sync.bucket_mb * 2**20
+        source = megatron_layout(job.architecture, job.grids["actor"])
+        destination = engine_layout(job.architecture, job.grids["rollout"])
+        self.plan = plan(source, destination, job.world.rank, job.world.ranks_per_node)
+        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
+        self.leader = job.grids["actor"].owner(0)
+        self.group = job.groups[union]
+
+    def weight_sync(self, step: int) -> Metrics:
+        """The rollout has the weights of version `step` afterwards. Collective over: the union of both roles' ranks."""
+        report = execute(
+            self.plan,
+            self.actor.parameters if self.actor else None,
+            self.rollout.parameters if self.rollout else None,
+            group=self.group,
+            bucket_bytes=self.bucket_bytes,
+        )
+        if self.rollout:
+            self.rollout.engine.policy_version = step
+        return {
+            "perf/weight_sync_gb_per_s": report.bandwidth_bytes_per_s / 1e9,
+            "perf/weight_sync_bytes": report.bytes_moved,
+        }

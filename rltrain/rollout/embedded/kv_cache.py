@@ -1,0 +1,144 @@
+"""Keys and values of the running requests, one slot each, and attention over them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LENGTH_MULTIPLE = 16
+
+
+class KvCache:
+    """Keys and values [layers, slots, kv_heads, capacity, head_dim]; running requests fill the first slots.
+
+    Memory follows what was needed: `prepare` sets the number of slots, `reserve` doubles the capacity (positions per
+    slot) up to `max_positions`. Every entry is finite, written or not, so that a masked one contributes exactly zero.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self._max_positions = round_up(max_positions)
+        self.keys = torch.zeros(num_layers, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.first_positions = torch.empty(0, num_kv_heads, dtype=torch.int64, device=device)
+        """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+    def prepare(self, num_slots: int) -> None:
+        """Have at least `num_slots` slots; what the cache holds may be lost."""
+        if num_slots > self.num_slots:
+            self._allocate(num_slots, self.capacity)
+
+    def reserve(self, num_positions: int) -> None:
+        """Make room for `num_positions` in every slot, keeping what is there."""
+        if num_positions > self.capacity:
+            keys, values = self.keys, self.values
+            self._allocate(self.num_slots, max(round_up(num_positions), 2 * self.capacity))
+            self.keys[:, :, :, : keys.shape[3]] = keys
+            self.values[:, :, :, : values.shape[3]] = values
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._allocate(0, 0)
+
+    def move(self, sources: Tensor, destinations: Tensor, num_positions: int) -> None:
+        """Copy slots `sources` over slots `destinations`, up to `num_positions`."""
+        for cache in (self.keys, self.values):
+            cache[:, destinations, :, :num_positions] = cache[:, sources, :, :num_positions]
+
+    def _allocate(self, num_slots: int, capacity: int) -> None:
+        capacity = min(capacity, self._max_positions)
+        num_layers, _, num_kv_heads, _, head_dim = self.keys.shape
+        self.keys = self.keys.new_zeros(num_layers, num_slots, num_kv_heads, capacity, head_dim)
+        self.values = torch.zeros_like(self.keys)
+        rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
+        self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
+
+
+def round_up(num_positions: int) -> int:
+    """The next length whose rows stay aligned for vector units and attention kernels."""
+    return -(-num_positions // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+
+
+class PrefillAttention:
+    """Causal attention within prompts of `width` tokens (shorter ones padded on the right), written to the cache.
+
+    Slots `slots` receive the keys and values of prompts `prompt_of_slot`: requests with equal prompts share one.
+    """
+
+    def __init__(self, cache: KvCache, slots: slice, prompt_of_slot: Tensor, width: int) -> None:
+        self._cache, self._slots, self._prompt_of_slot, self._width = cache, slots, prompt_of_slot, width
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        self.store(layer, keys, values)
+        q, k, v = self._by_prompt(queries), self._by_prompt(keys), self._by_prompt(values)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return attended.transpose(1, 2).reshape(len(queries), -1)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the prompts' keys and values [tokens, kv_heads, head_dim] into their slots."""
+        for cache, new in ((self._cache.keys, keys), (self._cache.values, values)):
+            cache[layer, self._slots, :, : self._width] = self._by_prompt(new)[self._prompt_of_slot]
+
+    def _by_prompt(self, heads: Tensor) -> Tensor:
+        """[prompts, heads, width, head_dim]."""
+        return heads.view(-1, self._width, *heads.shape[1:]).transpose(1, 2)
+
+
+class DecodeAttention:
+    """One new token in each of the first `len(positions)` slots, attending to its slot up to itself.
+
+    `positions` [slots] is where each token stands; `num_positions` bounds them (exclusive) and is all that is read.
+    """
+
+    def __init__(self, cache: KvCache, positions: Tensor, num_positions: int) -> None:
+        self._cache = cache
+        self._num_slots = len(positions)
+        self._num_positions = min(round_up(num_positions), cache.capacity)
+        self._written = (cache.first_positions[: self._num_slots] + positions[:, None]).view(-1)
+        hidden = torch.arange(self._num_positions, device=positions.device) > positions[:, None]
+        bias = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=positions.device)
+        bias.masked_fill_(hidden, float("-inf"))
+        self._bias = bias[:, None].expand(-1, cache.num_kv_heads, -1).reshape(-1, 1, self._num_positions)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        head_dim = queries.shape[-1]
+        k = self._write(self._cache.keys[layer], keys)
+        v = self._write(self._cache.values[layer], values)
+        q = queries.reshape(len(k), -1, head_dim)
+        return _attend(q, k, v, self._bias).view(len(queries), -1)
+
+    def _write(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Store `new`, then [slots * kv_heads, num_positions, head_dim] of the running slots, as a view."""
+        head_dim = new.shape[-1]
+        cache.view(-1, head_dim).index_copy_(0, self._written, new.reshape(-1, head_dim))
+        return cache[: self._num_slots].view(-1, *cache.shape[2:])[:, : self._num_positions]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of q [n, group, head_dim] over k, v [n, positions, head_dim]; the heads that share a KV head are rows.
+
+    In float32 two batched products measure 1.7x faster on CPU than the fused kernel, which pays per slot and head;
+    half precision takes the fused kernel, whose scores stay in float32.
+    """
+    scale = q.shape[-1] ** -0.5
+    if q.dtype != torch.float32:
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], bias[:, None], scale=scale)[:, 0]
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+    return torch.bmm(torch.softmax(scores, -1), v)

@@ -1,0 +1,129 @@
+"""Micro-batches through Megatron's schedules, and log-probs without gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from rltrain.data.experience import Experience
+from rltrain.training.logprobs import vocab_parallel_logprobs
+from rltrain.training.model import LanguageModel
+from rltrain.training.packing import MicroBatch, pack
+
+Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, its local logits [tokens, columns]) -> (loss scalar, anything to keep)."""
+
+
+def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+    """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism.
+
+    Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
+    packing keeps that padding small, and no shapes have to be sent.
+    """
+    config = model.config
+    return pack(
+        experience,
+        max_tokens,
+        device=model.device,
+        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        equal_lengths=config.pipeline_model_parallel_size > 1,
+    )
+
+
+def run_schedule(
+    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], outputs: Outputs, *, backward: bool
+) -> list[Any]:
+    """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
+
+    `model` is a LanguageModel or its data-parallel wrapper. Losses are summed: nothing is divided by the number of
+    micro-batches. Collective over: the model-parallel group of this replica, plus data parallelism with `backward`.
+    """
+    language_model = cast(LanguageModel, unwrap_model(model))
+    groups, config = language_model.pg_collection, language_model.config
+
+    def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        hidden_or_logits = model(
+            input_ids=batch.padded_tokens[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=language_model.sequences(batch.segments),
+        )
+
+        def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, kept = outputs(batch, logits[0, : batch.num_tokens])
+            # Megatron divides the summed gradients by this count; the losses come normalised.
+            return loss, torch.zeros((), dtype=torch.int), kept
+
+        return hidden_or_logits, last_stage
+
+    arguments: dict[str, Any] = {
+        "forward_step_func": step,
+        "data_iterator": iter(micro_batches),
+        "model": model,
+        "num_microbatches": len(micro_batches),
+        "seq_length": len(micro_batches[0].padded_tokens),
+        "micro_batch_size": 1,
+        "forward_only": not backward,
+        "pg_collection": groups,
+    }
+    if groups.pp.size() == 1:
+        return forward_backward_no_pipelining(**arguments)
+    return forward_backward_pipelining_without_interleaving(
+        **arguments, p2p_communicator=P2PCommunicator(groups.pp, config)
+    )
+
+
+def token_logprobs(
+    model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
+    from; both [tokens] fp32, 0 at a sample's first token. Collective over: the tensor-parallel group."""
+    experience = batch.experience
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits,
+        experience.tokens.roll(-1),
+        vocab_size=model.architecture.vocab_size,
+        temperature=temperature,
+        group=model.pg_collection.tp,
+    )
+    predicted = torch.ones(batch.num_tokens, device=logits.device)
+    predicted[experience.offsets()[:-1]] = 0
+    return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
+
+
+@torch.no_grad()
+def compute_logprobs(model: LanguageModel, experience: Experience, *, temperature: float, max_tokens: int) -> Tensor:
+    """[tokens] fp32 host log-probs of the replica's samples under `model`, 0 at each sample's first token.
+
+    Every rank of the replica passes the same samples and gets the same result; `max_tokens` per micro-batch.
+    Collective over: the replica's tensor- and pipeline-parallel groups.
+    """
+    logprobs = torch.zeros(experience.num_tokens, device=model.device)
+    if experience.num_samples == 0:
+        return logprobs.cpu()
+
+    def outputs(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, _ = token_logprobs(model, batch, logits, temperature)
+        return values.new_zeros(()), values
+
+    was_training = model.training
+    model.eval()
+    micro_batches = make_micro_batches(model, experience, max_tokens)
+    kept = run_schedule(model, micro_batches, outputs, backward=False)
+    model.train(was_training)
+
+    for batch, values in zip(micro_batches, kept, strict=False):
+        logprobs[batch.token_index.to(logprobs.device)] = values
+    pipeline = model.pg_collection.pp
+    if pipeline.size() > 1:
+        dist.broadcast(logprobs, group=pipeline, group_src=pipeline.size() - 1)
+    return logprobs.cpu()

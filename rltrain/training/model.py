@@ -1,0 +1,200 @@
+"""megatron-core's GPTModel for the families of reshard.families, on explicit process groups."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.config import schema
+from rltrain.errors import ConfigError
+from rltrain.reshard.families import Architecture
+from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
+from rltrain.training.groups import process_group_collection
+from rltrain.training.layers import block_spec, mark_parallel_weights, uses_transformer_engine
+from rltrain.training.layout import padded_vocab_size
+from rltrain.training.platform import adapt_to_platform
+
+VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LanguageModel(GPTModel):
+    """One rank's part of the model: a pipeline stage's layers, sharded over tensor parallelism.
+
+    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths). Returns hidden
+    states, or on the last stage the logits [1, tokens, padded vocabulary / tp].
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        grid: Grid,
+        groups: ProcessGroups,
+        *,
+        transformer_engine: bool,
+        device: torch.device,
+    ) -> None:
+        collection = process_group_collection(grid, groups)
+        stage = collection.pp.rank()
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, architecture.num_layers // grid.pp, transformer_engine),
+            vocab_size=padded_vocab_size(architecture.vocab_size, grid.tp),
+            max_sequence_length=architecture.max_positions,
+            pre_process=stage == 0,
+            post_process=stage == grid.pp - 1,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            pg_collection=collection,
+        )
+        self.architecture = architecture
+        self.device = device
+        self.transformer_engine = transformer_engine
+        frequencies = inverse_frequencies(architecture).to(device)
+        if transformer_engine:
+            self.rotary_pos_emb.inv_freq = frequencies
+        else:
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
+        mark_parallel_weights(self)
+        # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
+        for name, parameter in self.named_parameters():
+            if name in VOCABULARY_PARAMETERS:
+                parameter.data.zero_()
+
+    def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
+        """Describe sequences packed end to end, for forward()."""
+        return (thd_sequences if self.transformer_engine else packed_sequences)(lengths, self.device)
+
+
+def build_model(
+    architecture: Architecture,
+    grid: Grid,
+    groups: ProcessGroups,
+    *,
+    model: schema.Model,
+    parallel: schema.Parallel,
+    device: torch.device,
+) -> LanguageModel:
+    """This rank's part of the model, weights not yet loaded. ConfigError where the grid does not fit the model.
+
+    Collective over: first and last pipeline stage, where embeddings are tied.
+    """
+    adapt_to_platform()
+    _check_grid(architecture, grid)
+    # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
+    initialize_rng_tracker(inference_rng_tracker=True)
+    if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    config = transformer_config(
+        architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
+    )
+    return LanguageModel(architecture, config, grid, groups, transformer_engine=transformer_engine, device=device)
+
+
+def local_parameters(model: LanguageModel) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by Megatron's names, as in megatron_layout(...).on(rank).
+
+    Parameters, not tensors: what they hold may move to other memory when a TrainableModel takes the model over.
+    """
+    return dict(model.named_parameters())
+
+
+def transformer_config(
+    architecture: Architecture,
+    grid: Grid,
+    *,
+    model: schema.Model,
+    parallel: schema.Parallel,
+    device: torch.device,
+    transformer_engine: bool,
+) -> TransformerConfig:
+    dtype, cuda = DTYPES[model.dtype], device.type == "cuda"
+    recompute_layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if model.recompute == "full" else {}
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not cuda,
+        perform_initialization=False,
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        apply_rope_fusion=transformer_engine,
+        gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        recompute_granularity=None if model.recompute == "none" else model.recompute,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=False,
+        # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
+        calculate_per_token_loss=True,
+        **recompute_layers,
+    )
+
+
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """[head_dim / 2] fp32 rotary frequencies in radians per position, with Llama 3's scaling where it applies.
+
+    Llama 3's scaling keeps wavelengths below original_max_positions / high_freq_factor, stretches those above
+    original_max_positions / low_freq_factor by `factor`, and interpolates in between.
+    """
+    exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
+    frequencies = 1.0 / architecture.rope_theta**exponents
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _check_grid(architecture: Architecture, grid: Grid) -> None:
+    """ConfigError where a parallel size does not divide what it splits."""
+    heads, groups = architecture.num_heads, architecture.num_kv_heads
+    problems = [
+        (heads % grid.tp != 0, f"tp {grid.tp} does not divide the model's {heads} attention heads"),
+        (
+            groups % grid.tp != 0 and grid.tp % groups != 0,
+            f"of tp {grid.tp} and the model's {groups} key-value heads, neither divides the other",
+        ),
+        (
+            architecture.ffn_hidden_size % grid.tp != 0,
+            f"tp {grid.tp} does not divide the model's feed-forward size {architecture.ffn_hidden_size}",
+        ),
+        (
+            architecture.num_layers % grid.pp != 0,
+            f"pp {grid.pp} does not divide the model's {architecture.num_layers} layers",
+        ),
+        (grid.cp != 1, f"cp {grid.cp}: context parallelism is not implemented; set cp to 1"),
+        (grid.ep != 1, f"ep {grid.ep}: {architecture.family} models have no experts; set ep to 1"),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise ConfigError(f"{message}; change the role's parallel section")

@@ -1,0 +1,64 @@
+"""Megatron's optimizer for one role, which may live on some of the world's ranks."""
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rltrain.config import schema
+
+
+def build_optimizer(
+    model: DistributedDataParallel, settings: schema.Optimizer, groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """AdamW over the model's parameters, sharded over data parallelism where `model` says so; fp32 master weights.
+
+    Weights must be loaded before: bf16 parameters are copied to their masters here. Goes past Megatron's
+    `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the
+    world hold another role.
+    """
+    bf16 = model.config.bf16
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+    )
+    return megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
+        config=config,
+        model_chunks=[model],
+        param_groups=_parameter_groups(model, settings),
+        per_model_buffers={0: model.buffers},
+        model_parallel_group=groups.mp,
+        data_parallel_group=groups.intra_dp_cp,
+        data_parallel_group_idx=groups.mp.rank(),
+        intra_dist_opt_group=groups.intra_dist_opt,
+        pg_collection=groups,
+    )
+
+
+def _parameter_groups(model: torch.nn.Module, settings: schema.Optimizer) -> list[dict[str, object]]:
+    """Matrices, which decay, and vectors (norm weights, biases), which do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    shared = {"is_expert_parallel": False, "default_config": True, "is_decoupled_lr": False, "lr_mult": 1.0}
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        shared["fused"] = True
+    return [
+        {
+            "params": [p for p in parameters if (p.dim() > 1) == decays],
+            "weight_decay": settings.weight_decay if decays else 0.0,
+            "wd_mult": float(decays),
+            "max_lr": settings.lr,
+            "min_lr": settings.min_lr,
+            **shared,
+        }
+        for decays in (True, False)
+    ]

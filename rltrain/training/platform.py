@@ -1,0 +1,128 @@
+"""What megatron-core needs to run where there is no CUDA device. Nothing here takes effect where there is one."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megatron.core.optimizer.clip_grads
+import megatron.core.optimizer.optimizer
+import megatron.core.pipeline_parallel.schedules
+import megatron.core.tensor_parallel.random
+import megatron.core.utils
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.optimizer import distrib_optimizer
+
+Patch = Callable[[], None]
+
+
+def current_device_is_the_cpu() -> None:
+    """Megatron allocates parameters' gradients, receive buffers and collectives' outputs on the current CUDA device."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+
+
+def cuda_literals_mean_the_cpu() -> None:
+    """Schedules, optimizers and gradient norms make small tensors with a literal device="cuda"."""
+    stand_in = types.ModuleType("torch")
+    stand_in.__dict__.update(torch.__dict__)
+    for name in ("tensor", "zeros"):
+        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    for module in (
+        megatron.core.optimizer.clip_grads,
+        megatron.core.optimizer.optimizer,
+        megatron.core.pipeline_parallel.schedules,
+        megatron.core.utils,
+    ):
+        module.torch = stand_in
+
+
+def tensor_types_are_cuda_types() -> None:
+    """Optimizers recognise parameters and gradients by the names of CUDA tensor types when set up and when clipping."""
+    for owner, name in (
+        (distrib_optimizer.DistributedOptimizer, "__init__"),
+        (megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params, "__init__"),
+        (megatron.core.optimizer.optimizer, "clip_grad_by_total_norm_fp32"),
+    ):
+        setattr(owner, name, _within(_cuda_type_names, getattr(owner, name)))
+
+
+def tied_embeddings_stay_on_the_cpu() -> None:
+    """The first and last pipeline stage's copies of a tied embedding are moved by Tensor.cuda()."""
+    name = "setup_embeddings_and_output_layer"
+    setattr(LanguageModule, name, _within(_cuda_is_identity, getattr(LanguageModule, name)))
+
+
+def recomputation_keeps_no_cuda_random_state() -> None:
+    """Activation recomputation saves and restores the CUDA generator's state beside the CPU's."""
+    megatron.core.tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
+    megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+PATCHES: tuple[Patch, ...] = (
+    current_device_is_the_cpu,
+    cuda_literals_mean_the_cpu,
+    tensor_types_are_cuda_types,
+    tied_embeddings_stay_on_the_cpu,
+    recomputation_keeps_no_cuda_random_state,
+)
+
+_applied: set[Patch] = set()
+
+
+def adapt_to_platform() -> None:
+    """Make megatron-core usable on this machine; call before building models. Repeated calls change nothing.
+
+    Without CUDA every patch of PATCHES is applied; with CUDA, none.
+    """
+    if torch.cuda.is_available():
+        return
+    for patch in PATCHES:
+        if patch not in _applied:
+            patch()
+            _applied.add(patch)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def _replaced(name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """A method of torch.Tensor, replaced for the duration."""
+    original = getattr(torch.Tensor, name)
+    setattr(torch.Tensor, name, method)
+    try:
+        yield
+    finally:
+        setattr(torch.Tensor, name, original)
+
+
+def _cuda_type_names() -> Any:
+    original = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    return _replaced("type", type_name)
+
+
+def _cuda_is_identity() -> Any:
+    return _replaced("cuda", lambda tensor, *args, **kwargs: tensor)

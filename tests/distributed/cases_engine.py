@@ -1,0 +1,42 @@
+"""The embedded engine under tensor parallelism: what each rank of a 4-rank job generates."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.rollout.engine import SamplingParams
+from tests.rollout_models import load_engine, ragged_requests
+
+SAMPLINGS = (
+    SamplingParams(0.0, 1.0, 0, 12, (3,)),
+    SamplingParams(1.0, 1.0, 0, 12, (3, 4, 5)),
+    SamplingParams(0.8, 0.9, 10, 12, (3, 4, 5)),
+)
+
+
+def engine_completions(
+    path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None
+) -> list[dict[str, list[Any] | str]]:
+    """Completions of every sampling mode, with fewer slots than requests."""
+    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5)
+    return [
+        {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "finish_reason": done.finish_reason}
+        for sampling in SAMPLINGS
+        for done in engine.generate(ragged_requests(), sampling)
+    ]
+
+
+def generate_with_tensor_parallelism(paths: list[str], sizes: list[int]) -> list[list[dict[str, list[Any] | str]]]:
+    """This rank's completions for every checkpoint and tensor-parallel size, in that order."""
+    torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator
+    world = tuple(range(dist.get_world_size()))
+    results = []
+    for size in sizes:
+        grid = Grid(world, tp=size)
+        groups = {ranks: dist.new_group(ranks) for ranks in grid.lists("tp")}
+        mine = next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+        results += [engine_completions(Path(path), grid, dist.get_rank(), mine) for path in paths]
+    return results

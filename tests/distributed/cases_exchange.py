@@ -1,0 +1,103 @@
+"""Cases for test_exchange.py, run on four ranks."""
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.exchange import Exchange, Route, Shipment
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.world import Bulletin, join_world
+from rltrain.data.assignment import assign_groups
+from rltrain.data.experience import take
+from rltrain.errors import StallError
+from tests.unit.test_experience import make_experience
+
+FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs")
+SAMPLES_PER_GROUP = 2
+
+
+def make_exchange(timeout_s=60.0, stall_report_s=30.0):
+    bulletin = Bulletin(join_world(timeout_s))
+    return Exchange(bulletin.world.rank, dist.group.WORLD, Patience(bulletin, stall_report_s)), bulletin
+
+
+def random_grid(rng: random.Random) -> Grid:
+    ranks = sorted(rng.sample(range(4), rng.choice([1, 2, 4])))
+    tp = rng.choice([size for size in (1, 2, 4) if len(ranks) % size == 0])
+    pp = rng.choice([size for size in (1, 2) if (len(ranks) // tp) % size == 0])
+    return Grid(tuple(ranks), tp=tp, pp=pp)
+
+
+def random_routes(num_transfers: int, seed: int = 0) -> dict:
+    """Many transfers between random grids, all posted before any is waited for; every group arrives once and whole."""
+    exchange, _ = make_exchange()
+    rng = random.Random(seed)
+    transfers = []
+    for position in range(num_transfers):
+        source, destination = random_grid(rng), random_grid(rng)
+        num_groups = rng.randint(max(source.dp, destination.dp), 9)
+        lengths = [rng.randint(1, 30) for _ in range(num_groups * SAMPLES_PER_GROUP)]
+        groups = [i // SAMPLES_PER_GROUP for i in range(len(lengths))]
+        whole = make_experience(lengths, groups, seed=position).columns()
+        group_tokens = torch.tensor(lengths).view(-1, SAMPLES_PER_GROUP).sum(1)
+        route = Route(f"transfer {position}", source, destination, FIELDS, position)
+        transfers.append((route, whole, group_tokens))
+        if exchange.rank in source.ranks:
+            mine = whole["group_ids"] % source.dp == source.coordinates(exchange.rank).dp
+            exchange.post(route, Shipment(take(whole, mine.nonzero().flatten()), group_tokens))
+    num_received = 0
+    for route, whole, group_tokens in transfers:
+        if exchange.rank in route.destination.ranks:
+            dp = route.destination.coordinates(exchange.rank).dp
+            due = assign_groups(group_tokens, route.destination.dp)[whole["group_ids"]] == dp
+            expected = take(whole, due.nonzero().flatten())
+            received = exchange.wait(route)
+            assert torch.equal(received.group_tokens, group_tokens)
+            for name in FIELDS:
+                assert torch.equal(received.columns[name], expected[name]), (route, name)
+            num_received += 1
+    exchange.retire(list(exchange.outbox))
+    return {"received": num_received, "outbox": len(exchange.outbox), "kept": len(exchange.to_self)}
+
+
+def late_source() -> dict:
+    """Rank 0 posts late: rank 1 reports the stall, naming what rank 0 does, and still receives."""
+    exchange, bulletin = make_exchange(timeout_s=30, stall_report_s=0.3)
+    route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
+    shipment = Shipment(make_experience([3, 4]).columns(), torch.tensor([3, 4]))
+    bulletin.announce("generate[0]")
+    dist.barrier()
+    if exchange.rank == 0:
+        time.sleep(1.0)
+        exchange.post(route, shipment)
+        exchange.retire([0])
+    if exchange.rank == 1:
+        import logging
+
+        reports: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("rltrain.cluster.waiting").addHandler(handler)
+        received = exchange.wait(route)
+        return {"reports": reports, "tokens": received.columns["tokens"].tolist()}
+    return {"tokens": shipment.columns["tokens"].tolist()}
+
+
+def missing_source() -> str:
+    """Rank 0 never posts: rank 1 gives up in time and says who is missing and what it does."""
+    exchange, bulletin = make_exchange(timeout_s=1.0 if dist.get_rank() == 1 else 30.0, stall_report_s=0.4)
+    bulletin.announce("generate[7] (rollout)")
+    dist.barrier()
+    message = "no error"
+    if exchange.rank == 1:
+        start = time.monotonic()
+        try:
+            exchange.wait(Route("samples[7]", Grid((0,)), Grid((1,)), FIELDS, 0))
+        except StallError as error:
+            message = f"{error} after {time.monotonic() - start:.0f} s"
+    bulletin.put(f"done/{exchange.rank}", True)
+    bulletin.get("done/1", waiting_for="rank 1")
+    return message

@@ -1,0 +1,243 @@
+"""What ranks do in test_training: one tiny model in many parallel layouts inside one world of four ranks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rltrain.algorithms.losses import GlobalCounts, LossOutput, masked_max, masked_sum, token_weights
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.errors import ConfigError, DivergenceError
+from rltrain.reshard.families import read_architecture
+from rltrain.training.forward import compute_logprobs, make_micro_batches, run_schedule
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.trainable import TrainableModel
+
+CPU = torch.device("cpu")
+SEQUENCE_PARALLEL = {"tp2_sp", "tp2_dp2_sp", "tp4_sp"}
+GRIDS = {
+    "tp1": Grid((0,)),
+    "tp2": Grid((1, 3), tp=2),
+    "tp2_sp": Grid((0, 2), tp=2),
+    "pp2": Grid((1, 2), pp=2),
+    "dp2": Grid((2, 3)),
+    "tp2_dp2": Grid((0, 1, 2, 3), tp=2),
+    "tp2_dp2_sp": Grid((0, 1, 2, 3), tp=2),
+    "tp4": Grid((0, 1, 2, 3), tp=4),
+    "tp4_sp": Grid((0, 1, 2, 3), tp=4),
+    "tp2_pp2": Grid((0, 1, 2, 3), tp=2, pp=2),
+    "pp2_dp2": Grid((0, 1, 2, 3), pp=2),
+    **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
+}
+NUM_STEPS = 3
+
+
+def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
+    """Every check, by name; a rank reports those in which it took part."""
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    paths = {name: Path(path) for name, path in checkpoints.items()}
+    results: dict[str, Any] = {}
+    for case in (_layouts, _variants, _families, _names_and_shapes, _failures):
+        for name, result in case(paths, groups):
+            results[name] = result
+    results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
+    return results
+
+
+Results = Iterator[tuple[str, Any]]
+
+
+def _layouts(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """Loss, gradient norm and log-probs over three updates, in every layout, with one and with several micro-batches."""
+    for checkpoint in ("qwen3", "qwen2_tied"):
+        for layout in GRIDS:
+            if layout.startswith("rank") or (checkpoint == "qwen2_tied" and layout not in ("tp1", "pp2", "tp2_pp2")):
+                continue
+            for max_tokens in (10_000, 60):
+                if dist.get_rank() in GRIDS[layout].ranks:
+                    yield f"{checkpoint}/{layout}/{max_tokens}", _train(paths[checkpoint], layout, groups, max_tokens)
+
+
+def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """Settings that change the way of computing, not the result."""
+    rank = dist.get_rank()
+    if rank in GRIDS["dp2"].ranks:
+        yield "plain_optimizer", _train(paths["qwen3"], "dp2", groups, 60, distributed_optimizer=False)
+    if rank in GRIDS["tp2_sp"].ranks:
+        for recompute in ("full", "selective"):
+            yield f"recompute_{recompute}", _train(paths["qwen3"], "tp2_sp", groups, 60, recompute=recompute)
+    for layout in ("tp2_dp2", "tp2_pp2"):
+        yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, 60, dtype="bfloat16")
+    yield "bfloat16/plain_optimizer", _train(
+        paths["qwen3"], "tp2_dp2", groups, 60, dtype="bfloat16", distributed_optimizer=False
+    )
+
+
+def _families(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """Largest difference from transformers' logits, packed and one sample at a time; families dealt out to the ranks."""
+    for index, (name, path) in enumerate(sorted(paths.items())):
+        layout = f"rank{index % 4}"
+        if dist.get_rank() not in GRIDS[layout].ranks:
+            continue
+        model = _model(path, layout, groups)
+        expected = load_file(path / "expected.safetensors")["logits"]
+        yield (
+            f"family/{name}",
+            {f"{limit}": _difference(_logits(model, path, limit), expected) for limit in (10_000, 60, 1)},
+        )
+
+
+def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """Whether the model's parameters are those of the layout."""
+    for name in ("qwen3", "qwen2_tied", "llama3"):
+        for layout in ("tp1", "tp2_pp2", "tp4"):
+            grid = GRIDS[layout]
+            if dist.get_rank() in grid.ranks:
+                layout_parameters = megatron_layout(read_architecture(paths[name]), grid).on(dist.get_rank()).parameters
+                model = _model(paths[name], layout, groups)
+                actual = {key: tuple(value.shape) for key, value in local_parameters(model).items()}
+                yield f"names/{name}/{layout}", actual == dict(layout_parameters)
+
+
+def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """A loss that is not finite on one rank, and a rank without samples, end the update on all of them."""
+    for layout in ("tp2_dp2", "pp2_dp2"):
+        trainable = _trainable(_model(paths["qwen3"], layout, groups))
+        before = [parameter.detach().clone() for parameter in trainable.model.parameters()]
+        experience = _share(_experience(paths["qwen3"]), layout)
+        first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
+        yield f"nan/{layout}", _error(trainable, experience, _spoiled if first else negative_log_likelihood)
+        yield f"nan_gradient/{layout}", _error(trainable, experience, _steep if first else negative_log_likelihood)
+        yield (
+            f"weights_kept/{layout}",
+            all(torch.equal(a, b) for a, b in zip(before, trainable.model.parameters(), strict=True)),
+        )
+        some = experience if first else experience.select(torch.empty(0, dtype=torch.int64))
+        yield f"empty/{layout}", _error(trainable, some, negative_log_likelihood)
+
+
+def _error(trainable: TrainableModel, experience: Experience, loss: Callable[..., LossOutput]) -> str:
+    try:
+        trainable.train_batch(experience, loss)
+    except (DivergenceError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _train(
+    path: Path,
+    layout: str,
+    groups: ProcessGroups,
+    max_tokens: int,
+    *,
+    distributed_optimizer: bool = True,
+    recompute: str = "none",
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    model = _model(path, layout, groups, recompute=recompute, dtype=dtype)
+    experience = _share(_experience(path), layout)
+    expected = load_file(path / "expected.safetensors")["logprobs"]
+    start = compute_logprobs(model, experience, temperature=0.8, max_tokens=max_tokens)
+    trainable = _trainable(model, max_tokens=max_tokens, distributed_optimizer=distributed_optimizer)
+    steps = [
+        trainable.train_batch(experience, negative_log_likelihood, temperature=0.8) for _ in range(NUM_STEPS)
+    ]
+    end = compute_logprobs(model, experience, temperature=0.8, max_tokens=max_tokens)
+    return {
+        "steps": steps,
+        "start_difference": _difference(start, _share_tokens(expected, path, layout)),
+        "end_logprobs": end.tolist(),
+        "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+    }
+
+
+def negative_log_likelihood(
+    experience: Experience, logprobs: Tensor, entropy: Tensor, counts: GlobalCounts
+) -> LossOutput:
+    weights = token_weights(experience, counts, "token_mean", 1)
+    loss = -masked_sum(logprobs, weights) - 0.01 * masked_sum(entropy, weights)
+    sums = {"entropy": masked_sum(entropy.detach(), weights), "sequences": loss.new_tensor(experience.num_samples)}
+    return LossOutput(loss, sums, {"worst": masked_max(-logprobs, experience.response_mask)})
+
+
+def _spoiled(*arguments: Any) -> LossOutput:
+    output = negative_log_likelihood(*arguments)
+    return replace(output, loss=output.loss * float("nan"))
+
+
+def _steep(*arguments: Any) -> LossOutput:
+    """A finite loss with an infinite gradient: the square root at 0."""
+    output = negative_log_likelihood(*arguments)
+    return replace(output, loss=output.loss + (output.loss - output.loss.detach()).sqrt())
+
+
+def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
+    architecture, grid = read_architecture(path), GRIDS[layout]
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), **{"dtype": "float32", **settings}),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout in SEQUENCE_PARALLEL),
+        device=CPU,
+    )
+    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
+    return model
+
+
+def _trainable(
+    model: LanguageModel, max_tokens: int = 10_000, distributed_optimizer: bool = True
+) -> TrainableModel:
+    settings = schema.Actor(
+        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        micro_batch_tokens=max_tokens,
+        distributed_optimizer=distributed_optimizer,
+    )
+    return TrainableModel(model, settings, total_updates=NUM_STEPS)
+
+
+def _experience(path: Path) -> Experience:
+    columns = load_file(path / "experience.safetensors")
+    return Experience(**columns)
+
+
+def _samples(experience: Experience, layout: str) -> Tensor:
+    grid = GRIDS[layout]
+    return torch.arange(grid.coordinates(dist.get_rank()).dp, experience.num_samples, grid.dp)
+
+
+def _share(experience: Experience, layout: str) -> Experience:
+    return experience.select(_samples(experience, layout))
+
+
+def _share_tokens(values: Tensor, path: Path, layout: str) -> Tensor:
+    experience = _experience(path)
+    return _share(experience.with_fields(rollout_logprobs=values), layout).rollout_logprobs
+
+
+@torch.no_grad()
+def _logits(model: LanguageModel, path: Path, max_tokens: int) -> Tensor:
+    """[tokens, vocabulary] in the experience's token order."""
+    experience = _experience(path)
+    batches = make_micro_batches(model, experience, max_tokens)
+    kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
+    whole = torch.empty(experience.num_tokens, kept[0].size(1))
+    for batch, logits in zip(batches, kept, strict=True):
+        whole[batch.token_index] = logits
+    return whole[:, : model.architecture.vocab_size]
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max())

@@ -1,0 +1,131 @@
+"""One model trained in many parallel layouts gives the same numbers, and those of transformers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+LAYOUTS = ["tp2", "tp2_sp", "pp2", "dp2", "tp2_dp2", "tp2_dp2_sp", "tp4", "tp4_sp", "tp2_pp2", "pp2_dp2"]
+MAX_TOKENS = [10_000, 60]
+RELATIVE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return run_distributed(
+        "tests.distributed.cases_training:all_cases",
+        num_ranks=4,
+        arguments={"checkpoints": make_checkpoints(folder)},
+        timeout_s=300,
+    )
+
+
+def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    found = [rank[name] for rank in ranks if name in rank]
+    assert found, f"no rank reported {name}"
+    return found
+
+
+def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, relative: float = RELATIVE) -> None:
+    (expected,) = reports(ranks, baseline)
+    for actual in reports(ranks, name):
+        for step, (values, wanted) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
+            assert values == pytest.approx(wanted, rel=relative), f"{name}, step {step}"
+
+
+@pytest.mark.parametrize("max_tokens", MAX_TOKENS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(
+    ranks: list[dict[str, Any]], layout: str, max_tokens: int
+) -> None:
+    assert_same_training(ranks, f"qwen3/{layout}/{max_tokens}", "qwen3/tp1/10000")
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
+def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict[str, Any]], layout: str) -> None:
+    for max_tokens in MAX_TOKENS:
+        assert_same_training(ranks, f"qwen2_tied/{layout}/{max_tokens}", "qwen2_tied/tp1/10000")
+
+
+def test_micro_batches_do_not_change_the_result(ranks: list[dict[str, Any]]) -> None:
+    assert_same_training(ranks, "qwen3/tp1/60", "qwen3/tp1/10000")
+
+
+@pytest.mark.parametrize("variant", ["plain_optimizer", "recompute_full", "recompute_selective"])
+def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
+    assert_same_training(ranks, variant, "qwen3/tp1/10000")
+
+
+def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str, Any]]) -> None:
+    for layout in LAYOUTS:
+        first, *others = reports(ranks, f"qwen3/{layout}/60")
+        assert all(other["steps"] == first["steps"] for other in others), layout
+        losses = [step["loss"] for step in first["steps"]]
+        assert losses[-1] < losses[0] - 0.1
+        assert [step["sequences"] for step in first["steps"]] == [12, 12, 12]
+        assert [step["lr"] for step in first["steps"]] == pytest.approx([0.005, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("layout", ["tp1", *LAYOUTS])
+def test_logprobs_equal_those_of_transformers_on_every_rank(ranks: list[dict[str, Any]], layout: str) -> None:
+    for max_tokens in MAX_TOKENS:
+        for report in reports(ranks, f"qwen3/{layout}/{max_tokens}"):
+            assert report["start_difference"] < 1e-4
+
+
+def test_logprobs_after_training_are_equal_across_the_replica(ranks: list[dict[str, Any]]) -> None:
+    for layout in ("tp2", "pp2", "tp4", "tp2_pp2"):
+        first, *others = reports(ranks, f"qwen3/{layout}/60")
+        assert all(other["end_logprobs"] == first["end_logprobs"] for other in others)
+        (single,) = reports(ranks, "qwen3/tp1/10000")
+        assert first["end_logprobs"] == pytest.approx(single["end_logprobs"], abs=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, Any]], name: str) -> None:
+    (differences,) = reports(ranks, f"family/{name}")
+    assert max(differences.values()) < 1e-4, differences
+
+
+@pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer"])
+def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
+    (single,) = reports(ranks, "qwen3/tp1/10000")
+    for report in reports(ranks, f"bfloat16/{variant}"):
+        assert report["dtypes"] == ["torch.bfloat16"]
+        for values, wanted in zip(report["steps"], single["steps"], strict=True):
+            assert values["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_pp2", "tp4"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_tied", "llama3"])
+def test_parameters_are_those_of_the_layout(ranks: list[dict[str, Any]], name: str, layout: str) -> None:
+    assert all(reports(ranks, f"names/{name}/{layout}"))
+
+
+@pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
+def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: list[dict[str, Any]], layout: str) -> None:
+    for rank in ranks:
+        assert rank[f"nan/{layout}"].startswith("DivergenceError: the actor's loss is nan")
+        assert rank[f"nan_gradient/{layout}"].startswith("DivergenceError: the actor's gradient norm is")
+        assert rank[f"weights_kept/{layout}"]
+
+
+@pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
+def test_a_rank_without_samples_stops_all(ranks: list[dict[str, Any]], layout: str) -> None:
+    for rank in ranks:
+        assert rank[f"empty/{layout}"].startswith("ConfigError: a mini-batch of")
+
+
+def test_megatron_global_state_is_never_initialized(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["parallel_state_initialized"] for rank in ranks] == [False] * 4
+
+
+def test_reported_numbers_are_finite(ranks: list[dict[str, Any]]) -> None:
+    (single,) = reports(ranks, "qwen3/tp1/10000")
+    assert all(math.isfinite(value) for step in single["steps"] for value in step.values())

@@ -1,0 +1,88 @@
+"""Tiny checkpoints of every model family, made by transformers, with samples and what transformers computes for them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB_SIZE = 131
+TEMPERATURE = 0.8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 32,
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+}
+
+
+def make_checkpoints(folder: Path) -> dict[str, str]:
+    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors (logits, logprobs)."""
+    return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in CHECKPOINTS}
+
+
+def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    columns = _experience()
+    save_file(columns, path / "experience.safetensors")
+    save_file(_expected(model, columns), path / "expected.safetensors")
+    return path
+
+
+def _experience() -> dict[str, Tensor]:
+    """12 samples of 5 to 47 tokens, the first third of each a prompt."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(5, 48, (12,), generator=generator)
+    num_tokens = int(lengths.sum())
+    within = torch.cat([torch.arange(int(n)) for n in lengths])
+    return {
+        "group_ids": torch.arange(12) // 2,
+        "prompt_ids": torch.arange(12) // 2,
+        "lengths": lengths,
+        "truncated": torch.zeros(12, dtype=torch.bool),
+        "tokens": torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
+        "response_mask": within >= lengths.repeat_interleave(lengths) // 3,
+        "policy_version": torch.zeros(num_tokens, dtype=torch.int32),
+        "rollout_logprobs": torch.zeros(num_tokens),
+    }
+
+
+@torch.no_grad()
+def _expected(model: Any, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    logits, logprobs = [], []
+    for tokens in columns["tokens"].split(columns["lengths"].tolist()):
+        sample = model(tokens[None]).logits[0]
+        logits.append(sample)
+        log_softmax = (sample[:-1] / TEMPERATURE).log_softmax(-1)
+        logprobs += [torch.zeros(1), log_softmax.gather(1, tokens[1:, None])[:, 0]]
+    return {"logits": torch.cat(logits), "logprobs": torch.cat(logprobs)}

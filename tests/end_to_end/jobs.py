@@ -1,0 +1,42 @@
+"""Whole jobs, started as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, timeout=timeout_s, capture_output=True, text=True, check=False
+    )
+
+
+def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 280) -> list[dict[str, Any]]:
+    """torchrun launch/train.py, which must succeed; the records of its metrics.jsonl."""
+    done = try_to_train(config, *overrides, num_ranks=num_ranks, timeout_s=timeout_s)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    output_dir = next(o.removeprefix("output_dir=") for o in overrides if o.startswith("output_dir="))
+    return [json.loads(line) for line in Path(output_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def try_to_train(
+    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """torchrun launch/train.py, whatever comes of it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return run([*torchrun, "launch/train.py", "--config", str(config), *overrides], timeout_s)
+
+
+def dry_run(config: str | Path, *overrides: str, world_size: int) -> subprocess.CompletedProcess[str]:
+    arguments = ["launch/train.py", "--config", str(config), "--dry-run", "--world-size", str(world_size)]
+    return run([sys.executable, *arguments, *overrides], timeout_s=60)
+
+
+def column(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if name in record]

@@ -1,0 +1,26 @@
+"""Real prompts: GSM8K with a chat template and the math reward, actor PP=2, engine TP=2."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, run, train
+
+GSM8K = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"needs the GSM8K training split at {GSM8K}")
+def test_a_few_steps_on_real_prompts(tmp_path: Path):
+    model = tmp_path / "model"
+    make = ["tools/make_tiny_model.py", "--output", str(model), "--corpus", str(GSM8K), "--chat-template"]
+    assert (done := run([sys.executable, *make], 120)).returncode == 0, done.stderr
+    records = train(
+        REPOSITORY / "configs/gsm8k_tiny.yaml",
+        f"model.path={model}",
+        f"data.train.path={GSM8K}",
+        f"output_dir={tmp_path / 'run'}",
+    )
+    assert len(column(records, "train/loss")) == 4
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-4
+    assert column(records, "rollout/reward_errors") == [0, 0, 0, 0]

@@ -1,0 +1,80 @@
+"""The quickstart's two runs on four processes: the model learns, and what is reported is so."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def grpo(warm_up, data_overrides, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grpo")
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        f"model.path={warm_up[0]}/hf",
+        f"output_dir={folder}",
+        f"steps={STEPS}",
+        *data_overrides,
+    )
+    return folder, records
+
+
+def test_the_warm_up_stops_once_it_has_learned_the_format(warm_up):
+    scores = column(warm_up[1], "eval/score")
+    assert scores[0] < 0.05
+    assert scores[-1] >= 0.3 > max(scores[:-1])
+
+
+def test_reward_and_held_out_score_go_up(grpo):
+    rewards, scores = column(grpo[1], "rollout/reward_mean"), column(grpo[1], "eval/score")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+    assert scores[-1] > scores[0] + 0.25
+
+
+def test_engine_and_actor_agree_right_after_every_sync(grpo):
+    differences = column(grpo[1], "train/train_rollout_logprob_abs_diff_max")
+    assert len(differences) == STEPS
+    assert max(differences) <= 1e-4
+
+
+def test_every_step_reports_what_users_look_for(grpo):
+    expected = {
+        "train/loss",
+        "train/ppo_kl",
+        "train/pg_clipfrac",
+        "train/grad_norm",
+        "train/lr",
+        "train/entropy",
+        "train/reference_kl",
+        "train/train_rollout_logprob_abs_diff",
+        "rollout/reward_mean",
+        "rollout/response_length_mean",
+        "perf/step_time_s",
+        "perf/rollout_tokens_per_s",
+        "perf/train_tokens_per_s",
+        "perf/weight_sync_s",
+    }
+    for record in grpo[1][:STEPS]:
+        assert not expected - record.keys(), record
+        assert all(math.isfinite(record[name]) for name in expected)
+
+
+def test_the_checkpoint_reproduces_the_reported_accuracy_in_transformers(grpo, quickstart_files):
+    """Greedy decoding by transformers of held-out problems scores what the job reported on them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, records = Path(grpo[0], "hf"), grpo[1]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = [json.loads(line) for line in (quickstart_files / "eval.jsonl").read_text().splitlines()]
+    prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
+    with torch.no_grad():
+        output = model.generate(prompts, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    answers = tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
+    score = sum(a.rpartition(",")[2] == row["label"] for a, row in zip(answers, rows, strict=True)) / len(rows)
+    assert score == pytest.approx(column(records, "eval/score")[-1], abs=2 / len(rows))

@@ -1,0 +1,49 @@
+"""The same run whatever the placement: equal rollout TP, batch composition and seed give equal rewards."""
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+PLACEMENTS = {
+    "disaggregated": ("placement={actor,reference: 0-1, rollout,reward: 2-3}", "actor.parallel.tp=2"),
+    "colocated": ("placement={actor,reference,rollout,reward: 0-1}", "actor.parallel.tp=1"),
+    "hybrid": ("placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2"),
+}
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def rewards(warm_up, data_overrides, tmp_path_factory):
+    def run(name: str) -> list[dict]:
+        placement, parallel = PLACEMENTS[name]
+        return train(
+            REPOSITORY / "configs/quickstart.yaml",
+            f"model.path={warm_up[0]}/hf",
+            f"output_dir={tmp_path_factory.mktemp(name)}",
+            f"steps={STEPS}",
+            "batch.prompts_per_step=8",
+            "data.eval.max_rows=64",
+            *data_overrides,
+            placement,
+            "actor.parallel={tp: 1}",
+            parallel,
+            "reference.parallel={tp: 1}" if name == "hybrid" else "reference.parallel=null",
+            num_ranks=2 if name == "colocated" else 4,
+        )
+
+    return {name: run(name) for name in PLACEMENTS}
+
+
+@pytest.mark.parametrize("other", ["colocated", "hybrid"])
+def test_same_rewards_as_disaggregated(rewards, other):
+    expected = column(rewards["disaggregated"], "rollout/reward_mean")
+    assert len(expected) == STEPS
+    assert len(set(expected)) > 1
+    assert column(rewards[other], "rollout/reward_mean") == pytest.approx(expected, abs=1e-9)
+    assert column(rewards[other], "eval/score") == column(rewards["disaggregated"], "eval/score")
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_gradients_agree_too(rewards, name):
+    expected = column(rewards["disaggregated"], "train/grad_norm")
+    assert column(rewards[name], "train/grad_norm") == pytest.approx(expected, rel=1e-3)

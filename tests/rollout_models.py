@@ -1,0 +1,96 @@
+"""Tiny Hugging Face checkpoints with peaked next-token distributions, and embedded engines on them."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from rltrain.checkpoint.hf import load_parameters
+
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.families import read_architecture
+from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.engine import Request
+from rltrain.rollout.layout import engine_layout
+
+VOCAB_SIZE = 50
+MAX_POSITIONS = 256
+
+
+def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
+    """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may."""
+    classes = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }
+    head_dim = {} if family == "qwen2" else {"head_dim": 8}
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return classes[family](**settings, **head_dim, **overrides)
+
+
+def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:
+    """A checkpoint whose weights are spread widely enough that the best token is never in doubt."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        hf_config(family, tied=tied, **overrides), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = torch.randn_like(parameter)
+            parameter.copy_(spread * 0.3 if parameter.ndim == 2 else parameter + 0.2 * spread)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_engine(
+    path: Path,
+    *,
+    grid: Grid | None = None,
+    rank: int = 0,
+    tp_group: dist.ProcessGroup | None = None,
+    max_running_requests: int = 64,
+    max_context_tokens: int = MAX_POSITIONS,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: object | None = None,
+) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
+    """An engine on the checkpoint, and the parameters it reads."""
+    architecture = read_architecture(path)
+    layout = engine_layout(architecture, grid or Grid((0,)))
+    parameters = allocate_parameters(layout, rank, dtype=dtype)
+    load_parameters(path, layout, rank, parameters)
+    engine = EmbeddedEngine(
+        architecture,
+        parameters,
+        tp_group=tp_group,
+        max_running_requests=max_running_requests,
+        max_context_tokens=max_context_tokens,
+        dtype=dtype,
+        tokenizer=tokenizer,
+    )
+    return engine, parameters
+
+
+def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Request]:
+    """Prompts of 1, 3, 5, ... random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Request(
+            id=100 + index,
+            prompt=tuple(torch.randint(VOCAB_SIZE, (1 + 2 * index,), generator=generator).tolist()),
+            seed=seed * 1000 + index,
+        )
+        for index in range(num_requests)
+    ]

@@ -1,0 +1,284 @@
+"""Policy and supervised losses against plain-Python references, and their independence from how a batch is split."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.algorithms.grpo import clipped_policy_loss, grpo_loss
+from rltrain.algorithms.losses import (
+    GlobalCounts,
+    LossFunction,
+    LossOutput,
+    count,
+    masked_max,
+    sample_index,
+    token_weights,
+)
+from rltrain.algorithms.sft import sft_loss
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+
+MAX_RESPONSE_TOKENS = 7
+NORMALIZATIONS = ("token_mean", "sequence_mean", "dr_grpo")
+
+
+def make_experience(seed: int, prompt_lengths: list[int], response_lengths: list[int]) -> Experience:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
+    mask = [[False] * p + [True] * r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
+    num_tokens = sum(lengths)
+
+    def logprobs() -> torch.Tensor:
+        return -torch.rand(num_tokens, generator=generator) * 2
+
+    return Experience(
+        group_ids=torch.arange(len(lengths)) // 2,
+        prompt_ids=torch.arange(len(lengths)),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        response_mask=torch.tensor([m for row in mask for m in row], dtype=torch.bool),
+        policy_version=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=logprobs(),
+        actor_logprobs=logprobs(),
+        reference_logprobs=logprobs(),
+        advantages=torch.randn(num_tokens, generator=generator),
+    )
+
+
+def current_values(experience: Experience, seed: int = 99) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = -torch.rand(experience.num_tokens, generator=generator) * 2
+    return logprobs.requires_grad_(), torch.rand(experience.num_tokens, generator=generator).requires_grad_()
+
+
+def plain_k(kind: str, actor: float, reference: float) -> float:
+    ratio = math.exp(reference - actor)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[kind]
+
+
+def plain_grpo(
+    experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor, loss: schema.Loss
+) -> dict[str, float]:
+    """The loss and its metrics by loops over sequences and tokens, on Python floats."""
+    old = experience.rollout_logprobs if loss.old_logprobs == "rollout" else experience.actor_logprobs
+    assert old is not None and experience.reference_logprobs is not None and experience.advantages is not None
+    columns = [
+        logprobs,
+        entropy,
+        old,
+        experience.rollout_logprobs,
+        experience.reference_logprobs,
+        experience.advantages,
+    ]
+    rows = list(zip(*(c.tolist() for c in columns), strict=True))
+    mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
+    totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
+    totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}
+    all_tokens = sum(mask)
+    for start, end in zip(offsets, offsets[1:], strict=False):
+        positions = [i for i in range(start, end) if mask[i]]
+        divisor = {
+            "token_mean": all_tokens,
+            "sequence_mean": len(positions) * experience.num_samples,
+            "dr_grpo": experience.num_samples * MAX_RESPONSE_TOKENS,
+        }[loss.normalization]
+        for i in positions:
+            new, ent, old_i, rollout, reference, advantage = rows[i]
+            ratio = math.exp(new - old_i)
+            clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
+            objective = min(ratio * advantage, clipped * advantage)
+            kl = plain_k(loss.kl.estimator, new, reference)
+            penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
+            totals["loss"] += (-objective - loss.entropy_coef * ent + penalty) / divisor
+            totals["kl_loss"] += kl / divisor
+            totals["ppo_kl"] += (old_i - new) / all_tokens
+            totals["pg_clipfrac"] += (clipped * advantage < ratio * advantage) / all_tokens
+            totals["entropy"] += ent / all_tokens
+            totals["reference_kl"] += plain_k("k3", new, reference) / all_tokens
+            totals["train_rollout_logprob_abs_diff"] += abs(new - rollout) / all_tokens
+            totals["abs_diff_max"] = max(totals["abs_diff_max"], abs(new - rollout))
+            totals["ratio_max"] = max(totals["ratio_max"], ratio)
+    return totals
+
+
+LOSSES = [
+    schema.Loss(),
+    schema.Loss(clip_low=0.2, clip_high=0.28, old_logprobs="rollout"),
+    schema.Loss(normalization="sequence_mean", entropy_coef=0.01),
+    schema.Loss(normalization="dr_grpo", kl=schema.Kl(coef=0.1, estimator="k3")),
+    schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
+    schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
+    schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+def test_grpo_equals_plain_python(loss: schema.Loss) -> None:
+    experience = make_experience(0, [3, 1, 2, 4], [5, 1, 7, 2])
+    logprobs, entropy = current_values(experience)
+    out = grpo_loss(loss, MAX_RESPONSE_TOKENS)(experience, logprobs, entropy, count(experience))
+    expected = plain_grpo(experience, logprobs.detach(), entropy.detach(), loss)
+    assert out.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
+    names = ["ppo_kl", "pg_clipfrac", "entropy", "reference_kl", "train_rollout_logprob_abs_diff"]
+    if loss.kl.coef and loss.kl.where == "loss":
+        names.append("kl_loss")
+    for name in names:
+        assert out.sums[name].item() == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert set(out.sums) == {*names, "pg_loss"}
+    assert out.maxima["train_rollout_logprob_abs_diff_max"].item() == pytest.approx(expected["abs_diff_max"], rel=1e-5)
+    assert out.maxima["ratio_max"].item() == pytest.approx(expected["ratio_max"], rel=1e-5)
+
+
+def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
+    edges = [0, *sorted(cuts), experience.num_samples]
+    return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def accumulate(
+    function: LossFunction, experience: Experience, parts: list[list[int]], counts: GlobalCounts
+) -> tuple[list[LossOutput], torch.Tensor, torch.Tensor]:
+    """Outputs per part and the gradients for logprobs and entropy, each part evaluated on its own as a rank would."""
+    logprobs, entropy = current_values(experience)
+    outputs = []
+    for part in parts:
+        samples = torch.tensor(part, dtype=torch.int64)
+        index = torch.isin(sample_index(experience), samples)
+        output = function(experience.select(samples), logprobs[index], entropy[index], counts)
+        output.loss.backward()
+        outputs.append(output)
+    entropy_gradient = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
+    assert logprobs.grad is not None
+    return outputs, logprobs.grad, entropy_gradient
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 6), max_size=4),
+    loss=st.sampled_from([*LOSSES, None]),
+    seed=st.integers(0, 1000),
+)
+def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(
+    shape: list[tuple[int, int]], cuts: list[int], loss: schema.Loss | None, seed: int
+) -> None:
+    experience = make_experience(seed, [p for p, _ in shape], [r for _, r in shape])
+    function = sft_loss() if loss is None else grpo_loss(loss, MAX_RESPONSE_TOKENS)
+    counts = count(experience)
+    whole, gradient, entropy_gradient = accumulate(function, experience, [list(range(len(shape)))], counts)
+    parts = split(experience, [min(c, len(shape)) for c in cuts])
+    pieces, pieces_gradient, pieces_entropy_gradient = accumulate(function, experience, parts, counts)
+    torch.testing.assert_close(sum(p.loss for p in pieces), whole[0].loss, rtol=1e-5, atol=1e-6)
+    for name, value in whole[0].sums.items():
+        torch.testing.assert_close(sum(p.sums[name] for p in pieces), value, rtol=1e-5, atol=1e-6)
+    for name, value in whole[0].maxima.items():
+        assert max(p.maxima[name].item() for p in pieces) == value.item()
+    torch.testing.assert_close(pieces_gradient, gradient, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(pieces_entropy_gradient, entropy_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
+    experience = make_experience(3, [2, 1], [3, 4])
+    double = {
+        name: getattr(experience, name).double()
+        for name in ("rollout_logprobs", "actor_logprobs", "reference_logprobs", "advantages")
+    }
+    experience = experience.with_fields(**double)
+    function, counts = grpo_loss(loss, MAX_RESPONSE_TOKENS), count(experience)
+    logprobs, entropy = (v.detach().double().requires_grad_() for v in current_values(experience))
+    assert torch.autograd.gradcheck(
+        lambda lp, ent: function(experience, lp, ent, counts).loss, (logprobs, entropy), eps=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "binds", "gradient"),
+    [
+        (1.0, 2.0, -2.0, False, -2.0),
+        (1.5, 1.0, -1.3, True, 0.0),
+        (1.5, -1.0, 1.5, False, 1.0),
+        (0.5, 1.0, -0.5, False, -1.0),
+        (0.5, -1.0, 0.8, True, 0.0),
+        (1.5, 0.0, 0.0, False, 0.0),
+    ],
+)
+def test_clip_binds_only_where_it_lowers_the_objective(
+    ratio: float, advantage: float, loss: float, binds: bool, gradient: float
+) -> None:
+    value = torch.tensor([ratio], requires_grad=True)
+    per_token, clip_binds = clipped_policy_loss(value, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3)
+    per_token.sum().backward()
+    assert per_token.item() == pytest.approx(loss)
+    assert clip_binds.item() is binds
+    assert value.grad is not None and value.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_weights_of_known_lengths(normalization: Any) -> None:
+    experience = make_experience(0, [1, 1], [1, 3])
+    weights = token_weights(experience, GlobalCounts(response_tokens=8, sequences=4), normalization, 10)
+    per_token = {"token_mean": [1 / 8, 1 / 8], "sequence_mean": [1 / 4, 1 / 12], "dr_grpo": [1 / 40, 1 / 40]}
+    first, second = per_token[normalization]
+    torch.testing.assert_close(weights, torch.tensor([0, first, 0, second, second, second]))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+def test_values_outside_the_response_reach_neither_loss_nor_gradient(loss: schema.Loss) -> None:
+    experience = make_experience(5, [2, 3], [3, 2])
+    outside = ~experience.response_mask
+    logprobs, entropy = (v.detach() for v in current_values(experience))
+    function, counts = grpo_loss(loss, MAX_RESPONSE_TOKENS), count(experience)
+    expected = function(experience, logprobs, entropy, counts)
+    names = ("rollout_logprobs", "actor_logprobs", "reference_logprobs", "advantages")
+    poisoned = experience.with_fields(**{n: getattr(experience, n).masked_fill(outside, -1000.0) for n in names})
+    for poison in (float("nan"), float("-inf"), -1000.0):
+        bad_logprobs = logprobs.masked_fill(outside, poison).requires_grad_()
+        bad_entropy = entropy.masked_fill(outside, poison).requires_grad_()
+        output = function(poisoned, bad_logprobs, bad_entropy, counts)
+        output.loss.backward()
+        assert output.loss.item() == expected.loss.item()
+        assert {k: v.item() for k, v in output.sums.items()} == {k: v.item() for k, v in expected.sums.items()}
+        assert bad_logprobs.grad is not None and bool((bad_logprobs.grad[outside] == 0).all())
+        assert bool(bad_logprobs.grad.isfinite().all())
+
+
+def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
+    experience = make_experience(1, [1, 2], [4, 4])
+    assert experience.actor_logprobs is not None and experience.advantages is not None
+    logprobs = experience.actor_logprobs.clone().requires_grad_()
+    output = grpo_loss(schema.Loss(), 8)(experience, logprobs, torch.zeros_like(logprobs), count(experience))
+    assert not any(v.requires_grad for v in (output.sums | output.maxima).values())
+    mean_advantage = experience.advantages[experience.response_mask].mean().item()
+    assert output.loss.item() == pytest.approx(-mean_advantage, rel=1e-5)
+    assert output.sums["ppo_kl"].item() == 0
+    assert output.sums["pg_clipfrac"].item() == 0
+    assert output.maxima["ratio_max"].item() == 1
+
+
+def test_a_missing_field_is_named() -> None:
+    experience = make_experience(1, [1], [2])
+    values = {name: getattr(experience, name) for name in experience.present() if name != "actor_logprobs"}
+    logprobs, entropy = current_values(experience)
+    with pytest.raises(ValueError, match="needs actor_logprobs"):
+        grpo_loss(schema.Loss(), 8)(Experience(**values), logprobs, entropy, count(experience))
+
+
+def test_sft_loss_is_mean_negative_log_likelihood_of_the_response() -> None:
+    experience = make_experience(2, [2, 1], [1, 2])
+    logprobs = torch.tensor([-9.0, -9.0, -1.0, -9.0, -2.0, -6.0], requires_grad=True)
+    entropy = torch.tensor([9.0, 9.0, 0.5, 9.0, 1.0, 1.5])
+    output = sft_loss()(experience, logprobs, entropy, count(experience))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(3.0)
+    assert output.sums["entropy"].item() == pytest.approx(1.0)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, 0, -1 / 3, -1 / 3]))
+
+
+def test_maximum_of_nothing_is_zero() -> None:
+    assert masked_max(torch.tensor([3.0]), torch.tensor([False])).item() == 0
+    assert masked_max(torch.empty(0), torch.empty(0, dtype=torch.bool)).item() == 0

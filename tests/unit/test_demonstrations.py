@@ -1,0 +1,118 @@
+"""Demonstrations as Experience: where the mask stands, what ends a response, how a step is shared out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltrain.config import schema
+from rltrain.data.demonstrations import Demonstrations, demonstrate
+from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.tokenizer import PromptEncoder
+from rltrain.errors import CheckpointError, DataError
+from tests.unit.test_prompts import CHAT_TEMPLATE, byte_tokenizer
+
+EOS = 256
+ROWS = [("ab", "xyz"), ("c", "w"), ("defg", "uv<eos>"), ("hi", "éa")]
+
+
+def write(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in ROWS))
+    return path
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> PromptDataset:
+    file = schema.PromptFile(path=str(write(tmp_path)))
+    data = schema.Data(train=file)
+    encoder = PromptEncoder(byte_tokenizer(), data)
+    return load_prompts(file, data, encoder, needs="response", config_key="data.train")
+
+
+def config(folder: Path, *, prompts_per_step: int = 4) -> schema.Config:
+    return schema.Config(
+        algorithm="sft",
+        steps=1,
+        placement={"actor": 0},
+        model=schema.Model(path=str(folder / "model")),
+        data=schema.Data(train=schema.PromptFile(path=str(write(folder)))),
+        batch=schema.Batch(prompts_per_step=prompts_per_step),
+    )
+
+
+def texts(dataset: PromptDataset, tokens: torch.Tensor) -> str:
+    return str(dataset.encoder.tokenizer.decode(tokens))
+
+
+def test_prompt_response_and_end_of_sequence(dataset: PromptDataset) -> None:
+    experience = demonstrate(dataset, [1, 0], group_ids=[0, 1], eos_token_id=EOS, max_response_tokens=100)
+    assert experience.lengths.tolist() == [1 + 1 + 1, 2 + 3 + 1]
+    assert texts(dataset, experience.tokens) == "cw<eos>abxyz<eos>"
+    assert experience.response_mask.tolist() == [False, True, True, False, False, True, True, True, True]
+    assert experience.prompt_ids.tolist() == [1, 0]
+    assert experience.group_ids.tolist() == [0, 1]
+    assert experience.truncated.tolist() == [False, False]
+    assert experience.rollout_logprobs.tolist() == [0.0] * 9
+    assert experience.policy_version.tolist() == [0] * 9
+
+
+def test_an_end_of_sequence_in_the_text_is_not_doubled(dataset: PromptDataset) -> None:
+    experience = demonstrate(dataset, [2], group_ids=[0], eos_token_id=EOS, max_response_tokens=100)
+    assert texts(dataset, experience.tokens) == "defguv<eos>"
+    assert experience.tokens[-1] == EOS
+
+
+@pytest.mark.parametrize(
+    ("limit", "text", "truncated"), [(4, "abxyz<eos>", False), (3, "abxyz", True), (1, "abx", True)]
+)
+def test_long_responses_are_cut(dataset: PromptDataset, limit: int, text: str, truncated: bool) -> None:
+    experience = demonstrate(dataset, [0], group_ids=[0], eos_token_id=EOS, max_response_tokens=limit)
+    assert texts(dataset, experience.tokens) == text
+    assert experience.truncated.tolist() == [truncated]
+    assert int(experience.response_mask.sum()) == limit
+
+
+def test_no_rows(dataset: PromptDataset) -> None:
+    experience = demonstrate(dataset, [], group_ids=[], eos_token_id=EOS, max_response_tokens=4)
+    assert (experience.num_samples, experience.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_parts_share_a_step_without_overlap(tmp_path: Path, num_parts: int) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    demonstrations = Demonstrations(config(tmp_path))
+    parts = [demonstrations.for_step(7, part=part, num_parts=num_parts) for part in range(num_parts)]
+    groups = torch.cat([part.group_ids for part in parts])
+    assert sorted(groups.tolist()) == [0, 1, 2, 3]
+    rows = torch.cat([part.prompt_ids for part in parts])[groups.argsort()]
+    assert rows.tolist() == demonstrations.for_step(7).prompt_ids.tolist()
+    assert sorted(rows.tolist()) == [0, 1, 2, 3]
+
+
+def test_the_chat_template_frames_the_prompt_only(tmp_path: Path) -> None:
+    byte_tokenizer(CHAT_TEMPLATE).save_pretrained(tmp_path / "model")
+    demonstrations = Demonstrations(config(tmp_path, prompts_per_step=1))
+    experience = demonstrations.for_step(0)
+    prompt, response = ROWS[int(experience.prompt_ids)]
+    text = texts(demonstrations.dataset, experience.tokens)
+    assert text == f"[user]{prompt}\n[bot]{response.removesuffix('<eos>')}<eos>"
+    assert texts(demonstrations.dataset, experience.tokens[~experience.response_mask]) == f"[user]{prompt}\n[bot]"
+
+
+def test_a_tokenizer_without_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="has no eos_token"):
+        Demonstrations(config(tmp_path))
+
+
+def test_a_row_without_a_response_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "label": "b"}\n')
+    file = schema.PromptFile(path=str(path))
+    data = schema.Data(train=file)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has no key 'response'"):
+        load_prompts(file, data, PromptEncoder(byte_tokenizer(), data), needs="response", config_key="data.train")

@@ -1,0 +1,83 @@
+"""Experience: selecting and joining samples, their assignment to replicas, and their encoding as bytes."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.cluster.exchange import body_bytes, decode, encode
+from rltrain.cluster.exchange import Shipment
+from rltrain.data.assignment import assign_groups, mini_batch_of
+from rltrain.data.experience import FIELDS, Experience, join, take
+
+
+def make_experience(lengths, group_ids=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    return Experience(
+        group_ids=torch.tensor(group_ids if group_ids is not None else range(len(lengths)), dtype=torch.int64),
+        prompt_ids=torch.arange(len(lengths)) * 7,
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        truncated=torch.rand(len(lengths), generator=generator) < 0.5,
+        tokens=torch.randint(0, 1000, (num_tokens,), generator=generator),
+        response_mask=torch.rand(num_tokens, generator=generator) < 0.5,
+        policy_version=torch.randint(0, 9, (num_tokens,), generator=generator, dtype=torch.int32),
+        rollout_logprobs=torch.randn(num_tokens, generator=generator),
+    )
+
+
+sample_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
+
+
+@given(sample_lengths, st.data())
+def test_take_keeps_each_sample_whole(lengths, data):
+    experience = make_experience(lengths)
+    samples = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=10))
+    chosen = experience.select(torch.tensor(samples, dtype=torch.int64))
+    expected = [experience.tokens.split(lengths)[i] for i in samples]
+    assert chosen.lengths.tolist() == [lengths[i] for i in samples]
+    assert torch.equal(chosen.tokens, torch.cat([torch.empty(0, dtype=torch.int64), *expected]))
+
+
+@given(sample_lengths, st.data())
+def test_parts_join_to_the_whole(lengths, data):
+    columns = make_experience(lengths).columns()
+    cut = data.draw(st.integers(0, len(lengths)))
+    parts = [take(columns, torch.arange(cut)), take(columns, torch.arange(cut, len(lengths)))]
+    assert all(torch.equal(value, columns[name]) for name, value in join(parts).items())
+
+
+@given(sample_lengths, st.lists(st.integers(0, 100), min_size=1, max_size=6))
+def test_a_message_decodes_to_what_was_encoded(lengths, group_tokens):
+    columns = make_experience(lengths).columns()
+    shipment = Shipment(columns, torch.tensor(group_tokens))
+    fields = tuple(name for name in FIELDS if name in columns)
+    header, body = encode(shipment, fields)
+    assert len(body) == body_bytes(header, fields)
+    received = decode(header, body, fields)
+    assert torch.equal(received.group_tokens, shipment.group_tokens)
+    assert all(torch.equal(received.columns[name], columns[name]) for name in fields)
+
+
+def test_a_message_without_samples_still_says_how_many_groups_there_are():
+    nothing = take(make_experience([3]).columns(), torch.empty(0, dtype=torch.int64))
+    header, body = encode(Shipment(nothing, torch.tensor([5, 6])), tuple(nothing))
+    assert decode(header, body, tuple(nothing)).group_tokens.tolist() == [5, 6]
+
+
+@given(st.lists(st.integers(1, 100), min_size=4, max_size=40), st.integers(1, 4))
+def test_longest_first_is_balanced_to_within_the_longest_group(group_tokens, num_replicas):
+    replicas = assign_groups(torch.tensor(group_tokens), num_replicas)
+    loads = [sum(t for t, r in zip(group_tokens, replicas.tolist(), strict=True) if r == i) for i in range(num_replicas)]
+    assert max(loads) - min(loads) <= max(group_tokens)
+    assert set(replicas.tolist()) == set(range(num_replicas))
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_every_replica_has_a_share_of_every_mini_batch(num_replicas, num_mini_batches, factor, rng):
+    num_groups = num_replicas * num_mini_batches * factor
+    group_tokens = torch.tensor([rng.randint(1, 50) for _ in range(num_groups)])
+    replicas = assign_groups(group_tokens, num_replicas, num_mini_batches)
+    mini_batch = mini_batch_of(torch.arange(num_groups), num_groups, num_mini_batches)
+    assert mini_batch.bincount().tolist() == [num_groups // num_mini_batches] * num_mini_batches
+    for index in range(num_mini_batches):
+        assert set(replicas[mini_batch == index].tolist()) == set(range(num_replicas))

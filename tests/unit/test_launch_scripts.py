@@ -1,0 +1,237 @@
+"""The shell scripts, run for real with stand-ins for what they call."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# An interpreter that notes how it was started. It really runs `-c` and `-`, and leaves metrics as a GRPO run does.
+INTERPRETER = f"""#!{sys.executable}
+import json, os, pathlib, subprocess, sys
+arguments = sys.argv[1:]
+if arguments[0] in ("-c", "-"):
+    sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
+note = {{name: os.environ.get(name) for name in ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS")}}
+with open(os.environ["FAKE_LOG"], "a") as log:
+    log.write(json.dumps({{"arguments": arguments, **note}}) + "\\n")
+if "configs/quickstart.yaml" in arguments:
+    folder = next(a.split("=", 1)[1] for a in arguments if a.startswith("output_dir="))
+    os.makedirs(folder, exist_ok=True)
+    with open(folder + "/metrics.jsonl", "a") as metrics:
+        for score in (0.416, None, 0.957):
+            metrics.write(json.dumps({{"eval/score": score}} if score else {{"train/loss": 1}}) + "\\n")
+fail_at = os.environ.get("FAKE_FAIL_AT")
+sys.exit(7 if fail_at and fail_at in " ".join(arguments) else 0)
+"""
+
+# Slurm numbers a step's nodes by their place in the node list; here they start in another order.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >> "$FAKE_SRUN_LOG"
+while [[ $1 == --* ]]; do shift; done
+for id in 2 0 1; do
+  SLURM_NODEID=$id SLURM_GPUS_ON_NODE=8 FAKE_HOST=$(sed -n "$((id + 1))p" "$FAKE_HOSTS") "$@"
+done
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ "$*" == "show hostnames node[07,03,11]" ]] && cat "$FAKE_HOSTS"
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    for name, text in {"python": INTERPRETER, "srun": SRUN, "scontrol": SCONTROL}.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text)
+        program.chmod(0o755)
+    (tmp_path / "hosts").write_text("node07\nnode03\nnode11\n")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RLTRAIN_", "MASTER_"))}
+    return {
+        **kept,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "RLTRAIN_PYTHON": str(tmp_path / "bin" / "python"),
+        "FAKE_LOG": str(tmp_path / "log"),
+        "FAKE_HOSTS": str(tmp_path / "hosts"),
+        "FAKE_SRUN_LOG": str(tmp_path / "srun_log"),
+    }
+
+
+def run(environment: dict[str, str], *command: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", *command], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def started(environment: dict[str, str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(environment["FAKE_LOG"]).read_text().splitlines()]
+
+
+def after(arguments: list[str], option: str) -> str:
+    return arguments[arguments.index(option) + 1]
+
+
+def test_slurm_node_order_is_rank_order(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "3"}
+    user = ["--config", "configs/x y.yaml", "reward.function=a b", "steps=3"]
+    done = run(environment, "launch/slurm/train.sbatch", *user)
+    assert done.returncode == 0, done.stderr
+    agents = started(environment)
+    assert {agent["FAKE_HOST"]: after(agent["arguments"], "--node-rank") for agent in agents} == {
+        "node07": "0",
+        "node03": "1",
+        "node11": "2",
+    }
+    ports = set()
+    for agent in agents:
+        arguments = agent["arguments"]
+        assert arguments[:2] == ["-m", "torch.distributed.run"]
+        assert (after(arguments, "--nnodes"), after(arguments, "--nproc-per-node")) == ("3", "8")
+        assert after(arguments, "--master-addr") == "node07"
+        assert not any(argument.startswith(("--rdzv", "--standalone")) for argument in arguments)
+        assert arguments[-5:] == ["launch/train.py", *user]
+        ports.add(int(after(arguments, "--master-port")))
+    assert len(ports) == 1 and 1024 < ports.pop() < 32768
+    assert "--ntasks-per-node=1" in Path(environment["FAKE_SRUN_LOG"]).read_text()
+
+
+def test_slurm_ranks_per_node_can_be_given(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    run(environment | {"RANKS_PER_NODE": "2"}, "launch/slurm/train.sbatch", "--config", "c.yaml")
+    assert {after(agent["arguments"], "--nproc-per-node") for agent in started(environment)} == {"2"}
+
+
+def test_a_failing_node_fails_the_slurm_job(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    done = run(environment | {"FAKE_FAIL_AT": "--node-rank 1"}, "launch/slurm/train.sbatch", "--config", "c.yaml")
+    assert done.returncode == 7
+
+
+def test_the_quickstart_runs_three_phases_and_ends_with_the_scores(environment: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "my run"
+    for _ in range(2):
+        done = run(environment, "launch/quickstart.sh", "--out", str(out), "seed=3", "steps=5")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "held-out exact match: 0.42 -> 0.96"
+    assert re.search(
+        r"seconds by phase: environment \d+ s, checkpoint and data \d+ s, warm-up \d+ s, GRPO \d+ s", done.stdout
+    )
+    assert len((out / "grpo" / "metrics.jsonl").read_text().splitlines()) == 3, "a second run starts its metrics anew"
+    make, sft, grpo = (note["arguments"] for note in started(environment)[:3])
+    assert make == ["tools/make_quickstart.py", "--output", f"{out}/start", "--seed", "3"]
+    for arguments in (sft, grpo):
+        assert arguments[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        assert arguments[5] == "launch/train.py" and "seed=3" in arguments
+    assert after(sft, "--config") == "configs/quickstart_sft.yaml" and f"model.path={out}/start/model" in sft
+    assert after(grpo, "--config") == "configs/quickstart.yaml" and f"model.path={out}/sft/hf" in grpo
+    assert "steps=5" in grpo and "steps=5" not in sft
+    assert {note["OMP_NUM_THREADS"] for note in started(environment)} == {"1"}
+    assert {str(note["PYTHONPATH"]).split(":")[0] for note in started(environment)} == {str(REPOSITORY)}
+
+
+def test_the_users_steps_win_over_the_short_form(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment, "launch/quickstart.sh", "--short", "--out", str(tmp_path / "out"), "steps=7")
+    assert done.returncode == 0, done.stderr
+    _, sft, grpo = (note["arguments"] for note in started(environment))
+    assert [a for a in grpo if a.startswith("steps=")][-1] == "steps=7"
+    assert len([a for a in sft if a.startswith("steps=")]) == 1
+
+
+def test_the_quickstart_takes_a_relative_folder_of_the_caller(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment, str(REPOSITORY / "launch/quickstart.sh"), "--out", "here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here" / "grpo" / "metrics.jsonl").is_file()
+
+
+def test_a_failed_phase_is_named_and_ends_the_quickstart(environment: dict[str, str], tmp_path: Path) -> None:
+    fails = environment | {"FAKE_FAIL_AT": "quickstart_sft.yaml"}
+    done = run(fails, "launch/quickstart.sh", "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "stopped at: warm-up (exit status 7)" in done.stderr
+    assert len(started(environment)) == 2, "nothing runs after the failed phase"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("--fast", "unknown argument --fast"), ("output_dir=x", "--out DIR"), ("7", "usage")]
+)
+def test_wrong_arguments_are_refused_at_once(environment: dict[str, str], argument: str, message: str) -> None:
+    done = run(environment, "launch/quickstart.sh", argument)
+    assert done.returncode == 1 and message in done.stderr
+    assert not Path(environment["FAKE_LOG"]).exists()
+
+
+def test_an_interpreter_without_torch_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S -I "$@"\n')
+    bare.chmod(0o755)
+    done = run(environment | {"RLTRAIN_PYTHON": str(bare)}, "tests/run.sh")
+    assert done.returncode == 1 and "has no torch" in done.stderr
+
+
+def copy_of_environment_script(folder: Path) -> Path:
+    """A repository of nothing but what environment.sh reads."""
+    for name in ("pyproject.toml", "setup.py", "launch/environment.sh", "launch/constraints-cpu.txt"):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((REPOSITORY / name).read_text())
+    script = folder / "prepare.sh"
+    script.write_text("set -euo pipefail\nsource launch/environment.sh\nprepare_environment dev\necho ready: $python\n")
+    return script
+
+
+def test_the_environment_is_installed_once_torch_first_and_again_after_a_change(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    script = copy_of_environment_script(tmp_path / "repository")
+    interpreter = tmp_path / "repository" / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(INTERPRETER)
+    interpreter.chmod(0o755)
+    del environment["RLTRAIN_PYTHON"]
+
+    def installs() -> list[list[str]]:
+        Path(environment["FAKE_LOG"]).write_text("")
+        done = run(environment, script.name, cwd=script.parent)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"ready: {interpreter}", done.stderr
+        notes = [note["arguments"] for note in started(environment)]
+        return [arguments for arguments in notes if "install" in arguments]
+
+    # The stand-in reports the packages of this suite's own interpreter, whose torch is the pinned one.
+    torch_first, package = installs()
+    assert re.fullmatch(r"torch==[\d.]+", torch_first[-1])
+    assert package[-2:] == ["--editable", f"{script.parent}[dev]"]
+    assert all("--constraint" in arguments for arguments in (torch_first, package))
+    assert installs() == []
+    (script.parent / "pyproject.toml").open("a").write("\n")
+    assert len(installs()) == 2
+
+
+def test_an_interrupted_installation_is_taken_up_again(environment: dict[str, str], tmp_path: Path) -> None:
+    script = copy_of_environment_script(tmp_path / "repository")
+    interpreter = tmp_path / "repository" / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(INTERPRETER)
+    interpreter.chmod(0o755)
+    del environment["RLTRAIN_PYTHON"]
+    failed = run(environment | {"FAKE_FAIL_AT": "--editable"}, script.name, cwd=script.parent)
+    assert failed.returncode == 1 and "stopped at: install rltrain[dev]" in failed.stderr
+    assert list((script.parent / ".venv").glob(".installed-*")) == []
+    assert run(environment, script.name, cwd=script.parent).returncode == 0
+    assert len(list((script.parent / ".venv").glob(".installed-*"))) == 1
+
+
+def test_without_a_new_enough_python_the_message_says_so(environment: dict[str, str], tmp_path: Path) -> None:
+    script = copy_of_environment_script(tmp_path / "repository")
+    old = tmp_path / "bin" / "python3"
+    old.write_text("#!/usr/bin/env bash\nexit 1\n")
+    old.chmod(0o755)
+    for minor in (11, 12, 13):
+        (tmp_path / "bin" / f"python3.{minor}").symlink_to(old)
+    del environment["RLTRAIN_PYTHON"]
+    done = run(environment, script.name, cwd=script.parent)
+    assert done.returncode == 1 and "needs Python 3.11 or newer" in done.stderr

@@ -1,0 +1,105 @@
+"""vocab_parallel_logprobs against torch.log_softmax; shards on real ranks are tested in tests/distributed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rltrain.training import logprobs as module
+from rltrain.training.logprobs import vocab_parallel_logprobs
+
+ROWS = 7
+
+
+class Group:
+    """Rank and size of a tensor-parallel group, and what its ranks give to the gather."""
+
+    def __init__(self, rank: int, shards: list[Tensor], labels: Tensor, vocab_size: int, scale: float) -> None:
+        self._rank, self._size = rank, len(shards)
+        columns = shards[0].size(1)
+        self.statistics = torch.stack(
+            [
+                module._local_statistics(
+                    shard.detach(), labels - i * columns, min(max(vocab_size - i * columns, 0), columns), scale
+                )
+                for i, shard in enumerate(shards)
+            ]
+        )
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def reference(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
+    log_softmax = torch.log_softmax(logits[:, :vocab_size].double() / temperature, dim=-1)
+    return log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def sharded(
+    logits: Tensor, labels: Tensor, vocab_size: int, temperature: float, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Tensor, Tensor]]:
+    monkeypatch.setattr(module, "_gather", lambda statistics, group: group.statistics)
+    shards = list(logits.chunk(tp, dim=1))
+    groups = [Group(rank, shards, labels, vocab_size, 1 / temperature) for rank in range(tp)]
+    return [
+        vocab_parallel_logprobs(shard, labels, vocab_size=vocab_size, temperature=temperature, group=group)
+        for shard, group in zip(shards, groups, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (1, 16), (2, 15), (4, 13), (4, 6), (8, 3)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_log_softmax(
+    tp: int, vocab_size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(ROWS, 16)).requires_grad_()
+    labels = torch.randint(vocab_size, (ROWS,))
+    weights, entropy_weights = torch.randn(2, ROWS)
+
+    expected = reference(logits, labels, vocab_size, temperature)
+    (expected_grad,) = torch.autograd.grad((expected[0] * weights + expected[1] * entropy_weights).sum(), logits)
+    results = sharded(logits, labels, vocab_size, temperature, tp, monkeypatch)
+    for logprobs, entropy in results:
+        torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
+    # Every rank differentiates the same loss with respect to its own columns.
+    (grad,) = torch.autograd.grad(
+        sum((logprobs * weights + entropy * entropy_weights).sum() for logprobs, entropy in results), logits
+    )
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(grad[:, vocab_size:], torch.zeros(ROWS, 16 - vocab_size))
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    logits, labels = torch.randn(ROWS, 16, requires_grad=True), torch.randint(16, (ROWS,))
+    whole = sharded(logits, labels, 16, 1.0, 1, monkeypatch)[0]
+    (whole_grad,) = torch.autograd.grad((whole[0] + whole[1]).sum(), logits)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32)
+    chunked = sharded(logits, labels, 16, 1.0, 1, monkeypatch)[0]
+    (chunked_grad,) = torch.autograd.grad((chunked[0] + chunked[1]).sum(), logits)
+    assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1])
+    assert torch.equal(whole_grad, chunked_grad)
+
+
+def test_large_and_half_precision_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = (1000 * torch.randn(ROWS, 16)).bfloat16().requires_grad_()
+    labels = torch.randint(15, (ROWS,))
+    ((logprobs, entropy),) = sharded(logits, labels, 15, 1.0, 1, monkeypatch)
+    expected = reference(logits, labels, 15, 1.0)
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-3)
+    (grad,) = torch.autograd.grad((logprobs + entropy).sum(), logits)
+    assert grad.dtype == torch.bfloat16
+    assert torch.isfinite(grad).all()
+
+
+def test_a_temperature_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.randn(ROWS, 16), torch.zeros(ROWS, dtype=torch.int64)
+    with pytest.raises(ValueError, match="above 0"):
+        vocab_parallel_logprobs(
+            logits, labels, vocab_size=16, temperature=0.0, group=Group(0, [logits], labels, 16, 1.0)
+        )

@@ -1,0 +1,66 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.data.experience import Experience
+from rltrain.training.packing import balanced_bins, pack
+
+lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+def experience_of(lengths: list[int]) -> Experience:
+    num_tokens, num_samples = sum(lengths), len(lengths)
+    return Experience(
+        group_ids=torch.arange(num_samples),
+        prompt_ids=torch.arange(num_samples) + 100,
+        lengths=torch.tensor(lengths),
+        truncated=torch.zeros(num_samples, dtype=torch.bool),
+        tokens=torch.arange(num_tokens),
+        response_mask=torch.ones(num_tokens, dtype=torch.bool),
+        policy_version=torch.zeros(num_tokens, dtype=torch.int32),
+        rollout_logprobs=torch.randn(num_tokens),
+    )
+
+
+@given(lengths_strategy, st.integers(1, 100))
+def test_bins_hold_every_index_once_and_respect_the_limit(lengths: list[int], max_tokens: int) -> None:
+    bins = balanced_bins(lengths, max_tokens)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    for members in bins:
+        assert members == sorted(members)
+        assert sum(lengths[i] for i in members) <= max_tokens or len(members) == 1
+    assert bins == sorted(bins) == balanced_bins(lengths, max_tokens)
+
+
+@given(lengths_strategy, st.integers(40, 200))
+def test_bins_are_few_and_balanced(lengths: list[int], max_tokens: int) -> None:
+    loads = [sum(lengths[i] for i in members) for members in balanced_bins(lengths, max_tokens)]
+    if len(loads) > 1:
+        assert max(loads) - min(loads) <= max(lengths)
+        # Any two of the bins needed beyond the minimum would have been needed by longest-first placement too.
+        assert sum(loads) > (len(loads) - 1) * (max_tokens - max(lengths))
+
+
+@given(lengths_strategy, st.integers(1, 100), st.integers(1, 8), st.booleans())
+def test_micro_batches_hold_every_token_once_and_pad_as_asked(
+    lengths: list[int], max_tokens: int, multiple_of: int, equal_lengths: bool
+) -> None:
+    experience = experience_of(lengths)
+    batches = pack(
+        experience, max_tokens, device=torch.device("cpu"), multiple_of=multiple_of, equal_lengths=equal_lengths
+    )
+    gathered = torch.cat([batch.token_index for batch in batches])
+    assert torch.equal(gathered.sort().values, torch.arange(experience.num_tokens))
+    for batch in batches:
+        assert torch.equal(batch.experience.tokens, experience.tokens[batch.token_index])
+        assert torch.equal(batch.experience.rollout_logprobs, experience.rollout_logprobs[batch.token_index])
+        assert torch.equal(batch.padded_tokens[: batch.num_tokens], batch.experience.tokens)
+        assert len(batch.padded_tokens) % multiple_of == 0
+        assert sum(batch.segments) == len(batch.padded_tokens)
+        num_samples = batch.experience.num_samples
+        assert list(batch.segments[:num_samples]) == batch.experience.lengths.tolist()
+        assert all(0 < piece <= max(batch.segments[:num_samples]) for piece in batch.segments[num_samples:])
+    padded_lengths = {len(batch.padded_tokens) for batch in batches}
+    assert not equal_lengths or len(padded_lengths) == 1
+    if not equal_lengths:
+        assert all(len(b.padded_tokens) - b.num_tokens < multiple_of for b in batches)

@@ -1,0 +1,273 @@
+"""Reading prompt files: what is accepted, what is refused and how, and the order of rows."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rltrain.config import schema
+from rltrain.data.order import PromptOrder
+from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
+from rltrain.errors import CheckpointError, ConfigError, DataError
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, so that lengths can be counted by hand."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<eos>"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=chat_template)
+
+
+def load(
+    path: Path,
+    *,
+    chat_template: str | None = None,
+    needs: Any = "label",
+    columns: dict[str, Any] | None = None,
+    **data: Any,
+) -> PromptDataset:
+    file = schema.PromptFile(path=str(path), **(columns or {}))
+    settings = schema.Data(train=file, **data)
+    encoder = PromptEncoder(byte_tokenizer(chat_template), settings)
+    return load_prompts(file, settings, encoder, needs=needs, config_key="data.train")
+
+
+def jsonl(folder: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def decoded(dataset: PromptDataset, row: int) -> str:
+    return str(dataset.encoder.tokenizer.decode(dataset.prompt_tokens(row)))
+
+
+def test_plain_rows(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "1+1=", "label": "2"}, "", {"prompt": "é", "label": "x", "other": [1]})
+    dataset = load(path)
+    assert [(row.prompt, row.label) for row in dataset.rows] == [("1+1=", "2"), ("é", "x")]
+    assert dataset[1].origin == f"{path}:3"
+    assert dataset.prompt_text(0) == decoded(dataset, 0) == "1+1="
+    assert (dataset.dropped.num_bad, dataset.dropped.num_too_long) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("72", "72"), ("", ""), (72, "72"), (-0.5, "-0.5"), (72.0, "72.0"), (True, "true"),
+        (["a", 1], '["a", 1]'), ({"tests": "é"}, '{"tests": "é"}'),
+    ],
+)  # fmt: skip
+def test_labels_become_text(tmp_path: Path, label: Any, text: str) -> None:
+    assert load(jsonl(tmp_path, {"prompt": "p", "label": label}))[0].label == text
+
+
+def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path,
+        {"in": {"text": "a"}, "reward_model": {"ground_truth": 7}},
+        {"in.text": "b", "reward_model": {"ground_truth": "8"}},
+    )
+    dataset = load(path, columns={"prompt_key": "in.text", "label_key": "reward_model.ground_truth"})
+    assert [(row.prompt, row.label) for row in dataset.rows] == [("a", "7"), ("b", "8")]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a", "label": ', "is not JSON: Expecting value at column 25"),
+        ('["a"]', "is a JSON list; expected one JSON object per line"),
+        ('{"question": "a", "label": "1"}', "has no key 'prompt'; its keys are 'question', 'label'"),
+        ('{"prompt": "a"}', "has no key 'label'; its keys are 'prompt'"),
+        ('{"prompt": 5, "label": "1"}', "has 5 under 'prompt'; expected a text or a list of chat messages, not empty"),
+        ('{"prompt": "", "label": "1"}', "has '' under 'prompt'"),
+        ('{"prompt": [], "label": "1"}', "has [] under 'prompt'"),
+        ('{"prompt": "a", "label": null}', "has None under 'label'; expected a label"),
+        ('{"prompt": [{"role": "user"}], "label": "1"}', "has the chat message {'role': 'user'} under 'prompt'"),
+        ('{"prompt": ["hello"], "label": "1"}', "has the chat message 'hello' under 'prompt'"),
+        ("[" * 100_000, "is nested too deeply"),
+    ],
+)
+def test_a_bad_row_is_refused_by_file_and_line_or_skipped_and_counted(tmp_path: Path, line: str, reason: str) -> None:
+    good = {"prompt": "p", "label": "l"}
+    path = jsonl(tmp_path, good, line, good)
+    with pytest.raises(DataError) as refusal:
+        load(path, chat_template=CHAT_TEMPLATE)
+    assert f"{path}:2: the row {reason}" in str(refusal.value)
+    assert "data.on_bad_row=skip" in str(refusal.value)
+    dataset = load(path, chat_template=CHAT_TEMPLATE, on_bad_row="skip")
+    assert (len(dataset), dataset.dropped.num_bad) == (2, 1)
+    assert reason in dataset.dropped.problems[0]
+    assert "1 bad rows skipped" in str(dataset.dropped)
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "p", "label": "1"}\n{"prompt": "caf\xe9", "label": "1"}\n')
+    with pytest.raises(DataError, match=r"latin.jsonl:2: the row is not UTF-8"):
+        load(path)
+    assert len(load(path, on_bad_row="skip")) == 1
+
+
+def test_only_the_first_problems_are_kept(tmp_path: Path) -> None:
+    dataset = load(jsonl(tmp_path, *["{"] * 50, {"prompt": "p", "label": "l"}), on_bad_row="skip")
+    assert dataset.dropped.num_bad == 50
+    assert len(dataset.dropped.problems) == 5
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "{\n"])
+def test_a_file_without_usable_rows_is_refused_even_when_skipping(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"data.train: '.*empty.jsonl' has no usable row"):
+        load(path, on_bad_row="skip")
+
+
+def test_missing_files_and_unknown_kinds(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.train.path: there is no file '.*nowhere.jsonl'"):
+        load(tmp_path / "nowhere.jsonl")
+    (tmp_path / "rows.csv").write_text("prompt,label\n")
+    with pytest.raises(DataError, match=r"unknown kind; expected a file that ends in .jsonl"):
+        load(tmp_path / "rows.csv")
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * n, "label": str(n)} for n in (3, 10, 11, 50)]
+    dataset = load(jsonl(tmp_path, *rows), max_prompt_tokens=10)
+    assert [row.label for row in dataset.rows] == ["3", "10"]
+    assert dataset.dropped.num_too_long == 2
+    with pytest.raises(DataError, match="max_prompt_tokens: 2.*4 prompts too long"):
+        load(jsonl(tmp_path, *rows), max_prompt_tokens=2)
+
+
+def test_the_limit_counts_the_chat_template(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "xxxx", "label": "1"}, {"prompt": "xxxxx", "label": "2"})
+    limit = len("[user]xxxx\n[bot]")
+    dataset = load(path, chat_template=CHAT_TEMPLATE, max_prompt_tokens=limit)
+    assert [row.label for row in dataset.rows] == ["1"]
+    assert len(dataset.prompt_tokens(0)) == limit
+
+
+def test_max_rows_counts_usable_rows(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, "{", *({"prompt": "p", "label": str(n)} for n in range(9)))
+    dataset = load(path, columns={"max_rows": 3}, on_bad_row="skip")
+    assert [row.label for row in dataset.rows] == ["0", "1", "2"]
+
+
+def test_chat_template_on_texts_and_messages(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi", "name": "x"}]
+    path = jsonl(tmp_path, {"prompt": "Hi", "label": ""}, {"prompt": messages, "label": ""})
+    dataset = load(path, chat_template=CHAT_TEMPLATE)
+    assert decoded(dataset, 0) == "[user]Hi\n[bot]"
+    assert decoded(dataset, 1) == "[system]Own.\n[user]Hi\n[bot]"
+    assert dataset.prompt_text(1) == "Own.\n\nHi"
+    with_system = load(path, chat_template=CHAT_TEMPLATE, system_prompt="Be brief.")
+    assert decoded(with_system, 0) == "[system]Be brief.\n[user]Hi\n[bot]"
+    assert decoded(with_system, 1) == "[system]Own.\n[user]Hi\n[bot]"
+
+
+def test_without_a_chat_template(tmp_path: Path) -> None:
+    plain = jsonl(tmp_path, {"prompt": "Hi", "label": ""}, name="plain.jsonl")
+    assert decoded(load(plain), 0) == "Hi"
+    never = schema.Data(train=schema.PromptFile(path=str(plain)), chat_template="never")
+    assert not PromptEncoder(byte_tokenizer(CHAT_TEMPLATE), never).uses_template
+    messages = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "Hi"}], "label": ""})
+    with pytest.raises(
+        DataError, match="chat messages under 'prompt', but the checkpoint's tokenizer has no chat templ"
+    ):
+        load(messages)
+    with pytest.raises(ConfigError, match="data.system_prompt is set, but"):
+        load(plain, system_prompt="Be brief.")
+
+
+def test_a_template_that_refuses_its_messages(tmp_path: Path) -> None:
+    template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}[user]"
+    path = jsonl(tmp_path, {"prompt": "Hi", "label": ""})
+    with pytest.raises(DataError, match="refuses messages of roles system, user: no system role"):
+        load(path, chat_template=template, system_prompt="Be brief.")
+
+
+def test_parquet_equals_jsonl(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": n}, "unused": "x"}
+        for n in range(10)
+    ]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+    columns = {"label_key": "reward_model.ground_truth"}
+    from_parquet = load(path, chat_template=CHAT_TEMPLATE, columns=columns)
+    from_jsonl = load(jsonl(tmp_path, *rows), chat_template=CHAT_TEMPLATE, columns=columns)
+    assert [(r.prompt, r.label) for r in from_parquet.rows] == [(r.prompt, r.label) for r in from_jsonl.rows]
+    assert from_parquet[9].label == "9"
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["a", None, "c"], "label": ["1", "2", "3"]}), path)
+    with pytest.raises(DataError, match=r"rows.parquet row 2: the row has None under 'prompt'"):
+        load(path)
+    assert [row.prompt for row in load(path, on_bad_row="skip").rows] == ["a", "c"]
+    with pytest.raises(DataError, match="none of the columns answer, question; its columns are prompt, label"):
+        load(path, columns={"prompt_key": "question", "label_key": "answer"})
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="no readable Parquet file"):
+        load(path)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K file lies outside the repository")
+def test_gsm8k_loads_in_a_second() -> None:
+    start = time.process_time()
+    dataset = load(GSM8K, columns={"prompt_key": "question", "label_key": "answer"}, max_prompt_tokens=4096)
+    assert time.process_time() - start < 1
+    assert len(dataset) == 7473
+    assert dataset[0].label.endswith("#### 72")
+
+
+def test_every_epoch_shuffles_all_rows_anew() -> None:
+    order = PromptOrder(10, seed=0, shuffle=True)
+    rows = [row for step in range(15) for row in order.rows_for_step(step, 4)]
+    epochs = [rows[start : start + 10] for start in range(0, 60, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert (
+        rows[:10]
+        != [row for step in range(3) for row in PromptOrder(10, seed=1, shuffle=True).rows_for_step(step, 4)][:10]
+    )
+
+
+def test_without_shuffling_rows_come_in_the_file_s_order() -> None:
+    order = PromptOrder(5, seed=0, shuffle=False)
+    assert [order.rows_for_step(step, 3) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+@given(step=st.integers(0, 10**6), size=st.integers(1, 40), num_rows=st.integers(1, 30), seed=st.integers(0, 2**40))
+def test_a_step_s_rows_depend_on_nothing_but_seed_and_step(step: int, size: int, num_rows: int, seed: int) -> None:
+    rows = PromptOrder(num_rows, seed=seed, shuffle=True).rows_for_step(step, size)
+    other = PromptOrder(num_rows, seed=seed, shuffle=True)
+    other.rows_for_step(step + 1, size)
+    assert other.rows_for_step(step, size) == rows
+    assert len(rows) == size and all(0 <= row < num_rows for row in rows)
+
+
+def test_no_usable_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="model.path: there is no folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no usable tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,72 @@
+"""Metrics of all roles come together per step, in order, without holding anybody up."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from rltrain.observability.reporter import Reporter
+
+
+class FakeBulletin:
+    """One process's view of a dictionary that all ranks share."""
+
+    def __init__(self, shared: dict[str, str], rank: int):
+        self.shared, self.world = shared, SimpleNamespace(rank=rank)
+
+    def put(self, key, value):
+        self.shared[key] = json.dumps(value)
+
+    def has(self, key):
+        return key in self.shared
+
+    def get(self, key, waiting_for):
+        assert key in self.shared, f"would wait for {waiting_for}"
+        return json.loads(self.shared[key])
+
+    def forget(self, key):
+        del self.shared[key]
+
+
+@pytest.fixture
+def reporters():
+    """Rank 0 logs and adds two tasks a step, rank 1 one task a step; what was written."""
+    shared: dict[str, str] = {}
+    expected = {step: Counter({0: 2, 1: 1}) for step in range(3)}
+    written: list[tuple[int, dict]] = []
+    sinks = [lambda step, metrics: written.append((step, metrics))]
+    ranks = [Reporter(FakeBulletin(shared, rank), expected, 0, sinks) for rank in range(2)]
+    return ranks, written, shared
+
+
+def test_a_step_is_written_once_all_ranks_have_published_it(reporters):
+    (first, second), written, _ = reporters
+    second.add(0, {"reward": 0.5})
+    first.add(0, {"loss": 1.0})
+    assert written == []
+    first.add(0, {"lr": 0.1})
+    assert [step for step, _ in written] == [0]
+    assert written[0][1].keys() == {"reward", "loss", "lr", "perf/step_time_s"}
+
+
+def test_a_slow_rank_delays_the_record_and_not_the_run(reporters):
+    (first, second), written, _ = reporters
+    for step in range(2):
+        first.add(step, {"loss": 1.0})
+        first.add(step, {"lr": 0.1})
+    assert written == []
+    second.add(0, {"reward": 0.0})
+    second.add(1, {"reward": 1.0})
+    first.add(2, {"loss": 2.0})
+    assert [(step, metrics["reward"]) for step, metrics in written] == [(0, 0.0), (1, 1.0)]
+
+
+def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporters):
+    (first, second), written, shared = reporters
+    first.add(0, {"loss": 1.0})
+    second.add(0, {"reward": 0.5})
+    second.close()
+    first.close()
+    assert [step for step, _ in written] == [0]
+    assert not [key for key in shared if "closed" not in key]

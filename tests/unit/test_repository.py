@@ -1,0 +1,253 @@
+"""The rules that hold for the repository as a whole: imports, sizes, style, types, requirements."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = sorted(path for folder in ("rltrain", "launch", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
+SCRIPTS = [*sorted((REPOSITORY / "launch").rglob("*.s[hb]*")), REPOSITORY / "tests/run.sh", REPOSITORY / ".ci/run"]
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+CONSTRAINTS = REPOSITORY / "launch" / "constraints-cpu.txt"
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# What each part of rltrain may import, beside itself. A dotted name allows that module only.
+BASE = ("config", "errors")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "config": ("errors",),
+    "data": BASE,
+    "rewards": BASE,
+    "algorithms": (*BASE, "data"),
+    "cluster": (*BASE, "data"),
+    "reshard": (*BASE, "cluster.grid"),
+    "checkpoint": (*BASE, "reshard", "cluster.grid", "cluster.process_groups"),
+    "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
+    "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
+    "observability": (*BASE, "cluster.world"),
+    "schedule": (*BASE, "cluster"),
+    "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
+    "trainer": (*BASE, "schedule", "roles", "cluster", "observability"),
+    "job": (*BASE, "trainer", "schedule", "roles", "reshard", "cluster"),
+    "dry_run": (*BASE, "schedule", "training.layout", "rollout.layout", "reshard", "cluster"),
+    "command": (*BASE, "job", "dry_run"),
+}
+
+# Read by --dry-run and by planning on every rank: they start in a moment because they do not load torch.
+FAST_TO_IMPORT = (
+    "config.schema",
+    "config.loader",
+    "config.checks",
+    "cluster.grid",
+    "cluster.placement",
+    "reshard.families",
+    "reshard.layout",
+    "reshard.plan",
+    "training.layout",
+    "rollout.layout",
+    "schedule",
+)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Modules of rltrain that a file imports, without the leading "rltrain."."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [
+                submodule if _is_module(submodule := f"{node.module}.{alias.name}") else node.module
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from (name.removeprefix("rltrain.") for name in names if name.startswith("rltrain."))
+
+
+def _is_module(name: str) -> bool:
+    path = REPOSITORY / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def is_within(module: str, part: str) -> bool:
+    return module == part or module.startswith(f"{part}.")
+
+
+def test_imports_run_downward() -> None:
+    violations, parts = [], set()
+    for path in (REPOSITORY / "rltrain").rglob("*.py"):
+        part = path.relative_to(REPOSITORY / "rltrain").parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        parts.add(part)
+        allowed = (part, *MAY_IMPORT.get(part, ()))
+        violations += [
+            f"{relative(path)} imports rltrain.{module}"
+            for module in imported_modules(path)
+            if not any(is_within(module, other) for other in allowed)
+        ]
+    assert not violations, "\n".join(violations)
+    assert parts <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {sorted(parts - MAY_IMPORT.keys())} may import"
+
+
+def test_the_import_rule_has_no_cycle() -> None:
+    remaining = {part: {other.split(".")[0] for other in allowed} for part, allowed in MAY_IMPORT.items()}
+    while remaining:
+        lowest = [part for part, others in remaining.items() if not others & remaining.keys()]
+        assert lowest, f"these may import each other: {sorted(remaining)}"
+        for part in lowest:
+            del remaining[part]
+
+
+def test_launch_imports_only_the_command() -> None:
+    for path in (REPOSITORY / "launch").rglob("*.py"):
+        assert set(imported_modules(path)) <= {"command"}, relative(path)
+
+
+def test_pure_modules_do_not_load_torch() -> None:
+    imports = "\n".join(f"import rltrain.{module}" for module in FAST_TO_IMPORT)
+    heavy = "{'torch', 'transformers', 'megatron'}"
+    program = f"import sys\n{imports}\nsys.exit(', '.join({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"importing {FAST_TO_IMPORT} loads or raises: {done.stderr}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
+    assert [relative(path) for path in SOURCES if path.name in vague] == []
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_only_one_module_makes_process_groups() -> None:
+    callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] == "new_group"}
+    assert callers <= {"rltrain/cluster/process_groups.py"}
+
+
+def test_megatrons_global_parallel_state_is_never_initialised() -> None:
+    callers = [relative(path) for path in SOURCES for name, _ in calls(path) if "initialize_model_parallel" in name]
+    assert callers == []
+
+
+def test_nothing_is_unpickled() -> None:
+    for path in SOURCES:
+        modules = {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        }
+        assert not modules & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, relative(path)
+        for name, call in calls(path):
+            assert not name.endswith("_object_list") and not name.endswith("_object"), (
+                f"{relative(path)}: {name} pickles"
+            )
+            if name == "torch.load":
+                keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert keywords.get("weights_only") == "True", f"{relative(path)}: torch.load without weights_only=True"
+
+
+def run_tool(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+
+
+def test_ruff_finds_nothing() -> None:
+    run_tool("ruff", "check", "--no-cache", ".")
+
+
+def test_ruff_would_format_nothing() -> None:
+    run_tool("ruff", "format", "--no-cache", "--diff", "--quiet", ".")
+
+
+@pytest.mark.timeout(600)
+def test_mypy_finds_nothing() -> None:
+    run_tool("mypy")
+
+
+def test_codespell_finds_nothing() -> None:
+    run_tool("codespell_lib")
+
+
+def declared_requirements() -> list[Requirement]:
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    texts = [*PYPROJECT["build-system"]["requires"], *project["dependencies"], *(t for extra in extras for t in extra)]
+    return [Requirement(text) for text in texts]
+
+
+def pins() -> dict[str, Requirement]:
+    lines = (line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines())
+    return {canonicalize_name(pin.name): pin for pin in (Requirement(line) for line in lines if line)}
+
+
+def test_building_needs_setuptools_only() -> None:
+    assert [Requirement(text).name for text in PYPROJECT["build-system"]["requires"]] == ["setuptools"]
+
+
+def test_apex_is_never_a_requirement() -> None:
+    texts = [path.read_text() for path in REPOSITORY.glob("**/*requirements*.txt") if ".venv" not in path.parts]
+    listed = {re.split(r"[\s=<>!~;\[]", line.strip())[0].lower() for text in texts for line in text.splitlines()}
+    declared = {canonicalize_name(requirement.name) for requirement in declared_requirements()}
+    assert "apex" not in listed | declared | pins().keys()
+    for script in SCRIPTS:
+        assert not re.search(r"install\b.*\bapex\b", script.read_text()), relative(script)
+
+
+def test_every_requirement_is_pinned_to_a_version_it_allows() -> None:
+    pinned = pins()
+    for requirement in declared_requirements():
+        name = canonicalize_name(requirement.name)
+        if name in ("rltrain", "setuptools"):
+            continue
+        assert name in pinned, f"{CONSTRAINTS.name} has no version of {name}"
+        version = str(pinned[name].specifier).removeprefix("==")
+        assert requirement.specifier.contains(version), f"{CONSTRAINTS.name} pins {name} {version}, not {requirement}"
+
+
+def test_constraints_are_exact_and_public() -> None:
+    for pin in pins().values():
+        assert re.fullmatch(r"==[^*+]+", str(pin.specifier)), f"{pin}: expected name==version without a local part"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=relative)
+def test_scripts_parse_and_kill_nothing(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"(?<![\w-])(pkill|killall|kill)(?![\w-])", script.read_text())
+
+
+@pytest.mark.parametrize(
+    ("script", "max_lines"), [("launch/quickstart.sh", 60), ("launch/slurm/train.sbatch", 40), ("tests/run.sh", 20)]
+)
+def test_scripts_are_short(script: str, max_lines: int) -> None:
+    assert len((REPOSITORY / script).read_text().splitlines()) <= max_lines

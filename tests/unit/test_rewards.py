@@ -1,0 +1,226 @@
+"""Reward functions are found or refused by name, and whatever they do costs a sample at most."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config import schema
+from rltrain.errors import ConfigError
+from rltrain.rewards.exact_match import exact_match
+from rltrain.rewards.registry import RewardFunction, load_reward
+from rltrain.rewards.scorer import Sample, Scorer, Scores
+
+MODULE = "tests.unit.user_rewards"
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def reward(function: str, **options: Any) -> RewardFunction:
+    return load_reward(schema.Reward(function=function, options=options))
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [Sample(prompt="p", response=response, label="l") for response in responses]
+
+
+@pytest.fixture(scope="module")
+def misbehaving() -> Iterator[Scorer]:
+    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1) as scorer:
+        yield scorer
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "options", "expected"),
+    [
+        ("632", "632", {}, 1.0),
+        (" 632\n", "632", {}, 1.0),
+        (" 632", "632", {"strip": False}, 0.0),
+        ("7+5=12,632", "632", {"after": ","}, 1.0),
+        ("632,", "632", {"after": ","}, 0.0),
+        ("632", "632", {"after": ","}, 0.0),
+        ("a,632,b", "b", {"after": ","}, 1.0),
+        ("63", "632", {}, 0.0),
+    ],
+)
+def test_exact_match(response: str, label: str, options: dict[str, Any], expected: float) -> None:
+    assert exact_match("p", response, label, **options) == expected
+
+
+def test_exact_match_runs_in_this_process() -> None:
+    scorer = Scorer(reward("exact_match", after=","), timeout_s=1)
+    start = time.perf_counter()
+    scores = scorer.score([Sample("p", f"x,{n}", str(n % 2)) for n in range(2000)])
+    assert scores == Scores([1.0, 1.0] + [0.0] * 1998, num_errors=0, num_timeouts=0)
+    assert time.perf_counter() - start < 1
+    assert all(worker.process is None for worker in scorer._workers)
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [("true", 1.0), ("int", 3.0), ("half", 0.5), ("numpy", 0.25), ("numpy_bool", 1.0)],
+)
+def test_numbers_of_any_kind_are_rewards(misbehaving: Scorer, response: str, value: float) -> None:
+    assert misbehaving.score(samples(response)) == Scores([value], num_errors=0, num_timeouts=0)
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise", "KeyError: 'no such answer'"),
+        ("exit", "SystemExit: gone"),
+        ("die", "ended its process"),
+        ("nan", "returned nan; expected a finite number"),
+        ("inf", "returned inf; expected a finite number"),
+        ("none", "returned NoneType None; expected a number"),
+        ("text", "returned str '1.0'; expected a number"),
+        ("list", "returned list [1.0]; expected a number"),
+        ("complex", "returned complex 1j; expected a number"),
+        ("huge", "returned int 1000"),
+    ],
+)
+def test_an_error_costs_its_sample(response: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer, caplog.at_level(logging.WARNING):
+        assert scorer.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
+    assert reason in caplog.text and repr(response) in caplog.text
+
+
+def test_tensors_of_one_element_are_numbers() -> None:
+    with Scorer(reward(f"{MODULE}:tensor_of_size"), timeout_s=60, num_workers=1) as scorer:
+        assert scorer.score(samples("1", "2")) == Scores([0.75, 0.0], num_errors=1, num_timeouts=0)
+
+
+@pytest.mark.parametrize("response", ["loop", "sleep", "regex"])
+def test_a_hang_costs_its_sample_and_the_time_limit(misbehaving: Scorer, response: str) -> None:
+    misbehaving.score(samples("half"))
+    start = time.monotonic()
+    assert misbehaving.score(samples(response, "half")) == Scores([0.0, 0.5], num_errors=0, num_timeouts=1)
+    assert 1 <= time.monotonic() - start < 30
+
+
+def test_workers_run_beside_each_other() -> None:
+    with Scorer(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=2) as scorer:
+        process_ids = set(scorer.score(samples(*"abcdefgh")).rewards)
+    assert len(process_ids) == 2
+    assert os.getpid() not in process_ids
+
+
+def test_the_log_does_not_grow_with_failures(caplog: pytest.LogCaptureFixture) -> None:
+    function = RewardFunction("exact_match", lambda prompt, response, label: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        scores = Scorer(function, timeout_s=1).score(samples(*"x" * 200))
+    assert scores == Scores([0.0] * 200, num_errors=200, num_timeouts=0)
+    assert len(caplog.records) == 10
+    assert "further failures are only counted" in caplog.records[-1].getMessage()
+
+
+def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    with Scorer(reward(f"{MODULE}:chatty"), timeout_s=20, num_workers=1) as scorer:
+        assert scorer.score(samples("a", "b")) == Scores([1.0, 1.0], num_errors=0, num_timeouts=0)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("scoring p") == 2 and captured.err.count("from a child") == 2
+
+
+def test_texts_arrive_unchanged() -> None:
+    text = 'line\nnext\r\n\t"quoted" \\ é 🥚 \x00\u2028 \ud800' + "x" * 200_000
+    with Scorer(reward(f"{MODULE}:whole", separator="\n"), timeout_s=20, num_workers=1) as scorer:
+        rewards, counts = scorer.score([Sample(text, f"{text}\n{text}", text), Sample(text, text, text)])
+    assert (rewards, counts) == Scores([1.0, 0.0], num_errors=0, num_timeouts=0)
+
+
+def test_a_worker_serves_many_samples_and_ends_with_the_scorer() -> None:
+    scorer = Scorer(reward(f"{MODULE}:process_id_after_a_while"), timeout_s=20, num_workers=1)
+    first, second = scorer.score(samples("a", "b")).rewards
+    assert first == second
+    os.kill(int(first), 0)
+    scorer.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can end a hanging child with its parent")
+def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
+    script = (
+        "from rltrain.config import schema\n"
+        "from rltrain.rewards.registry import load_reward\n"
+        "from rltrain.rewards.scorer import Sample, Scorer\n"
+        f"load = lambda name: load_reward(schema.Reward(function='{MODULE}:' + name))\n"
+        "scorer = Scorer(load('misbehave'), timeout_s=600, num_workers=1)\n"
+        "scorer.score([Sample('p', 'half', 'l')])\n"
+        "print(scorer._workers[0].process.pid, flush=True)\n"
+        "scorer.score([Sample('p', 'regex', 'l')])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        time.sleep(0.5)
+        os.kill(worker, 0)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    deadline = time.monotonic() + 20
+    while _is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(worker)
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "length_reward.py").write_text(
+        "def score(prompt, response, label, scale=1.0):\n    return scale * len(response)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path] + [str(REPOSITORY)])
+    with Scorer(reward("length_reward:score", scale=0.5), timeout_s=20, num_workers=1) as scorer:
+        assert scorer.score(samples("abc")) == Scores([1.5], num_errors=0, num_timeouts=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (
+            "exakt_match",
+            {},
+            "reward.function: 'exakt_match' is unknown; expected exact_match, math or \"module:function\"",
+        ),
+        ("module:", {}, "'module:' is unknown"),
+        ("no_such_module:f", {}, "cannot import no_such_module (ModuleNotFoundError"),
+        (f"{MODULE}:missing", {}, f"{MODULE} has no function 'missing'"),
+        (f"{MODULE}:HANG", {}, "has no function 'HANG'"),
+        ("exact_match", {"afterwards": ","}, "unexpected keyword argument 'afterwards'"),
+        (f"{MODULE}:whole", {"label": "x"}, "cannot be called with (prompt, response, label)"),
+        ("os:getcwd", {}, "cannot be called with (prompt, response, label)"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(function: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        reward(function, **options)
+    assert message in str(refusal.value)
+    assert "reward." in str(refusal.value)
+
+
+def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("import math\nLIMIT = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot import broken_reward \(ZeroDivisionError: division by zero\)"):
+        reward("broken_reward:score")
+
+
+def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
+    with (
+        Scorer(RewardFunction(f"{MODULE}:vanished", print), timeout_s=20, num_workers=1) as scorer,
+        pytest.raises(ConfigError, match="the worker process of .*vanished' did not start"),
+    ):
+        scorer.score(samples("a", "b", "c"))

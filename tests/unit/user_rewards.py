@@ -1,0 +1,66 @@
+"""Reward functions as a careless user writes them, for test_rewards."""
+
+import os
+import re
+import sys
+import time
+
+import numpy as np
+
+HANG = "a" * 60 + "!"
+
+
+def misbehave(prompt: str, response: str, label: str) -> object:
+    """Whatever the response asks for."""
+    if response == "loop":
+        while True:
+            pass
+    if response == "sleep":
+        time.sleep(3600)
+    if response == "regex":
+        return re.fullmatch(r"(a+)+", HANG) is not None
+    if response == "raise":
+        raise KeyError("no such answer")
+    if response == "exit":
+        sys.exit("gone")
+    if response == "die":
+        os._exit(3)
+    values: dict[str, object] = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "none": None,
+        "text": "1.0",
+        "list": [1.0],
+        "complex": 1j,
+        "huge": 10**400,
+        "true": True,
+        "int": 3,
+        "half": 0.5,
+        "numpy": np.float32(0.25),
+        "numpy_bool": np.bool_(True),
+    }
+    return values[response]
+
+
+def tensor_of_size(prompt: str, response: str, label: str) -> object:
+    """As many elements as the response says, as tensors come out of reward models."""
+    import torch
+
+    return torch.full((int(response),), 0.75)
+
+
+def chatty(prompt: str, response: str, label: str) -> float:
+    """Prints, and reads what nobody types."""
+    print("scoring", prompt, flush=True)
+    os.system("echo from a child")
+    return float(len(sys.stdin.read()) == 0)
+
+
+def process_id_after_a_while(prompt: str, response: str, label: str) -> int:
+    time.sleep(0.3)
+    return os.getpid()
+
+
+def whole(prompt: str, response: str, label: str, *, separator: str = "|") -> float:
+    """1 if the response quotes its prompt and label exactly."""
+    return float(response == separator.join((prompt, label)))
