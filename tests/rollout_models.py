@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from rltrain.checkpoint.hf import load_parameters
 
+from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.families import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters

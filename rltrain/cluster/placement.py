@@ -13,7 +13,7 @@ from rltrain.errors import PlacementError
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
 NODE_PREFIX = "node:"
-RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 GRAMMAR = 'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", or "all"'
 
 

@@ -6,12 +6,24 @@ Every refusal names the keys, the values given and what would be accepted; all r
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from rltrain.cluster.grid import Grid
 from rltrain.config.roles import ROLES, nearest, required_roles, split_roles, usable_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 
 MIN_SAMPLES_PER_GROUP = 2
+
+
+class GridSizes(Protocol):
+    """What the checks read of rltrain.cluster.grid.Grid."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
 
 
 class ModelSizes(Protocol):
@@ -41,7 +53,7 @@ def check_config(config: Config) -> None:
     _raise_if_any(placement, PlacementError if not others else ConfigError, others)
 
 
-def check_against_architecture(config: Config, grids: Mapping[str, Grid], architecture: ModelSizes) -> None:
+def check_against_architecture(config: Config, grids: Mapping[str, GridSizes], architecture: ModelSizes) -> None:
     """Refuse grids that do not divide the model or the batch, and texts longer than the model takes. ConfigError."""
     problems = list(_data_parallel_problems(config, grids))
     for role in ("actor", "reference", "rollout"):
@@ -167,7 +179,7 @@ def _parallel_key(config: Config, role: str) -> str:
     return "actor.parallel" if inherits else f"{role}.parallel"
 
 
-def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
+def _data_parallel_problems(config: Config, grids: Mapping[str, GridSizes]) -> Iterator[str]:
     """Every replica needs a prompt group in each of its batches."""
     batch = config.batch
     for role, grid in grids.items():
@@ -182,7 +194,7 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
             )
 
 
-def _grid_problems(key: str, grid: Grid, architecture: ModelSizes) -> Iterator[str]:
+def _grid_problems(key: str, grid: GridSizes, architecture: ModelSizes) -> Iterator[str]:
     for name, size in (
         ("attention heads", architecture.num_heads),
         ("feed-forward units", architecture.ffn_hidden_size),

@@ -17,6 +17,7 @@ KeyPath = tuple[str | int, ...]
 MERGE_KEY = "<<"
 PLACEMENT = "placement"
 OVERRIDE = "override"
+PLAIN_COLLECTIONS = (yaml.resolver.Resolver.DEFAULT_MAPPING_TAG, yaml.resolver.Resolver.DEFAULT_SEQUENCE_TAG)
 
 
 class _Loader(yaml.SafeLoader):
@@ -138,6 +139,8 @@ class _Reader:
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         if any(node is parent for parent in self.open_nodes):
             raise yaml.MarkedYAMLError(problem="an alias that contains itself", problem_mark=node.start_mark)
+        if isinstance(node, yaml.CollectionNode) and node.tag not in PLAIN_COLLECTIONS:
+            raise yaml.MarkedYAMLError(problem=f"the tag {node.tag}", problem_mark=node.start_mark)
         self.open_nodes.append(node)
         if isinstance(node, yaml.MappingNode):
             value: Any = self._mapping(node, path)

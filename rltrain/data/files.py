@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow  # type: ignore[import-untyped]
+import pyarrow
 from pyarrow import parquet
 
 from rltrain.errors import DataError

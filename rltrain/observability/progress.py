@@ -61,8 +61,8 @@ class Progress:
         num_done = min(step + 1, self.total_steps)
         status = self._status(num_done)
         if self.bar is not None:
-            bar, task = self.bar
-            bar.update(task, completed=num_done, status=status)
+            bar, bar_task = self.bar
+            bar.update(bar_task, completed=num_done, status=status)
         elif self._line_is_due(num_done, metrics):
             self.last_line_s = self.clock()
             self._print(f"step {num_done}/{self.total_steps}  {status}")

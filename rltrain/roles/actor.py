@@ -42,8 +42,8 @@ class Actor(Role):
         )
         self.parameters = local_parameters(model)
         load_parameters(Path(self.config.model.path), self.layout, world.rank, self.parameters)
-        total_steps = self.config.steps * self.config.batch.mini_batches
-        self.model = TrainableModel(model, actor, total_steps=total_steps)
+        total_updates = self.config.steps * self.config.batch.mini_batches
+        self.model = TrainableModel(model, actor, total_updates=total_updates)
         self.loss_function = self._loss_function()
         self.temperature = 1.0 if self.config.algorithm == "sft" else self.config.rollout.sampling.temperature
         self.demonstrations = Demonstrations(self.config) if self.config.algorithm == "sft" else None

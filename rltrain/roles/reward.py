@@ -8,7 +8,7 @@ from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorer import Sample, ScoreCounts, Scorer
+from rltrain.rewards.scorer import Sample, Scorer, Scores
 from rltrain.roles.role import Job, Metrics, Role
 
 
@@ -47,11 +47,11 @@ class Reward(Role):
         ):
             response = self.job.prompts.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)
             samples.append(Sample(prompts.prompt_text(prompt_id), response, prompts[prompt_id].label))
-        rewards, failures = self.scorer.score(samples)
-        experience = experience.with_fields(rewards=torch.tensor(rewards, dtype=torch.float32))
-        return experience, self._metrics(experience, failures)
+        scores = self.scorer.score(samples)
+        experience = experience.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))
+        return experience, self._metrics(experience, scores)
 
-    def _metrics(self, experience: Experience, failures: ScoreCounts) -> Metrics:
+    def _metrics(self, experience: Experience, scores: Scores) -> Metrics:
         """Means over all samples of the step. Collective over: the reward's ranks."""
         assert experience.rewards is not None
         rewards = experience.rewards.double()
@@ -63,8 +63,8 @@ class Reward(Role):
                 rewards.square().sum(),
                 lengths.sum(),
                 experience.truncated.sum(),
-                failures.errors,
-                failures.timeouts,
+                scores.num_errors,
+                scores.num_timeouts,
             ],
             dtype=torch.float64,
         )

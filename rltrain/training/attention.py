@@ -86,7 +86,7 @@ class PositionRotaryEmbedding(torch.nn.Module):
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(self, *unused: Any) -> Tensor:
         """What GPTModel passes on to `forward`: the positions, from the packed sequences that it gives last."""
@@ -123,10 +123,10 @@ class PackedAttention(torch.nn.Module):
         outputs, first = [], 0
         for num_sequences, width in packed.batches:
             slots = slice(first, first + num_sequences * width)
-            batch = [x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded]
+            q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
             # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
             attended = scaled_dot_product_attention(
-                *batch, is_causal=True, scale=self.softmax_scale, enable_gqa=query.size(2) != key.size(2)
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
             )
             outputs.append(attended.transpose(1, 2).reshape(num_sequences * width, -1))
             first = slots.stop

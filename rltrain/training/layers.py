@@ -27,7 +27,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def uses_transformer_engine(transformer_impl: str, device: torch.device) -> bool:
@@ -89,4 +89,3 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if type(module) in axes and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_parallel_attributes(weight, is_parallel=True, dim=axes[type(module)], stride=1)
-

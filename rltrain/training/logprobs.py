@@ -106,9 +106,9 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _gather(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return statistics[None]
-    gathered = statistics.new_empty(group.size() * statistics.size(0), statistics.size(1))
-    dist.all_gather_into_tensor(gathered, statistics, group=group)
-    return gathered.unflatten(0, (group.size(), -1))
+    gathered = statistics.new_empty(group.size(), *statistics.shape)
+    dist.all_gather(list(gathered.unbind()), statistics, group=group)
+    return gathered
 
 
 def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
-from rltrain.errors import ConfigError
 from rltrain.reshard.families import Architecture
 from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.groups import process_group_collection
@@ -33,6 +32,8 @@ class LanguageModel(GPTModel):
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths). Returns hidden
     states, or on the last stage the logits [1, tokens, padded vocabulary / tp].
     """
+
+    rotary_pos_emb: torch.nn.Module
 
     def __init__(
         self,
@@ -85,12 +86,12 @@ def build_model(
     parallel: schema.Parallel,
     device: torch.device,
 ) -> LanguageModel:
-    """This rank's part of the model, weights not yet loaded. ConfigError where the grid does not fit the model.
+    """This rank's part of the model, weights not yet loaded. `grid` must divide the model, as megatron_layout says.
 
+    ConfigError where Transformer Engine is asked for and missing.
     Collective over: first and last pipeline stage, where embeddings are tied.
     """
     adapt_to_platform()
-    _check_grid(architecture, grid)
     # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
     initialize_rng_tracker(inference_rng_tracker=True)
     if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -173,28 +174,3 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
-
-
-def _check_grid(architecture: Architecture, grid: Grid) -> None:
-    """ConfigError where a parallel size does not divide what it splits."""
-    heads, groups = architecture.num_heads, architecture.num_kv_heads
-    problems = [
-        (heads % grid.tp != 0, f"tp {grid.tp} does not divide the model's {heads} attention heads"),
-        (
-            groups % grid.tp != 0 and grid.tp % groups != 0,
-            f"of tp {grid.tp} and the model's {groups} key-value heads, neither divides the other",
-        ),
-        (
-            architecture.ffn_hidden_size % grid.tp != 0,
-            f"tp {grid.tp} does not divide the model's feed-forward size {architecture.ffn_hidden_size}",
-        ),
-        (
-            architecture.num_layers % grid.pp != 0,
-            f"pp {grid.pp} does not divide the model's {architecture.num_layers} layers",
-        ),
-        (grid.cp != 1, f"cp {grid.cp}: context parallelism is not implemented; set cp to 1"),
-        (grid.ep != 1, f"ep {grid.ep}: {architecture.family} models have no experts; set ep to 1"),
-    ]
-    for wrong, message in problems:
-        if wrong:
-            raise ConfigError(f"{message}; change the role's parallel section")

@@ -10,7 +10,8 @@ from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
 LAYOUTS = ["tp2", "tp2_sp", "pp2", "dp2", "tp2_dp2", "tp2_dp2_sp", "tp4", "tp4_sp", "tp2_pp2", "pp2_dp2"]
-MAX_TOKENS = [10_000, 60]
+ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 60
+BASELINE = f"qwen3/tp1/{ONE_MICRO_BATCH}"
 RELATIVE = 1e-4
 
 
@@ -38,32 +39,37 @@ def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, 
             assert values == pytest.approx(wanted, rel=relative), f"{name}, step {step}"
 
 
-@pytest.mark.parametrize("max_tokens", MAX_TOKENS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(
-    ranks: list[dict[str, Any]], layout: str, max_tokens: int
-) -> None:
-    assert_same_training(ranks, f"qwen3/{layout}/{max_tokens}", "qwen3/tp1/10000")
+def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(ranks: list[dict[str, Any]], layout: str) -> None:
+    assert_same_training(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}", BASELINE)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+def test_micro_batches_do_not_change_the_result(ranks: list[dict[str, Any]], layout: str) -> None:
+    for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES):
+        assert_same_training(ranks, f"qwen3/{layout}/{max_tokens}", BASELINE)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_tied"])
+def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
+    (report,) = reports(ranks, f"{name}/tp1/{SEVERAL_MICRO_BATCHES}")
+    assert report["steps"][0]["loss"] == pytest.approx(report["expected_loss"], rel=RELATIVE)
+    assert report["steps"][0]["grad_norm"] == pytest.approx(report["expected_grad_norm"], rel=RELATIVE)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
 def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict[str, Any]], layout: str) -> None:
-    for max_tokens in MAX_TOKENS:
-        assert_same_training(ranks, f"qwen2_tied/{layout}/{max_tokens}", "qwen2_tied/tp1/10000")
-
-
-def test_micro_batches_do_not_change_the_result(ranks: list[dict[str, Any]]) -> None:
-    assert_same_training(ranks, "qwen3/tp1/60", "qwen3/tp1/10000")
+    assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
 
 
 @pytest.mark.parametrize("variant", ["plain_optimizer", "recompute_full", "recompute_selective"])
 def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
-    assert_same_training(ranks, variant, "qwen3/tp1/10000")
+    assert_same_training(ranks, variant, BASELINE)
 
 
 def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str, Any]]) -> None:
     for layout in LAYOUTS:
-        first, *others = reports(ranks, f"qwen3/{layout}/60")
+        first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["steps"] == first["steps"] for other in others), layout
         losses = [step["loss"] for step in first["steps"]]
         assert losses[-1] < losses[0] - 0.1
@@ -73,16 +79,15 @@ def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str
 
 @pytest.mark.parametrize("layout", ["tp1", *LAYOUTS])
 def test_logprobs_equal_those_of_transformers_on_every_rank(ranks: list[dict[str, Any]], layout: str) -> None:
-    for max_tokens in MAX_TOKENS:
-        for report in reports(ranks, f"qwen3/{layout}/{max_tokens}"):
-            assert report["start_difference"] < 1e-4
+    for report in reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}"):
+        assert report["start_difference"] < 1e-4
 
 
 def test_logprobs_after_training_are_equal_across_the_replica(ranks: list[dict[str, Any]]) -> None:
     for layout in ("tp2", "pp2", "tp4", "tp2_pp2"):
-        first, *others = reports(ranks, f"qwen3/{layout}/60")
+        first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["end_logprobs"] == first["end_logprobs"] for other in others)
-        (single,) = reports(ranks, "qwen3/tp1/10000")
+        (single,) = reports(ranks, BASELINE)
         assert first["end_logprobs"] == pytest.approx(single["end_logprobs"], abs=2e-3)
 
 
@@ -94,7 +99,7 @@ def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, 
 
 @pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer"])
 def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
-    (single,) = reports(ranks, "qwen3/tp1/10000")
+    (single,) = reports(ranks, BASELINE)
     for report in reports(ranks, f"bfloat16/{variant}"):
         assert report["dtypes"] == ["torch.bfloat16"]
         for values, wanted in zip(report["steps"], single["steps"], strict=True):
@@ -127,5 +132,5 @@ def test_megatron_global_state_is_never_initialized(ranks: list[dict[str, Any]])
 
 
 def test_reported_numbers_are_finite(ranks: list[dict[str, Any]]) -> None:
-    (single,) = reports(ranks, "qwen3/tp1/10000")
+    (single,) = reports(ranks, BASELINE)
     assert all(math.isfinite(value) for step in single["steps"] for value in step.values())

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every model family, made by transformers, with samples and what transformers computes for them."""
+"""Tiny checkpoints of every model family, made by transformers, with samples and what transformers makes of them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 
 VOCAB_SIZE = 131
 TEMPERATURE = 0.8
+ENTROPY_COEF = 0.01
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -38,7 +39,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoints(folder: Path) -> dict[str, str]:
-    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors (logits, logprobs)."""
+    """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
     return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in CHECKPOINTS}
 
 
@@ -77,12 +78,22 @@ def _experience() -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
 def _expected(model: Any, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    logits, logprobs = [], []
-    for tokens in columns["tokens"].split(columns["lengths"].tolist()):
+    """Logits, tempered log-probs, and loss and gradient norm of cases_training.negative_log_likelihood."""
+    lengths, mask = columns["lengths"].tolist(), columns["response_mask"].float()
+    logits, logprobs, entropies = [], [], []
+    for tokens in columns["tokens"].split(lengths):
         sample = model(tokens[None]).logits[0]
         logits.append(sample)
         log_softmax = (sample[:-1] / TEMPERATURE).log_softmax(-1)
         logprobs += [torch.zeros(1), log_softmax.gather(1, tokens[1:, None])[:, 0]]
-    return {"logits": torch.cat(logits), "logprobs": torch.cat(logprobs)}
+        entropies += [torch.zeros(1), -(log_softmax.exp() * log_softmax).sum(-1)]
+    loss = -((torch.cat(logprobs) + ENTROPY_COEF * torch.cat(entropies)) * mask).sum() / mask.sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    results = {
+        "logits": torch.cat(logits),
+        "logprobs": torch.cat(logprobs),
+        "loss": loss,
+        "grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm(),
+    }
+    return {name: value.detach().contiguous() for name, value in results.items()}

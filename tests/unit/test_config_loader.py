@@ -44,7 +44,8 @@ def refusal(load):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-3", 1e-3), ("3e-4", 3e-4), ("1E5", 1e5), ("2.5e-1", 0.25), (".5", 0.5), ("1.", 1.0), ("2", 2)]
+    ("text", "value"),
+    [("1e-3", 1e-3), ("3e-4", 3e-4), ("1E5", 1e5), ("2.5e-1", 0.25), (".5", 0.5), ("1.", 1.0), ("2", 2)],
 )
 def test_numbers_in_scientific_notation_are_numbers(load, text, value):
     assert load(MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n").actor.optimizer.lr == value
@@ -70,7 +71,12 @@ def test_anchors_and_merges_work(load):
 
 def test_overrides_apply_in_order_and_parse_yaml(load):
     config = load(
-        MINIMAL, "steps=3", "steps=4", "actor.parallel.tp=2", "rollout.sampling.stop=['\\n', x]", "data.eval.path=e.jsonl"
+        MINIMAL,
+        "steps=3",
+        "steps=4",
+        "actor.parallel.tp=2",
+        "rollout.sampling.stop=['\\n', x]",
+        "data.eval.path=e.jsonl",
     )
     assert (config.steps, config.actor.parallel.tp, config.data.eval.path) == (4, 2, "e.jsonl")
     assert config.rollout.sampling.stop == ("\\n", "x")
@@ -113,7 +119,10 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("output_dir: no", "output_dir: got false; expected text in quotes"),
         ("algorithm: ppo", 'algorithm: got "ppo"; expected one of grpo, sft'),
         ("actor: 3", "actor: got 3; expected a section with the keys parallel, optimizer"),
-        ("actor:\n  optimizer:\n    beta1: 2", ":10: actor.optimizer.beta1: got 2; expected a number, above 0 and at most 1"),
+        (
+            "actor:\n  optimizer:\n    beta1: 2",
+            ":10: actor.optimizer.beta1: got 2; expected a number, above 0 and at most 1",
+        ),
         ("reference: {parallel: {tp: 0}}", "reference.parallel.tp: got 0; expected a whole number, at least 1"),
         ("rollout: {sampling: {stop: [a, 1]}}", "rollout.sampling.stop.1: got 1; expected text in quotes"),
         ("rollout: {sampling: {stop: a}}", 'rollout.sampling.stop: got "a"; expected a list of text'),

@@ -11,10 +11,13 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# An interpreter that notes how it was started. It really runs `-c` and `-`, and leaves metrics as a GRPO run does.
+# An interpreter that notes how it was started. It really runs `-c` and `-`, except for the question which torch is
+# installed, and leaves metrics as a GRPO run does.
 INTERPRETER = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 arguments = sys.argv[1:]
+if arguments[0] == "-c" and "distributions" in arguments[1]:
+    sys.exit(print(os.environ.get("FAKE_INSTALLED_TORCH", "")))
 if arguments[0] in ("-c", "-"):
     sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
 note = {{name: os.environ.get(name) for name in ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS")}}
@@ -173,8 +176,12 @@ def test_an_interpreter_without_torch_is_refused(environment: dict[str, str], tm
     assert done.returncode == 1 and "has no torch" in done.stderr
 
 
-def copy_of_environment_script(folder: Path) -> Path:
-    """A repository of nothing but what environment.sh reads."""
+def repository_with_venv(folder: Path) -> Path:
+    """The script that prepares a repository of nothing but what environment.sh reads, whose .venv is the stand-in."""
+    interpreter = folder / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(INTERPRETER)
+    interpreter.chmod(0o755)
     for name in ("pyproject.toml", "setup.py", "launch/environment.sh", "launch/constraints-cpu.txt"):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,21 +194,18 @@ def copy_of_environment_script(folder: Path) -> Path:
 def test_the_environment_is_installed_once_torch_first_and_again_after_a_change(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    script = copy_of_environment_script(tmp_path / "repository")
-    interpreter = tmp_path / "repository" / ".venv" / "bin" / "python"
-    interpreter.parent.mkdir(parents=True)
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
+    script = repository_with_venv(tmp_path / "repository")
     del environment["RLTRAIN_PYTHON"]
 
     def installs() -> list[list[str]]:
         Path(environment["FAKE_LOG"]).write_text("")
         done = run(environment, script.name, cwd=script.parent)
-        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"ready: {interpreter}", done.stderr
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"ready: {script.parent}/.venv/bin/python", (
+            done.stderr
+        )
         notes = [note["arguments"] for note in started(environment)]
         return [arguments for arguments in notes if "install" in arguments]
 
-    # The stand-in reports the packages of this suite's own interpreter, whose torch is the pinned one.
     torch_first, package = installs()
     assert re.fullmatch(r"torch==[\d.]+", torch_first[-1])
     assert package[-2:] == ["--editable", f"{script.parent}[dev]"]
@@ -212,11 +216,7 @@ def test_the_environment_is_installed_once_torch_first_and_again_after_a_change(
 
 
 def test_an_interrupted_installation_is_taken_up_again(environment: dict[str, str], tmp_path: Path) -> None:
-    script = copy_of_environment_script(tmp_path / "repository")
-    interpreter = tmp_path / "repository" / ".venv" / "bin" / "python"
-    interpreter.parent.mkdir(parents=True)
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
+    script = repository_with_venv(tmp_path / "repository")
     del environment["RLTRAIN_PYTHON"]
     failed = run(environment | {"FAKE_FAIL_AT": "--editable"}, script.name, cwd=script.parent)
     assert failed.returncode == 1 and "stopped at: install rltrain[dev]" in failed.stderr
@@ -226,7 +226,8 @@ def test_an_interrupted_installation_is_taken_up_again(environment: dict[str, st
 
 
 def test_without_a_new_enough_python_the_message_says_so(environment: dict[str, str], tmp_path: Path) -> None:
-    script = copy_of_environment_script(tmp_path / "repository")
+    script = repository_with_venv(tmp_path / "repository")
+    (script.parent / ".venv" / "bin" / "python").unlink()
     old = tmp_path / "bin" / "python3"
     old.write_text("#!/usr/bin/env bash\nexit 1\n")
     old.chmod(0o755)
@@ -235,3 +236,16 @@ def test_without_a_new_enough_python_the_message_says_so(environment: dict[str, 
     del environment["RLTRAIN_PYTHON"]
     done = run(environment, script.name, cwd=script.parent)
     assert done.returncode == 1 and "needs Python 3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize(("installed", "status"), [("2.11.0+cu130", 1), ("2.13.0+cpu", 0), ("2.13.0", 0), ("", 0)])
+def test_another_torch_in_an_own_venv_is_not_replaced(
+    environment: dict[str, str], tmp_path: Path, installed: str, status: int
+) -> None:
+    script = repository_with_venv(tmp_path / "repository")
+    del environment["RLTRAIN_PYTHON"]
+    done = run(environment | {"FAKE_INSTALLED_TORCH": installed}, script.name, cwd=script.parent)
+    assert done.returncode == status, done.stderr
+    if status:
+        assert f"holds torch {installed}" in done.stderr and "RLTRAIN_PYTHON" in done.stderr
+        assert not any("install" in note["arguments"] for note in started(environment))

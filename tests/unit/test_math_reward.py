@@ -9,7 +9,7 @@ import pytest
 from rltrain.config import schema
 from rltrain.rewards.math import marked_answer, math
 from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorer import Sample, Scorer
+from rltrain.rewards.scorer import Sample, Scorer, Scores
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
@@ -113,6 +113,5 @@ def test_a_hostile_answer_costs_its_sample_only() -> None:
     with Scorer(load_reward(schema.Reward(function="math")), timeout_s=3, num_workers=1) as scorer:
         start = time.monotonic()
         scores = scorer.score([Sample("", f"\\boxed{{{answer}}}", "72") for answer in (tower, "72")])
-    assert scores.rewards == [0.0, 1.0]
-    assert scores.num_errors == 0
+    assert scores == Scores([0.0, 1.0], num_errors=0, num_timeouts=1)
     assert time.monotonic() - start < 30

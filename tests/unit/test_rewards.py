@@ -131,8 +131,8 @@ def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(capfd: pyt
 def test_texts_arrive_unchanged() -> None:
     text = 'line\nnext\r\n\t"quoted" \\ é 🥚 \x00\u2028 \ud800' + "x" * 200_000
     with Scorer(reward(f"{MODULE}:whole", separator="\n"), timeout_s=20, num_workers=1) as scorer:
-        rewards, counts = scorer.score([Sample(text, f"{text}\n{text}", text), Sample(text, text, text)])
-    assert (rewards, counts) == Scores([1.0, 0.0], num_errors=0, num_timeouts=0)
+        scores = scorer.score([Sample(text, f"{text}\n{text}", text), Sample(text, text, text)])
+    assert scores == Scores([1.0, 0.0], num_errors=0, num_timeouts=0)
 
 
 def test_a_worker_serves_many_samples_and_ends_with_the_scorer() -> None:

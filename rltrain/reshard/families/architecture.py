@@ -120,14 +120,14 @@ class _Reader:
         )
 
     def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        value = self.values.get(key)
+        value: object = self.values.get(key)
         if value is None and default is not None:
             return default
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind:
+        if not isinstance(value, kind) or type(value) is not kind:  # True is an int to isinstance
             raise self.error(key, EXPECTED[kind])
-        return cast(Value, value)
+        return value
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.take(key, int, default)

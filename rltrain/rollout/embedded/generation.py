@@ -1,7 +1,7 @@
 """One call of `generate`: continuous batching of its requests over the slots of a KV cache."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,17 +80,15 @@ class Generation:
 
     def _admit(self) -> None:
         """Fill the free slots with waiting requests and cache their prompts."""
-        num_new = min(self._num_slots - self._num_running, len(self._waiting))
-        admitted = sorted(
-            (self._waiting.popleft() for _ in range(num_new)), key=lambda number: len(self._requests[number].prompt)
-        )
         first = self._num_running
+        num_new = min(self._num_slots - first, len(self._waiting))
+        admitted = [self._waiting.popleft() for _ in range(num_new)]
         self._num_running += num_new
         self._write_state(first, admitted)
-        self._num_positions = max(self._num_positions, len(self._requests[admitted[-1]].prompt) - 1)
+        longest = max(len(self._requests[number].prompt) for number in admitted)
+        self._num_positions = max(self._num_positions, longest - 1)
         self._cache.reserve(self._num_positions)
-        for start, stop in self._prefill_ranges(admitted):
-            self._prefill(first + start, admitted[start:stop])
+        self._prefill(first, admitted)
 
     def _write_state(self, first: int, admitted: Sequence[int]) -> None:
         requests = [self._requests[number] for number in admitted]
@@ -109,35 +107,26 @@ class Generation:
     def _response_limit(self, request: Request) -> int:
         return min(self._sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
 
-    def _prefill_ranges(self, admitted: Sequence[int]) -> list[tuple[int, int]]:
-        """Consecutive parts of `admitted` (shortest prompt first) that fit one prefill pass each."""
-        ranges, start = [], 0
-        for index, number in enumerate(admitted):
-            if index > start and (index - start + 1) * len(self._requests[number].prompt) > _PREFILL_TOKENS:
-                ranges.append((start, index))
-                start = index
-        return [*ranges, (start, len(admitted))]
-
     def _prefill(self, first_slot: int, admitted: Sequence[int]) -> None:
         """Cache all but the last token of the prompts, each distinct prompt computed once."""
-        heads = [self._requests[number].prompt[:-1] for number in admitted]
-        width = len(heads[-1])
-        if width == 0:
-            return
-        number_of = {head: index for index, head in enumerate(dict.fromkeys(heads))}
-        padded = [list(head) + [0] * (width - len(head)) for head in number_of]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1)
-        positions = torch.arange(width, device=self._device).repeat(len(padded))
-        prompt_of_slot = torch.tensor([number_of[head] for head in heads], device=self._device)
-        slots = slice(first_slot, first_slot + len(admitted))
-        self._model.fill_cache(tokens, positions, PrefillAttention(self._cache, slots, prompt_of_slot, width))
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        for slot, number in enumerate(admitted, start=first_slot):
+            slots_of.setdefault(self._requests[number].prompt[:-1], []).append(slot)
+        for heads in _prefill_passes(head for head in slots_of if head):
+            width = len(heads[-1])
+            padded = [[*head, *[0] * (width - len(head))] for head in heads]
+            tokens = torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1)
+            positions = torch.arange(width, device=self._device).repeat(len(heads))
+            slots = [(slot, row) for row, head in enumerate(heads) for slot in slots_of[head]]
+            attention = PrefillAttention(self._cache, torch.tensor(slots, device=self._device), width)
+            self._model.fill_cache(tokens, positions, attention)
 
     def _decode_step(self) -> None:
         """Feed every running slot's token and draw its next one."""
         state = self._state[:, : self._num_running]
         self._num_positions += 1
         self._cache.reserve(self._num_positions)
-        attention = DecodeAttention(self._cache, state[_POSITION], self._num_positions)
+        attention = DecodeAttention(self._cache, self._model.num_heads, state[_POSITION], self._num_positions)
         logits = self._model.logits(self._model.forward(state[_TOKEN], state[_POSITION], attention))
         tokens, logprobs = draw(logits, state[_STREAM], state[_DRAWN], self._sampling)
         self._steps.append(_Step(self._running_requests, tokens, logprobs))
@@ -193,3 +182,14 @@ class Generation:
             )
             for request, start, end, stopped in zip(self._requests, starts, ends, self._stopped.tolist(), strict=True)
         ]
+
+
+def _prefill_passes(heads: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """`heads` from short to long, in parts that fit one prefill pass each."""
+    passes: list[list[tuple[int, ...]]] = []
+    for head in sorted(heads, key=len):
+        if passes and (len(passes[-1]) + 1) * len(head) <= _PREFILL_TOKENS:
+            passes[-1].append(head)
+        else:
+            passes.append([head])
+    return passes

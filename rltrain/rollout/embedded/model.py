@@ -10,10 +10,7 @@ from torch import Tensor
 from rltrain.reshard.families import Architecture
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
-from rltrain.rollout.embedded.rotary import RotaryEmbedding, inverse_frequencies
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, each [tokens, rotated heads * head_dim]."""
+from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, inverse_frequencies, rotate
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class EngineModel:
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
-        rotation = self._rotation(positions)
+        rotation = self._rotary.at(positions)
         for index in range(self.num_layers):
             self._apply_layer(index, hidden, rotation, attention)
         return hidden
@@ -87,7 +84,7 @@ class EngineModel:
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
-        rotation = self._rotation(positions)
+        rotation = self._rotary.at(positions)
         last = self.num_layers - 1
         for index in range(last):
             self._apply_layer(index, hidden, rotation, attention)
@@ -122,9 +119,6 @@ class EngineModel:
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self._eps)
 
-    def _rotation(self, positions: Tensor) -> Rotation:
-        return self._rotary.at(positions, self.num_heads + self.num_kv_heads)
-
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
         fused = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias).view(
@@ -135,7 +129,7 @@ class EngineModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             scales = torch.cat([layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.num_kv_heads, -1)])
             rotated = F.rms_norm(rotated, (self.head_dim,), None, self._eps).mul_(scales)
-        rotated = self._rotary.apply(rotated, *rotation)
+        rotated = rotate(rotated, rotation)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], fused[:, num_rotated:]
 
     def _add_projected(self, hidden: Tensor, inner: Tensor, weight: Tensor) -> None:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from rltrain.reshard.families import RopeScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines, each [tokens, 1, head_dim]."""
+
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """[head_dim / 2] float32 angles per position; stretched by `scaling` if given."""
@@ -31,26 +34,16 @@ class RotaryEmbedding:
     """Cosines and sines of every position up to `num_positions`: functions of the architecture, not of weights."""
 
     def __init__(self, frequencies: Tensor, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies).repeat(1, 2)
-        self._cos = angles.cos().to(device, dtype)
-        self._sin = angles.sin().to(device, dtype)
-        half = len(frequencies)
-        rotate = torch.zeros(2 * half, 2 * half)
-        rotate[half:, :half] = -torch.eye(half)
-        rotate[:half, half:] = torch.eye(half)
-        self._rotate_half = rotate.to(device, dtype)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(device, dtype)
+        self._signed_sin = torch.cat([-angles.sin(), angles.sin()], -1).to(device, dtype)
 
-    def at(self, positions: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [tokens, num_heads * head_dim], for tokens at `positions` [tokens]."""
-        return self._cos[positions].repeat(1, num_heads), self._sin[positions].repeat(1, num_heads)
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at `positions` [tokens]."""
+        return self._cos.index_select(0, positions)[:, None], self._signed_sin.index_select(0, positions)[:, None]
 
-    def apply(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated `heads` [tokens, num_heads, head_dim].
 
-        Rotating halves by a signed permutation matrix keeps every pass over contiguous rows, which measures 3x
-        faster on CPU than slicing narrow heads; products with 1, -1 and 0 are exact.
-        """
-        tokens, num_heads, head_dim = heads.shape
-        turned = heads.view(-1, head_dim) @ self._rotate_half
-        flat = heads.view(tokens, -1) * cos
-        return flat.addcmul_(turned.view(tokens, -1), sin).view(tokens, num_heads, head_dim)
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotated `heads` [tokens, heads, head_dim]: rolling by half swaps the halves, the sines carry the sign."""
+    cos, signed_sin = rotation
+    return (heads * cos).addcmul_(heads.roll(heads.shape[-1] // 2, -1), signed_sin)

@@ -45,15 +45,14 @@ def draw(logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingP
         tokens = logits.argmax(-1, keepdim=True)
         return tokens[:, 0], torch.log_softmax(logits, -1).gather(-1, tokens)[:, 0]
     tempered = logits if sampling.temperature == 1 else logits / sampling.temperature
-    logprobs = torch.log_softmax(tempered, -1)
-    probabilities = logprobs.exp()
+    probabilities = torch.softmax(tempered, -1)
     numbers = uniforms(streams, positions)[:, None]
     if sampling.top_k or sampling.top_p < 1:
         kept, ids = truncate(probabilities, sampling.top_p, sampling.top_k)
         tokens = ids.gather(-1, invert_cdf(kept, numbers))
     else:
         tokens = invert_cdf(probabilities, numbers)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    return tokens[:, 0], probabilities.gather(-1, tokens)[:, 0].log_()
 
 
 def invert_cdf(weights: Tensor, numbers: Tensor) -> Tensor:

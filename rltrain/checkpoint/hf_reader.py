@@ -1,0 +1,156 @@
+"""Reading weights from a Hugging Face checkpoint folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rltrain.errors import CheckpointError
+from rltrain.reshard.layout import Array, Layout
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
+
+
+def load_parameters(path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor]) -> None:
+    """Fill `parameters` (names and local shapes of `layout.on(rank)`, any dtype and device) from the checkpoint folder.
+
+    Only the boxes that this rank holds are read. Padding is zeroed. CheckpointError where a file or tensor is missing,
+    damaged or of another shape, and where the checkpoint holds tensors that the model does not have.
+    """
+    mine = layout.on(rank)
+    _check_parameters(mine.parameters, parameters)
+    checkpoint = _Checkpoint(path)
+    checkpoint.refuse_unused(layout, compare_tied_head=rank == layout.ranks[0])
+    flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    covered = np.zeros(len(flats), dtype=np.int64)
+    np.add.at(covered, mine.pieces["parameter"], mine.pieces["rows"] * mine.pieces["cols"])
+    for flat, elements in zip(flats, covered, strict=True):
+        if elements < flat.numel():
+            flat.zero_()
+    for file, pieces in checkpoint.by_file(layout, mine.pieces):
+        with checkpoint.open(file) as opened:
+            for piece in pieces:
+                name = layout.tensors.names[piece["tensor"]]
+                values = _read_box(opened, path / file, name, layout.tensors.shapes[piece["tensor"]], piece)
+                shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
+                flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
+
+
+def _check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], parameters: Mapping[str, Tensor]) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    if found != dict(expected):
+        differing = sorted(set(found.items()) ^ set(expected))
+        raise ValueError(f"parameters differ from the layout (name, shape): {differing[:8]}")
+
+
+class _Checkpoint:
+    """The safetensors files of a checkpoint folder and which tensor lies in which of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file_of = self._read_files()
+
+    def _read_files(self) -> dict[str, str]:
+        if (self.path / SINGLE_FILE).exists():
+            with self.open(SINGLE_FILE) as opened:
+                return dict.fromkeys(opened.keys(), SINGLE_FILE)
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            raise CheckpointError(
+                f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; expected the folder of a Hugging Face "
+                "checkpoint in safetensors format (config key model.path)"
+            )
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in files.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise CheckpointError(f"{index} is not a safetensors index: {problem!r} (config key model.path)") from None
+
+    @contextmanager
+    def open(self, file: str) -> Iterator[Any]:
+        try:
+            opened = safe_open(self.path / file, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.path / file} does not exist, but {INDEX_FILE} names it: the checkpoint is incomplete "
+                "(config key model.path)"
+            ) from None
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(
+                f"{self.path / file} is damaged or cut short: {problem} (config key model.path)"
+            ) from None
+        with opened:
+            yield opened
+
+    def refuse_unused(self, layout: Layout, *, compare_tied_head: bool) -> None:
+        unused = set(self.file_of) - set(layout.tensors.names)
+        unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
+        if HEAD in unused:
+            # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
+            if compare_tied_head and not self._equal(EMBEDDING, HEAD):
+                raise CheckpointError(
+                    f"{self.path}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set "
+                    "tie_word_embeddings to false there or remove the tensor (config key model.path)"
+                )
+            unused.remove(HEAD)
+        if unused:
+            names = ", ".join(sorted(unused)[:8])
+            raise CheckpointError(
+                f"{self.path} holds {len(unused)} tensors that the model of its config.json does not have: {names}"
+                f"{', ...' if len(unused) > 8 else ''} (config key model.path)"
+            )
+
+    def _equal(self, first: str, second: str) -> bool:
+        if first not in self.file_of:
+            return False
+        with self.open(self.file_of[first]) as one, self.open(self.file_of[second]) as other:
+            left, right = one.get_slice(first), other.get_slice(second)
+            if left.get_shape() != right.get_shape():
+                return False
+            starts = range(0, left.get_shape()[0], COMPARED_ROWS)
+            return all(torch.equal(left[i : i + COMPARED_ROWS], right[i : i + COMPARED_ROWS]) for i in starts)
+
+    def by_file(self, layout: Layout, pieces: Array) -> list[tuple[str, Array]]:
+        """`pieces` by the file that holds their tensors; raises where a tensor is missing."""
+        file_of_tensor: dict[int, str] = {}
+        for tensor in np.unique(pieces["tensor"]):
+            name = layout.tensors.names[tensor]
+            if name not in self.file_of:
+                shape = list(layout.tensors.shapes[tensor])
+                raise CheckpointError(
+                    f"{self.path} lacks tensor {name}; its config.json asks for one of shape {shape} "
+                    "(config key model.path)"
+                )
+            file_of_tensor[int(tensor)] = self.file_of[name]
+        files = np.array([file_of_tensor[int(tensor)] for tensor in pieces["tensor"]])
+        return [(str(file), pieces[files == file]) for file in np.unique(files)]
+
+
+def _read_box(opened: Any, file: Path, name: str, shape: tuple[int, ...], piece: Any) -> Tensor:
+    """[rows, cols] of one tensor."""
+    try:
+        stored = opened.get_slice(name)
+    except SafetensorError:
+        raise CheckpointError(
+            f"{file} lacks tensor {name} of shape {list(shape)}, which {INDEX_FILE} places there "
+            "(config key model.path)"
+        ) from None
+    if tuple(stored.get_shape()) != shape:
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {stored.get_shape()}; config.json asks for {list(shape)} "
+            "(config key model.path)"
+        )
+    rows = slice(int(piece["row"]), int(piece["row"] + piece["rows"]))
+    columns = slice(int(piece["col"]), int(piece["col"] + piece["cols"]))
+    box: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
+    return box

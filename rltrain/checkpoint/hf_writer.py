@@ -1,0 +1,203 @@
+"""Writing weights to a Hugging Face checkpoint folder."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
+from rltrain.errors import CheckpointError
+from rltrain.reshard.execute import execute
+from rltrain.reshard.families import Architecture, canonical_tensors
+from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
+from rltrain.reshard.plan import plan
+
+CONFIG_FILE = "config.json"
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+METADATA = {"format": "pt", "written_by": "rltrain"}
+SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+def hf_layout(architecture: Architecture, ranks: tuple[int, ...]) -> Layout:
+    """Whole tensors under their own names, dealt out over `ranks` in consecutive runs of about equal bytes."""
+    tensors = canonical_tensors(architecture)
+    size = tensors.matrix_shapes.prod(axis=1)
+    middle = np.cumsum(size) - size / 2
+    writer = (middle * len(ranks) // size.sum()).astype(np.int64)
+    return Layout(
+        ranks, parts=tuple(range(len(ranks))), tensors=tensors, build=partial(_whole_tensors, tensors, writer)
+    )
+
+
+def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> RankLayout:
+    mine = np.flatnonzero(writer == part)
+    pieces = np.zeros(len(mine), dtype=PIECE)
+    pieces["tensor"], pieces["parameter"] = mine, np.arange(len(mine))
+    pieces["rows"], pieces["cols"] = tensors.matrix_shapes[mine].T
+    pieces["stride"] = pieces["cols"]
+    return RankLayout(tuple((tensors.names[i], tensors.shapes[i]) for i in mine), pieces)
+
+
+def save_checkpoint(
+    directory: Path,
+    source_tensors: Mapping[str, Tensor],
+    source_layout: Layout,
+    architecture: Architecture,
+    *,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    like: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    bucket_bytes: int = 256 * 2**20,
+    ranks_per_node: int | None = None,
+) -> None:
+    """Write the model into `directory`, with the config and tokenizer of the checkpoint folder `like`.
+
+    `dtype` None keeps that of `source_tensors`. Every rank writes its share, in files of at most `max_shard_bytes`
+    unless one tensor is larger. All of it is written beside `directory`, which appears when it is complete; an
+    existing one is replaced only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
+
+    Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank).
+    """
+    _refuse_foreign(directory)
+    dtype = dtype or next(iter(source_tensors.values())).dtype
+    layout = hf_layout(architecture, source_layout.ranks)
+    mine = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.on(rank).parameters}
+    sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
+    execute(sync, source_tensors, mine, group=group, bucket_bytes=bucket_bytes, dtype=dtype)
+    files = _files(layout, dtype.itemsize, max_shard_bytes)
+    first = rank == layout.ranks[0]
+    partial_directory = directory.with_name(f".{directory.name}.partial")
+    with _writing(directory):
+        if first:
+            shutil.rmtree(partial_directory, ignore_errors=True)
+            partial_directory.mkdir(parents=True)
+        _barrier(group)
+        for file in files:
+            if file.writer == rank:
+                save_file({name: mine[name] for name in file.tensors}, partial_directory / file.name, METADATA)
+        if first:
+            _write_index(partial_directory, files, layout.tensors, dtype)
+            _copy_settings(like, partial_directory, dtype)
+        _barrier(group)
+        if first:
+            _replace(directory, partial_directory)
+        _barrier(group)
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    writer: int
+    tensors: tuple[str, ...]
+
+
+def _files(layout: Layout, element_bytes: int, max_shard_bytes: int) -> list[_File]:
+    """All files of the checkpoint, the same on every rank."""
+    contents: list[tuple[int, list[str]]] = []
+    for rank in layout.ranks:
+        filled = max_shard_bytes
+        for name, shape in layout.on(rank).parameters:
+            size = int(np.prod(shape, dtype=np.int64)) * element_bytes
+            if filled + size > max_shard_bytes:
+                contents.append((rank, []))
+                filled = 0
+            contents[-1][1].append(name)
+            filled += size
+    if len(contents) == 1:
+        return [_File(SINGLE_FILE, contents[0][0], tuple(contents[0][1]))]
+    return [
+        _File(f"model-{number:05d}-of-{len(contents):05d}.safetensors", rank, tuple(names))
+        for number, (rank, names) in enumerate(contents, start=1)
+    ]
+
+
+def _write_index(directory: Path, files: list[_File], tensors: CanonicalTensors, dtype: torch.dtype) -> None:
+    if len(files) == 1:
+        return
+    total_bytes = int(tensors.matrix_shapes.prod(axis=1).sum()) * dtype.itemsize
+    weight_map = {name: file.name for file in files for name in file.tensors}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_settings(like: Path, directory: Path, dtype: torch.dtype) -> None:
+    config = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8"))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in COPIED_FILES:
+        if (like / name).exists():
+            shutil.copyfile(like / name, directory / name)
+
+
+def _replace(directory: Path, complete: Path) -> None:
+    if not directory.exists():
+        complete.rename(directory)
+        return
+    previous = directory.with_name(f".{directory.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    directory.rename(previous)
+    complete.rename(directory)
+    shutil.rmtree(previous)
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if directory.exists() and not _replaceable(directory):
+        raise CheckpointError(
+            f"{directory} exists and is not just a checkpoint that an earlier job wrote, so it is not replaced. "
+            "Move it away or set another folder (config key output_dir)"
+        )
+
+
+def _replaceable(directory: Path) -> bool:
+    """Whether an earlier save made `directory` and nothing was added to it since."""
+    if not directory.is_dir():
+        return False
+    names = {path.name for path in directory.iterdir()}
+    shards = {name for name in names if SHARD_FILE.fullmatch(name)}
+    added = names - shards - {CONFIG_FILE, INDEX_FILE, *COPIED_FILES}
+    return not names or (bool(shards) and not added and all(_written_by_us(directory / name) for name in shards))
+
+
+def _written_by_us(file: Path) -> bool:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return (opened.metadata() or {}).get("written_by") == METADATA["written_by"]
+    except (SafetensorError, OSError):
+        return False
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{directory} cannot be written: {problem} (config key output_dir)") from None
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.barrier(group)

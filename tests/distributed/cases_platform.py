@@ -1,0 +1,117 @@
+"""Trains a tiny model on two ranks once per patch of training.platform, without that patch.
+
+Patches last for a process, so each attempt has processes of its own, forked off once megatron-core is imported.
+Run as a script: cases_platform.py RESULTS_FILE.
+"""
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.reshard.families import Architecture
+from rltrain.training import platform
+from rltrain.training.model import build_model
+from rltrain.training.trainable import TrainableModel
+from tests.distributed.cases_training import negative_log_likelihood
+
+# One configuration that needs every patch: tied embeddings under pipelining, bf16, recomputation, two ranks.
+GRID = Grid((0, 1), pp=2)
+ARCHITECTURE = Architecture(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    ffn_hidden_size=32,
+    vocab_size=15,
+    tied_embeddings=True,
+    qkv_bias=False,
+    qk_norm=True,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_positions=64,
+    eos_token_ids=(1,),
+)
+ATTEMPTS = ("none", *(patch.__name__ for patch in platform.PATCHES))
+
+
+def attempt_without(patch: str) -> str:
+    """The first error of two ranks that train without `patch`, or "trained"."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        receivers, processes = [], []
+        for rank in range(2):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(rank, patch, f"{folder}/store", sender))
+            process.start()
+            receivers.append(receiver)
+            processes.append(process)
+        outcomes = []
+        while len(outcomes) < 2 and not any(outcome != "trained" for outcome in outcomes):
+            for receiver in multiprocessing.connection.wait(receivers, timeout=60) or [None]:
+                if receiver is None:
+                    outcomes.append("nothing in 60 s")
+                else:
+                    outcomes.append(receiver.recv())
+                    receivers.remove(receiver)
+        for process in processes:  # the other rank may wait for the one that failed
+            process.kill()
+            process.join()
+    return next((outcome for outcome in outcomes if outcome != "trained"), "trained")
+
+
+def _rank(rank: int, patch: str, store: str, sender: Connection) -> None:
+    platform.PATCHES = tuple(p for p in platform.PATCHES if p.__name__ != patch)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        _train_one_step()
+        sender.send("trained")
+    except Exception:
+        sender.send(traceback.format_exc())
+
+
+def _train_one_step() -> None:
+    groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
+    model = build_model(
+        ARCHITECTURE,
+        GRID,
+        groups,
+        model=schema.Model(path="unused", dtype="bfloat16", recompute="full"),
+        parallel=schema.Parallel(pp=2),
+        device=torch.device("cpu"),
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    trainable = TrainableModel(model, schema.Actor(), total_updates=1)
+    trainable.train_batch(_experience(), negative_log_likelihood)
+
+
+def _experience() -> Experience:
+    return Experience(
+        group_ids=torch.arange(2),
+        prompt_ids=torch.arange(2),
+        lengths=torch.tensor([3, 4]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        tokens=torch.arange(7),
+        response_mask=torch.tensor([0, 1, 1, 0, 1, 1, 1], dtype=torch.bool),
+        policy_version=torch.zeros(7, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(7),
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Path(sys.argv[1]).write_text(json.dumps({patch: attempt_without(patch) for patch in ATTEMPTS}))

@@ -1,0 +1,60 @@
+"""Makes the groups of two differently parallel roles in one world and reduces over each."""
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, RankList, group_lists
+
+WORLD_SIZE = 6
+GRIDS = {
+    "actor": Grid((0, 2, 3, 5), tp=2, pp=2),
+    "reference": Grid((0, 2, 3, 5), tp=2),
+    "rollout": Grid((1, 2, 4, 5), tp=4),
+    "reward": Grid((1, 5)),
+}
+"""Overlapping and non-contiguous; the lists that a rank is in differ in number from rank to rank."""
+
+
+def reduce_over(group: dist.ProcessGroup, rank: int) -> list[int]:
+    """[sum of the members' world ranks, this rank's number in the group, the group's size]."""
+    total = torch.tensor(rank)
+    dist.all_reduce(total, group=group)
+    return [int(total), dist.get_rank(group), dist.get_world_size(group)]
+
+
+def refusal(groups: ProcessGroups, ranks: RankList) -> str:
+    try:
+        groups[ranks]
+    except KeyError as error:
+        return str(error)
+    return ""
+
+
+def reduce_over_every_group(backends: list[str]) -> dict[str, object]:
+    """By backend, and under "refusals" the messages for lists that are no groups."""
+    refusals = {str(ranks): refusal_of_lists([ranks]) for ranks in ((1, 0), (0, 0))}
+    return {**{backend: make_and_reduce(backend) for backend in backends}, "refusals": refusals}
+
+
+def make_and_reduce(backend: str) -> dict[str, object]:
+    lists = group_lists(GRIDS, WORLD_SIZE)
+    groups = ProcessGroups(lists, backend=backend, timeout_s=60.0)
+    rank = dist.get_rank()
+    mine = [ranks for ranks in lists if rank in ranks]
+    foreign = next(ranks for ranks in lists if rank not in ranks)
+    return {
+        "compute": [[list(ranks), *reduce_over(groups[ranks], rank)] for ranks in mine],
+        "cpu": [[list(ranks), *reduce_over(groups.cpu[ranks], rank)] for ranks in mine],
+        "cpu_backends": sorted({dist.get_backend(groups.cpu[ranks]) for ranks in mine}),
+        "num_distinct": len({id(group) for group in (*groups.compute.values(), *groups.cpu.values())}),
+        "refusal": refusal(groups, foreign),
+    }
+
+
+def refusal_of_lists(lists: list[RankList]) -> str:
+    try:
+        ProcessGroups(lists, backend="gloo", timeout_s=60.0)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,68 @@
+"""Every patch that lets megatron-core run without CUDA is needed, and none is applied where there is CUDA."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltrain.training import platform
+from tests.distributed.torchrun import REPOSITORY
+
+NO_CUDA = "Torch not compiled with CUDA enabled"
+# Patch -> what training fails with when it is left out: the error, and Megatron's file that raises it.
+FAILURES = {
+    "current_device_is_the_cpu": (NO_CUDA, "megatron/core/distributed/param_and_grad_buffer.py"),
+    "cuda_literals_mean_the_cpu": (NO_CUDA, "megatron/core/optimizer/optimizer.py"),
+    "tensor_types_are_cuda_types": ("TypeError", "megatron/core/optimizer/optimizer.py"),
+    "tied_embeddings_stay_on_the_cpu": (NO_CUDA, "megatron/core/models/common/language_module/language_module.py"),
+    "recomputation_keeps_no_cuda_random_state": (NO_CUDA, "megatron/core/tensor_parallel/random.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    results = tmp_path_factory.mktemp("platform") / "results.json"
+    command = [sys.executable, "-m", "tests.distributed.cases_platform", str(results)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, timeout=300, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(Path(results).read_text())
+
+
+def test_training_works_with_all_patches(outcomes: dict[str, str]) -> None:
+    assert outcomes["none"] == "trained"
+
+
+def test_every_patch_has_a_known_failure() -> None:
+    assert set(FAILURES) == {patch.__name__ for patch in platform.PATCHES}
+
+
+@pytest.mark.parametrize("patch", FAILURES)
+def test_training_fails_without_the_patch(outcomes: dict[str, str], patch: str) -> None:
+    error, file = FAILURES[patch]
+    assert error in outcomes[patch]
+    assert file in outcomes[patch]
+
+
+def test_nothing_is_patched_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(platform, "PATCHES", (lambda: called.append("patched"),))
+    platform.adapt_to_platform()
+    assert called == []
+
+
+def test_each_patch_is_applied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(platform, "PATCHES", (lambda: called.append("patched"),))
+    monkeypatch.setattr(platform, "_applied", set())
+    platform.adapt_to_platform()
+    platform.adapt_to_platform()
+    assert called == ["patched"]

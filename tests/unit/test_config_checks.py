@@ -1,0 +1,193 @@
+"""Refusals that span several keys: each names the keys, the values and what would be accepted."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from rltrain.cluster.placement import resolve_placement, role_grids
+from rltrain.config.checks import check_against_architecture, check_config
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError, PlacementError
+
+GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
+EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
+SIZES = SimpleNamespace(num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096)
+
+
+def make_config(**sections) -> Config:
+    required = {"steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "t"}}, "placement": GRPO}
+    return Config.model_validate({**required, **sections})
+
+
+def check_in_world_of_8(sizes=SIZES, **sections) -> None:
+    config = make_config(**sections)
+    placement = resolve_placement(config.placement, world_size=8, ranks_per_node=8)
+    check_against_architecture(config, role_grids(config, placement), sizes)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"placement": {"actor": 0, "rollout": 0, "reward": 0}},
+        {"algorithm": "sft", "placement": {"actor": "all"}},
+        {"algorithm": "sft", "placement": {"actor": "all", "rollout , reward": 0}, "data": EVAL},
+        {"algorithm": "sft", "placement": {"actor": "all"}, "batch": {"samples_per_prompt": 1}},
+        {"loss": {"kl": {"coef": 0.1}}},
+        {"data": EVAL, "evaluation": {"stop_at": 0.5}},
+        {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
+        {"rollout": {"max_context_tokens": 2048}},
+    ],
+)
+def test_configs_that_work_are_accepted(sections):
+    check_config(make_config(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"placement": {"actor,rollout": 0}}, "placement.reward: the role is not placed, but algorithm grpo needs it"),
+        ({"placement": {"rollout,reward": 0}}, "placement.actor: the role is not placed"),
+        (
+            {"placement": {"actor,rollout,reward": 0}, "loss": {"kl": {"coef": 0.1}}},
+            "placement.reference: the role is not placed, but loss.kl.coef 0.1 needs it; expected reference: ranks",
+        ),
+        (
+            {"algorithm": "sft", "placement": {"actor,rollout": 0}, "data": EVAL},
+            "placement.reward: the role is not placed, but data.eval needs it",
+        ),
+        (
+            {"algorithm": "sft", "placement": {"actor": 0, "rollout": 0}},
+            "role rollout has nothing to do in algorithm sft without data.eval; expected only actor",
+        ),
+        (
+            {"algorithm": "sft", "placement": {"actor,rollout,reward,reference": 0}, "data": EVAL},
+            "placement.actor,rollout,reward,reference: role reference has nothing to do in algorithm sft;",
+        ),
+        ({"placement": {**GRPO, "critic": 0}}, "placement.critic: role critic has nothing to do in algorithm grpo"),
+        ({"placement": {**GRPO, "env": 0}}, "placement.env: role env has nothing to do in algorithm grpo"),
+        ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
+        ({"placement": {**GRPO, "qq": 0}}, "unknown role 'qq'; expected one of actor, reference, rollout, reward"),
+    ],
+)
+def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expected):
+    with pytest.raises(PlacementError, match=re.escape(expected)):
+        check_config(make_config(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
+        ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
+        ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
+        ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
+        ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
+        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected 1"),
+        (
+            {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
+            "rollout.parallel.sequence_parallel: got true",
+        ),
+        (
+            {"actor": {"parallel": {"sequence_parallel": True}}},
+            "actor.parallel.sequence_parallel: got true with actor.parallel.tp 1; expected false, or a tp",
+        ),
+        (
+            {"batch": {"prompts_per_step": 10, "mini_batches": 4}},
+            "batch.prompts_per_step: 10 does not divide into batch.mini_batches 4; expected a multiple of 4",
+        ),
+        ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
+        ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
+        ({"evaluation": {"stop_at": 0.5}}, "evaluation.stop_at: got 0.5 without data.eval"),
+        ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
+        (
+            {"rollout": {"max_context_tokens": 2047}},
+            "rollout.max_context_tokens: got 2047; expected at least data.max_prompt_tokens 1024 + "
+            "rollout.sampling.max_response_tokens 1024 = 2048",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(sections, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)) as refused:
+        check_config(make_config(**sections))
+    assert "mistakes" not in str(refused.value)
+
+
+def test_all_contradictions_come_in_one_message():
+    with pytest.raises(ConfigError) as refused:
+        check_config(make_config(placement={"actor": 0}, batch={"samples_per_prompt": 1}))
+    message = str(refused.value)
+    assert "3 mistakes in the config" in message
+    assert all(key in message for key in ("placement.rollout", "placement.reward", "batch.samples_per_prompt"))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"placement": {"actor,reference": "0-7", "rollout,reward": "0-7"}, "actor": {"parallel": {"tp": 2, "pp": 4}}},
+        {"placement": {"actor,rollout,reward": "all"}, "rollout": {"parallel": {"tp": 8}}},
+    ],
+)
+def test_grids_that_divide_the_model_are_accepted(sections):
+    check_in_world_of_8(**sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"tp": 3}}},
+            "actor.parallel.tp: got 3, which does not divide the model's 8 attention heads",
+        ),
+        (
+            {"placement": {**GRPO, "rollout,reward": "2-4"}, "rollout": {"parallel": {"tp": 3}}},
+            "rollout.parallel.tp: got 3; expected a divisor or a multiple of the model's 2 key-value heads",
+        ),
+        (
+            {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}},
+            "actor.parallel.pp: got 3, which does not divide the model's 4 layers; expected one of 1, 2, 4",
+        ),
+        (
+            {"placement": {**GRPO, "actor,reference": "0-7"}, "actor": {"parallel": {"pp": 8}}},
+            "actor.parallel.pp: got 8, which does not divide the model's 4 layers",
+        ),
+        (
+            {"placement": {"actor,reference,rollout": 0, "reward": "all"}, "batch": {"prompts_per_step": 4}},
+            "placement.reward: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 4 gives 4 prompts",
+        ),
+        (
+            {
+                "placement": {"actor": "all", "rollout,reward": 0},
+                "batch": {"prompts_per_step": 16, "mini_batches": 4},
+            },
+            "placement.actor: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 16 / "
+            "batch.mini_batches 4 gives 4 prompts to share out; expected at least 8 prompts, or fewer ranks",
+        ),
+        (
+            {"data": {"train": {"path": "t"}, "max_prompt_tokens": 4000}},
+            "data.max_prompt_tokens 4000 + rollout.sampling.max_response_tokens 1024 = 5024, but the model in "
+            "model.path (m) has 4096 positions",
+        ),
+    ],
+)
+def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_in_world_of_8(**sections)
+
+
+def test_feed_forward_units_must_divide_too():
+    sizes = SimpleNamespace(**{**vars(SIZES), "ffn_hidden_size": 50})
+    with pytest.raises(ConfigError, match="got 4, which does not divide the model's 50 feed-forward units"):
+        check_in_world_of_8(sizes, placement={**GRPO, "actor,reference": "0-3"}, actor={"parallel": {"tp": 4}})
+
+
+def test_what_actor_and_reference_share_is_refused_once_and_their_own_sizes_twice():
+    both = {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}}
+    with pytest.raises(ConfigError) as refused:
+        check_in_world_of_8(**both)
+    assert "mistakes" not in str(refused.value)
+    with pytest.raises(ConfigError, match="2 mistakes") as refused:
+        check_in_world_of_8(**both, reference={"parallel": {"pp": 3}})
+    assert "reference.parallel.pp: got 3" in str(refused.value)
