@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
                 "rltrain: start me with torchrun --nproc-per-node N, or with --dry-run --world-size W", file=sys.stderr
             )
             return EXIT_USER_ERROR
+        _quiet_dependencies()
         from rltrain.job import run_job
 
         return run_job(arguments.config, arguments.overrides)
@@ -32,6 +34,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"rltrain: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def _quiet_dependencies() -> None:
+    """Their advice repeats on every rank: missing optional packages, deprecations in each other's calls."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,10 +34,9 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
         job, order = prepare(config_path, overrides, world)
         Trainer(job, order).run()
     except UserError as error:
-        _fail(world, f"rltrain: {error}", status=2)
+        _fail(world, "rltrain: " + "\n  ".join([str(error), *getattr(error, "__notes__", ())]), status=2)
     except Exception:
         _fail(world, f"rltrain: rank {world.rank} failed:\n{traceback.format_exc()}", status=1)
-    dist.barrier()
     dist.destroy_process_group()
     return 0
 

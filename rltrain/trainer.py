@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from rltrain.cluster.exchange import Exchange, Route
 from rltrain.cluster.residency import Residency
@@ -10,7 +11,7 @@ from rltrain.cluster.world import Bulletin
 from rltrain.errors import DivergenceError
 from rltrain.observability.metrics import MetricsWriter
 from rltrain.observability.progress import Progress
-from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.reporter import Reporter
 from rltrain.roles.actor import Actor
 from rltrain.roles.reference import Reference
 from rltrain.roles.reward import Reward
@@ -52,10 +53,10 @@ def build_reporter(job: Job, order: Order, bulletin: Bulletin) -> Reporter:
         if entry.kind == "task":
             expected[entry.step][reporting_rank(job, entry)] += 1
     logging_rank = job.grids["actor"].owner(0)
-    sinks: list[Sink] = []
-    if job.world.rank == logging_rank:
-        sinks = [MetricsWriter(job.config).write, Progress(job.config).update]
-    return Reporter(bulletin, expected, logging_rank, sinks)
+    is_logging = job.world.rank == logging_rank
+    return Reporter(
+        bulletin, expected, logging_rank, [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
+    )
 
 
 class Trainer:
@@ -69,7 +70,7 @@ class Trainer:
         self.bulletin.announce("building its roles")
         self.hosted = set(job.placement.hosts(self.rank))
         self.roles: dict[str, Role] = {name: ROLES[name](job) for name in job.placement.roles if name in self.hosted}
-        self.joint_tasks = {"decide_to_stop": self.decide_to_stop}
+        self.joint_tasks: dict[str, Callable[[int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
         if self.hosted & {"actor", "rollout"} and "rollout" in job.placement.roles:
             sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
             self.joint_tasks["weight_sync"] = sync.weight_sync
@@ -83,22 +84,32 @@ class Trainer:
 
     def run(self) -> None:
         """Every entry of this rank, in order."""
-        for position, entry in enumerate(self.order):
-            if self.hosted.isdisjoint(entry.actors) or (self.stopped and not entry.final):
-                continue
-            self.bulletin.announce(str(entry))
-            {"task": self._task, "post": self._post, "wait": self._wait}[entry.kind](entry, position)
-        self.exchange.retire(list(self.exchange.outbox))
+        execute = {"task": self._task, "post": self._post, "wait": self._wait}
+        try:
+            for position, entry in enumerate(self.order):
+                if self.hosted.isdisjoint(entry.actors) or (self.stopped and not entry.final):
+                    continue
+                self.bulletin.announce(str(entry))
+                execute[entry.kind](entry, position)
+            self.exchange.retire(list(self.exchange.outbox))
+        except BaseException as error:
+            error.add_note(f"on rank {self.rank}, which {self.bulletin.activity(self.rank)}")
+            self.reporter.abandon()
+            raise
         self.bulletin.announce("finished")
         self.reporter.close()
+        for role in self.roles.values():
+            role.close()
 
     def decide_to_stop(self, step: int) -> None:
         """Everybody learns whether the evaluation just made reached its goal."""
+        goal = self.job.config.evaluation.stop_at
+        assert goal is not None, "the order has this task only where evaluation.stop_at is set"
         verdict = f"stop/{step}"
         reward_leader = self.job.grids["reward"].owner(0)
         if self.rank == reward_leader:
             reward: Reward = self.roles["reward"]  # type: ignore[assignment]
-            self.bulletin.put(verdict, reward.evaluation_score >= self.job.config.evaluation.stop_at)
+            self.bulletin.put(verdict, reward.evaluation_score >= goal)
         self.stopped = self.bulletin.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}")
 
     def _task(self, entry: Entry, position: int) -> None:
@@ -119,14 +130,13 @@ class Trainer:
 
     def _route(self, entry: Entry) -> Route:
         source, destination = entry.roles
-        batch = self.job.config.batch
         return Route(
             name=f"{entry.name}[{entry.step}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
             fields=TRANSFERS[entry.name],
             position=self.post_position[entry.transfer],
-            num_mini_batches=batch.mini_batches if destination == "actor" else 1,
+            num_blocks=self.job.config.prompt_blocks if destination == "actor" else 1,
         )
 
     def _waited_before(self, posted: int, position: int) -> bool:

@@ -39,7 +39,7 @@ class Route:
     destination: Grid
     fields: tuple[str, ...]
     position: int
-    num_mini_batches: int = 1
+    num_blocks: int = 1
 
     def tag(self, part: int) -> int:
         return self.position * TAGS_PER_TRANSFER + part
@@ -59,7 +59,7 @@ class Exchange:
         """Send without blocking, from an owner of the source; other ranks of a source replica have nothing to say."""
         if self.rank not in route.source.owners():
             return
-        replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_mini_batches)
+        replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
         works: list[dist.Work] = []
         kept: list[Tensor] = []
         for dp in range(route.destination.dp):
@@ -71,8 +71,8 @@ class Exchange:
                 if peer == self.rank:
                     self.to_self[route.position] = part
                     continue
-                works.append(dist.isend(header, peer, group=self.group, tag=route.tag(0)))
-                works.append(dist.isend(body, peer, group=self.group, tag=route.tag(1)))
+                works.append(started(dist.isend(header, peer, group=self.group, tag=route.tag(0))))
+                works.append(started(dist.isend(body, peer, group=self.group, tag=route.tag(1))))
         self.outbox[route.position] = (route, works, kept)
 
     def wait(self, route: Route) -> Shipment:
@@ -90,7 +90,9 @@ class Exchange:
         return Shipment(take(columns, by_group), shipments[0].group_tokens)
 
     def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
-        works = [dist.irecv(buffer, rank, group=self.group, tag=route.tag(part)) for rank, buffer in buffers.items()]
+        works = [
+            started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(part))) for rank, buffer in buffers.items()
+        ]
         self.patience.wait(works, f"wait {route.name}", list(buffers))
 
     def retire(self, transfers: Sequence[int]) -> None:
@@ -103,6 +105,12 @@ class Exchange:
                 del self.outbox[position]
 
 
+def started(work: dist.Work | None) -> dist.Work:
+    """torch returns None to a rank outside the group; every rank is in the exchange's."""
+    assert work is not None
+    return work
+
+
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Header [3] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
     columns = shipment.columns
@@ -113,7 +121,7 @@ def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
     """The inverse of `encode`."""
     sizes = layout(header, fields)
-    padded = body.split([padded for _, padded in sizes])
+    padded = torch.split(body, [padded for _, padded in sizes])
     group_tokens, *values = (piece[:size] for piece, (size, _) in zip(padded, sizes, strict=True))
     columns = {name: value.view(FIELDS[name][0]) for name, value in zip(fields, values, strict=True)}
     return Shipment(columns, group_tokens.view(torch.int64))

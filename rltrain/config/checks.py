@@ -132,10 +132,16 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
 
 def _batch_problems(config: Config) -> Iterator[str]:
     batch = config.batch
-    if batch.prompts_per_step % batch.mini_batches:
+    samples = config.samples_per_group
+    if samples % batch.mini_batches and batch.mini_batches % samples:
         yield (
-            f"batch.prompts_per_step: {batch.prompts_per_step} does not divide into batch.mini_batches "
-            f"{batch.mini_batches}; expected a multiple of {batch.mini_batches}"
+            f"batch.mini_batches: got {batch.mini_batches} with {samples} samples per prompt; expected a number that "
+            f"divides {samples}, or a multiple of it"
+        )
+    elif batch.prompts_per_step % config.prompt_blocks:
+        yield (
+            f"batch.prompts_per_step: got {batch.prompts_per_step}; expected a multiple of {config.prompt_blocks}: "
+            f"batch.mini_batches {batch.mini_batches} with {samples} samples per prompt take so many blocks of prompts"
         )
     if config.algorithm == "grpo" and batch.samples_per_prompt < MIN_SAMPLES_PER_GROUP:
         yield (
@@ -185,8 +191,8 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, GridSizes]) -> I
     for role, grid in grids.items():
         groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
         if role == "actor":
-            groups //= batch.mini_batches
-            of += f" / batch.mini_batches {batch.mini_batches}"
+            groups //= config.prompt_blocks
+            of += f" in {config.prompt_blocks} blocks for mini-batches" if config.prompt_blocks > 1 else ""
         if groups < grid.dp:
             yield (
                 f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives "

@@ -100,7 +100,7 @@ class Batch(Section):
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     mini_batches: Count = 1
-    """Optimizer steps per rollout batch."""
+    """Optimizer steps per rollout batch: each takes some samples of every prompt, or all samples of some prompts."""
 
 
 class Kl(Section):
@@ -207,3 +207,13 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     cluster: Cluster = Cluster()
+
+    @property
+    def samples_per_group(self) -> int:
+        """Samples that the actor gets of one prompt: a demonstration is alone."""
+        return 1 if self.algorithm == "sft" else self.batch.samples_per_prompt
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of prompts of which each mini-batch takes one; 1 where it takes samples of every prompt."""
+        return max(self.batch.mini_batches // self.samples_per_group, 1)

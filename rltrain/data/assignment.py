@@ -1,27 +1,33 @@
-"""Which destination replica gets which prompt group: a pure function, so that every rank computes the same answer."""
+"""Which replica gets which prompt group, and which mini-batch which sample: pure functions of the whole step."""
 
 import torch
 from torch import Tensor
 
 
-def mini_batch_of(group_ids: Tensor, num_groups: int, num_mini_batches: int) -> Tensor:
-    """[n] the mini-batch of each group: equal runs of consecutive group ids."""
-    return group_ids * num_mini_batches // num_groups
+def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) -> Tensor:
+    """[groups] the data-parallel index of each group: per block, longest first to the least loaded replica.
 
-
-def assign_groups(group_tokens: Tensor, num_replicas: int, num_mini_batches: int = 1) -> Tensor:
-    """[groups] the data-parallel index of each group: per mini-batch, longest first to the least loaded replica.
-
-    `group_tokens` [groups] tokens of every group of the step. Ties go to the lower id and index.
+    `group_tokens` [groups] tokens of every group of the step; a block is a run of consecutive groups, so that every
+    replica gets its share of each. Ties go to the lower id and index.
     """
     num_groups = len(group_tokens)
-    mini_batch = mini_batch_of(torch.arange(num_groups), num_groups, num_mini_batches)
     replicas = torch.zeros(num_groups, dtype=torch.int64)
-    for index in range(num_mini_batches):
+    for block in torch.arange(num_groups).tensor_split(num_blocks):
         load = [0] * num_replicas
-        members = torch.nonzero(mini_batch == index).flatten().tolist()
-        for group in sorted(members, key=lambda g: (-int(group_tokens[g]), g)):
+        for group in sorted(block.tolist(), key=lambda g: (-int(group_tokens[g]), g)):
             lightest = load.index(min(load))
             replicas[group] = lightest
             load[lightest] += int(group_tokens[group])
     return replicas
+
+
+def mini_batch_of(group_ids: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int) -> Tensor:
+    """[samples] the mini-batch of each sample: equal runs of all samples ordered by their place in the group.
+
+    So a mini-batch has samples of every group where the groups are large enough, which makes its gradient less noisy
+    than all samples of a few groups would. `group_ids` [samples] are ascending.
+    """
+    first_of_group = torch.searchsorted(group_ids, group_ids)
+    place_in_group = torch.arange(len(group_ids)) - first_of_group
+    position = place_in_group * num_groups + group_ids
+    return position * num_mini_batches // (num_groups * samples_per_group)

@@ -94,3 +94,13 @@ class PromptEncoder:
         """At least the tokens of `prompt`, without encoding it: no tokenizer makes more tokens than UTF-8 bytes."""
         num_messages = 1 if isinstance(prompt, str) else len(prompt)
         return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens
+
+
+class TextDecoder:
+    """Turns response tokens into text without special tokens."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

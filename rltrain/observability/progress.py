@@ -50,7 +50,7 @@ class Progress:
         if self.enabled and self.console.is_terminal:
             self.bar = self._start_bar()
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """`metrics` of `step`, which counts from 0; a last record may follow the last training step."""
         self.latest.update(metrics)
         for name, seconds in metrics.items():

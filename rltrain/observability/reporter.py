@@ -2,12 +2,20 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from rltrain.cluster.world import Bulletin
 
 Metrics = dict[str, float]
-Sink = Callable[[int, Metrics], None]
+
+
+class Sink(Protocol):
+    """Where the merged metrics of a step go."""
+
+    def write(self, step: int, metrics: Mapping[str, float], /) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Reporter:
@@ -51,6 +59,12 @@ class Reporter:
             for rank in sorted({rank for counts in self.expected.values() for rank in counts}):
                 self.bulletin.get(f"metrics/closed/{rank}", waiting_for=f"the last metrics of rank {rank}")
             self._collect(complete_only=False)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the sinks without waiting for anybody."""
+        for sink in self.sinks:
+            sink.close()
 
     def _publish(self, step: int) -> None:
         metrics = self.pending.pop(step)
@@ -74,4 +88,4 @@ class Reporter:
                 self.bulletin.forget(key)
             if merged:
                 for sink in self.sinks:
-                    sink(step, merged)
+                    sink.write(step, merged)

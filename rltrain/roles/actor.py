@@ -17,7 +17,6 @@ from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.training.forward import compute_logprobs
-from rltrain.training.layout import megatron_layout
 from rltrain.training.model import build_model, local_parameters
 from rltrain.training.trainable import TrainableModel
 
@@ -31,7 +30,7 @@ class Actor(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         actor, world = self.config.actor, job.world
-        self.layout = megatron_layout(job.architecture, self.grid)
+        self.layout = job.megatron_layout(self.name)
         model = build_model(
             job.architecture,
             self.grid,
@@ -56,6 +55,7 @@ class Actor(Role):
 
     def demonstrate(self, step: int) -> None:
         """Take this replica's share of the step's demonstrations."""
+        assert self.demonstrations is not None, "only algorithm: sft has this task"
         self.experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)
 
     def actor_logprobs(self, step: int) -> None:
@@ -80,7 +80,9 @@ class Actor(Role):
         assert self.experience is not None
         experience, self.experience = self.experience, None
         batch = self.config.batch
-        mini_batch = mini_batch_of(experience.group_ids, batch.prompts_per_step, batch.mini_batches)
+        mini_batch = mini_batch_of(
+            experience.group_ids, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches
+        )
         start = time.perf_counter()
         updates = [
             self.model.train_batch(

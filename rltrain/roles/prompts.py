@@ -2,22 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rltrain.config.schema import Config
 from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import PromptDataset, load_prompts
-from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Prompts:
     """Training prompts with the order they are used in, and the held-out ones if the config names any."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    decoder: TextDecoder
     train: PromptDataset
     order: PromptOrder
     evaluation: PromptDataset | None
@@ -31,4 +27,4 @@ def read_prompts(config: Config) -> Prompts:
     train = load_prompts(data.train, data, encoder, needs="label", config_key="data.train")
     evaluation = load_prompts(data.eval, data, encoder, needs="label", config_key="data.eval") if data.eval else None
     order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
-    return Prompts(tokenizer, train, order, evaluation)
+    return Prompts(TextDecoder(tokenizer), train, order, evaluation)

@@ -7,7 +7,6 @@ from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Role
 from rltrain.training.forward import compute_logprobs
-from rltrain.training.layout import megatron_layout
 from rltrain.training.model import build_model, local_parameters
 
 
@@ -25,7 +24,7 @@ class Reference(Role):
             parallel=config.reference.parallel or config.actor.parallel,
             device=world.device,
         ).eval()
-        layout = megatron_layout(job.architecture, self.grid)
+        layout = job.megatron_layout(self.name)
         path = Path(config.reference.path or config.model.path)
         load_parameters(path, layout, world.rank, local_parameters(self.model))
 

@@ -36,6 +36,10 @@ class Reward(Role):
         self.evaluation_score = metrics["reward_mean"]
         return {"eval/score": self.evaluation_score, "eval/response_length_mean": metrics["response_length_mean"]}
 
+    def close(self) -> None:
+        """End the reward function's processes."""
+        self.scorer.close()
+
     def _score(self, transfer: str, prompts: PromptDataset) -> tuple[Experience, Metrics]:
         experience = Experience(**self.shipments[transfer].columns)
         samples = []
@@ -45,7 +49,7 @@ class Reward(Role):
             experience.response_mask.split(experience.lengths.tolist()),
             strict=True,
         ):
-            response = self.job.prompts.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)
+            response = self.job.prompts.decoder.decode(tokens[mask].tolist())
             samples.append(Sample(prompts.prompt_text(prompt_id), response, prompts[prompt_id].label))
         scores = self.scorer.score(samples)
         experience = experience.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))

@@ -12,7 +12,10 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture
+from rltrain.reshard.layout import Layout
 from rltrain.roles.prompts import Prompts, read_prompts
+from rltrain.training.layers import uses_transformer_engine
+from rltrain.training.layout import megatron_layout
 
 Metrics = dict[str, float]
 
@@ -27,6 +30,11 @@ class Job:
     grids: Mapping[str, Grid]
     groups: ProcessGroups
     architecture: Architecture
+
+    def megatron_layout(self, role: str) -> Layout:
+        """Where the parameters of a role trained by Megatron lie; every rank of the job can tell."""
+        transformer_engine = uses_transformer_engine(self.config.model.transformer_impl, self.world.device)
+        return megatron_layout(self.architecture, self.grids[role], transformer_engine=transformer_engine)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -62,3 +70,6 @@ class Role:
 
     def offload(self) -> None:
         """Called before other roles' tasks on a rank that other roles share."""
+
+    def close(self) -> None:
+        """Called once after the last task."""

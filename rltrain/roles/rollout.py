@@ -26,9 +26,7 @@ class Rollout(Role):
         config, world = self.config, job.world
         self.layout = engine_layout(job.architecture, self.grid)
         dtype = getattr(torch, config.model.dtype)
-        self.parameters = allocate_parameters(
-            self.layout, world.rank, dtype=dtype, device=world.device
-        )
+        self.parameters = allocate_parameters(self.layout, world.rank, dtype=dtype, device=world.device)
         self.engine = EmbeddedEngine(
             job.architecture,
             self.parameters,
@@ -37,7 +35,7 @@ class Rollout(Role):
             max_context_tokens=config.rollout.max_context_tokens,
             dtype=dtype,
             device=world.device,
-            tokenizer=job.prompts.tokenizer,
+            tokenizer=job.prompts.decoder,
         )
 
     def generate(self, step: int) -> Metrics:

@@ -2,11 +2,10 @@
 
 from rltrain.reshard.execute import execute
 from rltrain.reshard.plan import plan
-from rltrain.rollout.layout import engine_layout
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
-from rltrain.training.layout import megatron_layout
+from rltrain.rollout.layout import engine_layout
 
 
 class WeightSync:
@@ -15,7 +14,7 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.rollout = actor, rollout
         self.bucket_bytes = job.config.weight_sync.bucket_mb * 2**20
-        source = megatron_layout(job.architecture, job.grids["actor"])
+        source = job.megatron_layout("actor")
         destination = engine_layout(job.architecture, job.grids["rollout"])
         self.plan = plan(source, destination, job.world.rank, job.world.ranks_per_node)
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))

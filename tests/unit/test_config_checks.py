@@ -94,8 +94,12 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "actor.parallel.sequence_parallel: got true with actor.parallel.tp 1; expected false, or a tp",
         ),
         (
-            {"batch": {"prompts_per_step": 10, "mini_batches": 4}},
-            "batch.prompts_per_step: 10 does not divide into batch.mini_batches 4; expected a multiple of 4",
+            {"batch": {"samples_per_prompt": 6, "mini_batches": 4}},
+            "batch.mini_batches: got 4 with 6 samples per prompt; expected a number that divides 6, or a multiple",
+        ),
+        (
+            {"batch": {"prompts_per_step": 10, "samples_per_prompt": 2, "mini_batches": 8}},
+            "batch.prompts_per_step: got 10; expected a multiple of 4",
         ),
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
         ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
@@ -160,10 +164,10 @@ def test_grids_that_divide_the_model_are_accepted(sections):
         (
             {
                 "placement": {"actor": "all", "rollout,reward": 0},
-                "batch": {"prompts_per_step": 16, "mini_batches": 4},
+                "batch": {"prompts_per_step": 16, "samples_per_prompt": 2, "mini_batches": 8},
             },
-            "placement.actor: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 16 / "
-            "batch.mini_batches 4 gives 4 prompts to share out; expected at least 8 prompts, or fewer ranks",
+            "placement.actor: 8 ranks make 8 data-parallel replicas, but batch.prompts_per_step 16 in 4 blocks for "
+            "mini-batches gives 4 prompts to share out; expected at least 8 prompts, or fewer ranks",
         ),
         (
             {"data": {"train": {"path": "t"}, "max_prompt_tokens": 4000}},

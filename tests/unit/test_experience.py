@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.exchange import body_bytes, decode, encode
-from rltrain.cluster.exchange import Shipment
+from rltrain.cluster.exchange import Shipment, body_bytes, decode, encode
 from rltrain.data.assignment import assign_groups, mini_batch_of
 from rltrain.data.experience import FIELDS, Experience, join, take
 
@@ -67,17 +66,34 @@ def test_a_message_without_samples_still_says_how_many_groups_there_are():
 @given(st.lists(st.integers(1, 100), min_size=4, max_size=40), st.integers(1, 4))
 def test_longest_first_is_balanced_to_within_the_longest_group(group_tokens, num_replicas):
     replicas = assign_groups(torch.tensor(group_tokens), num_replicas)
-    loads = [sum(t for t, r in zip(group_tokens, replicas.tolist(), strict=True) if r == i) for i in range(num_replicas)]
+    loads = [
+        sum(t for t, r in zip(group_tokens, replicas.tolist(), strict=True) if r == i) for i in range(num_replicas)
+    ]
     assert max(loads) - min(loads) <= max(group_tokens)
     assert set(replicas.tolist()) == set(range(num_replicas))
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_every_replica_has_a_share_of_every_mini_batch(num_replicas, num_mini_batches, factor, rng):
-    num_groups = num_replicas * num_mini_batches * factor
+batch_shapes = st.sampled_from([(1, 1), (1, 3), (4, 2), (4, 4), (2, 6), (16, 4)])
+
+
+@given(st.integers(1, 4), batch_shapes, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_every_replica_has_a_share_of_every_equal_mini_batch(num_replicas, shape, factor, rng):
+    samples_per_group, num_mini_batches = shape
+    num_blocks = max(num_mini_batches // samples_per_group, 1)
+    num_groups = num_replicas * num_blocks * factor
     group_tokens = torch.tensor([rng.randint(1, 50) for _ in range(num_groups)])
-    replicas = assign_groups(group_tokens, num_replicas, num_mini_batches)
-    mini_batch = mini_batch_of(torch.arange(num_groups), num_groups, num_mini_batches)
-    assert mini_batch.bincount().tolist() == [num_groups // num_mini_batches] * num_mini_batches
-    for index in range(num_mini_batches):
-        assert set(replicas[mini_batch == index].tolist()) == set(range(num_replicas))
+    replicas = assign_groups(group_tokens, num_replicas, num_blocks)
+    group_ids = torch.arange(num_groups).repeat_interleave(samples_per_group)
+    everywhere = mini_batch_of(group_ids, num_groups, samples_per_group, num_mini_batches)
+    assert everywhere.bincount().tolist() == [num_groups * samples_per_group // num_mini_batches] * num_mini_batches
+    for replica in range(num_replicas):
+        mine = replicas[group_ids] == replica
+        here = mini_batch_of(group_ids[mine], num_groups, samples_per_group, num_mini_batches)
+        assert torch.equal(here, everywhere[mine])
+        assert set(here.tolist()) == set(range(num_mini_batches))
+
+
+def test_mini_batches_hold_samples_of_every_group_where_they_can():
+    group_ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    assert mini_batch_of(group_ids, 2, 4, 2).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert mini_batch_of(torch.arange(4), 4, 1, 2).tolist() == [0, 0, 1, 1]

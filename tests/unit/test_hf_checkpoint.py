@@ -121,7 +121,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     architecture = read_architecture(tmp_path / "original")
     layout = megatron_layout(architecture, Grid((0,)))
     parameters = load(tmp_path / "original", layout, 0)
-    limit = 20_000
+    limit = 10_000
     save_checkpoint(
         tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=tmp_path / "original",
         dtype=torch.bfloat16, max_shard_bytes=limit,

@@ -32,7 +32,7 @@ def config(steps: int = 4, progress: bool = True) -> Config:
 def run(progress: Progress, clock: Clock, num_steps: int, step_s: float) -> None:
     for step in range(num_steps):
         clock.now += step_s
-        progress.update(
+        progress.write(
             step,
             {"rollout/reward_mean": 0.1 * step, "perf/rollout_tokens_per_s": 12345.6, "perf/generate_s": step_s / 2},
         )
@@ -52,9 +52,9 @@ def test_an_evaluation_is_always_shown_and_stays() -> None:
     output, clock = io.StringIO(), Clock()
     progress = Progress(config(steps=100), console=Console(file=output), interval_s=10, clock=clock)
     clock.now += 1
-    progress.update(0, {"eval/score": 0.314159})
+    progress.write(0, {"eval/score": 0.314159})
     clock.now += 10
-    progress.update(1, {"rollout/reward_mean": 0.5})
+    progress.write(1, {"rollout/reward_mean": 0.5})
     first, second = output.getvalue().splitlines()
     assert first.startswith("step 1/100  held-out 0.314")
     assert "reward 0.500" in second and "held-out 0.314" in second
@@ -65,7 +65,7 @@ def test_the_record_after_the_last_step_does_not_count_as_one() -> None:
     progress = Progress(config(steps=2), console=Console(file=output), clock=clock)
     for step in range(3):
         clock.now += 1
-        progress.update(step, {"eval/score": 0.5})
+        progress.write(step, {"eval/score": 0.5})
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == ["step 1/2", "step 2/2", "step 2/2"]
 
 
@@ -108,8 +108,8 @@ def test_only_task_times_are_summed() -> None:
         "perf/weight_sync_s": 3.0,
     }
     with Progress(config(), console=Console(file=output), clock=clock) as progress:
-        progress.update(0, metrics)
-        progress.update(1, metrics)
+        progress.write(0, metrics)
+        progress.write(1, metrics)
     assert output.getvalue().splitlines()[-1] == "seconds by task: weight_sync 6.0, update 4.0; whole run 0.0"
 
 

@@ -29,14 +29,25 @@ class FakeBulletin:
         del self.shared[key]
 
 
+class FakeSink:
+    def __init__(self, written: list):
+        self.written = written
+
+    def write(self, step, metrics):
+        self.written.append((step, metrics))
+
+    def close(self):
+        self.written.append("closed")
+
+
 @pytest.fixture
 def reporters():
     """Rank 0 logs and adds two tasks a step, rank 1 one task a step; what was written."""
     shared: dict[str, str] = {}
     expected = {step: Counter({0: 2, 1: 1}) for step in range(3)}
     written: list[tuple[int, dict]] = []
-    sinks = [lambda step, metrics: written.append((step, metrics))]
-    ranks = [Reporter(FakeBulletin(shared, rank), expected, 0, sinks) for rank in range(2)]
+    sinks = [[FakeSink(written)], []]
+    ranks = [Reporter(FakeBulletin(shared, rank), expected, 0, sinks[rank]) for rank in range(2)]
     return ranks, written, shared
 
 
@@ -68,5 +79,6 @@ def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporte
     second.add(0, {"reward": 0.5})
     second.close()
     first.close()
-    assert [step for step, _ in written] == [0]
+    assert written[0][0] == 0
+    assert written[1:] == ["closed"]
     assert not [key for key in shared if "closed" not in key]

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LENGTH_MULTIPLE = 16
+_LENGTH_MULTIPLE = 8
 
 
 class KvCache:

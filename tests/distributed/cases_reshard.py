@@ -1,0 +1,182 @@
+"""Reshards and saves on real ranks; every rank compares what it holds with the oracle's formulas."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from rltrain.checkpoint.hf import load_parameters, save_checkpoint
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.execute import execute
+from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.plan import plan, traffic
+from rltrain.rollout.layout import engine_layout
+from rltrain.training.layout import megatron_layout
+from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
+
+# name -> actor (ranks, tp, pp), rollout (ranks, tp)
+PLACEMENTS: dict[str, tuple[tuple[tuple[int, ...], int, int], tuple[tuple[int, ...], int]]] = {
+    "colocated tp2 dp2 -> tp4": (((0, 1, 2, 3), 2, 1), ((0, 1, 2, 3), 4)),
+    "colocated tp2 pp2 -> tp1 dp4": (((0, 1, 2, 3), 2, 2), ((0, 1, 2, 3), 1)),
+    "colocated tp4 -> tp2 dp2": (((0, 1, 2, 3), 4, 1), ((0, 1, 2, 3), 2)),
+    "disaggregated tp2 -> tp1 dp2": (((0, 1), 2, 1), ((2, 3), 1)),
+    "disaggregated pp2 -> tp2": (((0, 1), 1, 2), ((2, 3), 2)),
+    "disaggregated, interleaved ranks, dp2 -> tp2": (((0, 3), 1, 1), ((1, 2), 2)),
+    "overlapping tp2 -> tp2": (((0, 1), 2, 1), ((1, 2), 2)),
+    "overlapping tp1 pp2 -> tp1 dp2": (((1, 2), 1, 2), ((2, 3), 1)),
+    "one rank feeds all": (((3,), 1, 1), ((0, 1, 2, 3), 2)),
+}
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen3, one KV head": tiny_architecture("qwen3", num_kv_heads=1),
+    "qwen2, tied": tiny_architecture("qwen2", tied_embeddings=True),
+    "llama": tiny_architecture("llama"),
+}
+
+
+def reshard(bucket_bytes: int, dtype: str | None) -> dict[str, dict[str, Any]]:
+    """Every placement with every architecture; what this rank found, by both names."""
+    rank = dist.get_rank()
+    results = {}
+    for placement, (actor, rollout) in PLACEMENTS.items():
+        union = sorted({*actor[0], *rollout[0]})
+        group = dist.new_group(union)
+        for name, architecture in ARCHITECTURES.items():
+            if rank in union:
+                found = _reshard(architecture, actor, rollout, group, bucket_bytes, dtype and getattr(torch, dtype))
+                results[f"{placement}, {name}"] = found
+    return results
+
+
+def _reshard(
+    architecture: Architecture,
+    actor: tuple[tuple[int, ...], int, int],
+    rollout: tuple[tuple[int, ...], int],
+    group: dist.ProcessGroup,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    rank, full = dist.get_rank(), full_tensors(architecture)
+    source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
+    source, destination = megatron_layout(architecture, source_grid), engine_layout(architecture, destination_grid)
+    held, wanted, expected = None, None, {}
+    if rank in source.ranks:
+        at = source_grid.coordinates(rank)
+        held = tensors(megatron_shard(architecture, full, Place(actor[1], at.tp, actor[2], at.pp)))
+    if rank in destination.ranks:
+        at = destination_grid.coordinates(rank)
+        expected = tensors(engine_shard(architecture, full, Place(rollout[1], at.tp)))
+        wanted = {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
+    report = execute(
+        plan(source, destination, rank, ranks_per_node=4),
+        held,
+        wanted,
+        group=group,
+        bucket_bytes=bucket_bytes,
+        dtype=dtype,
+    )
+    wrong = [name for name in expected if not torch.equal(wanted[name], expected[name].to(wanted[name].dtype))]
+    moved = traffic(source, destination, 4, element_bytes=dtype.itemsize if dtype else 4)
+    return {
+        "wrong": wrong,
+        "compared": len(expected),
+        "num_buckets": report.num_buckets,
+        "sent": report.bytes_sent == sum(n for (s, d), n in moved.items() if s == rank != d),
+        "received": report.bytes_received == sum(n for (s, d), n in moved.items() if d == rank != s),
+        "moved": report.bytes_moved == sum(n for (s, d), n in moved.items() if s != d),
+        "local": report.bytes_local == sum(n for (s, d), n in moved.items() if s == d),
+        "bandwidth": report.bandwidth_bytes_per_s,
+    }
+
+
+def tensors(shard: Tensors) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in shard.items()}
+
+
+def round_trip(max_shard_bytes: int) -> list[dict[str, Any]]:
+    """HF -> this rank's shard -> HF for several grids, compared bit for bit on rank 0."""
+    rank, results = dist.get_rank(), []
+    with _shared_folder() as folder:
+        for number, (tied, tp, pp) in enumerate([(False, 2, 1), (True, 2, 2), (False, 1, 4), (True, 4, 1)]):
+            original, saved = folder / f"original{number}", folder / f"saved{number}"
+            if rank == 0:
+                _make_checkpoint(original, tied)
+            dist.barrier()
+            architecture = read_architecture(original)
+            layout = megatron_layout(architecture, Grid((0, 1, 2, 3), tp=tp, pp=pp))
+            parameters = {name: torch.empty(shape) for name, shape in layout.on(rank).parameters}
+            load_parameters(original, layout, rank, parameters)
+            save_checkpoint(
+                saved,
+                parameters,
+                layout,
+                architecture,
+                group=dist.group.WORLD,
+                rank=rank,
+                like=original,
+                max_shard_bytes=max_shard_bytes,
+                bucket_bytes=3000,
+            )
+            if rank == 0:
+                results.append(_compare(original, saved))
+            dist.barrier()
+    return results
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A temporary folder that rank 0 makes and removes and all ranks know."""
+    with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as made:
+        names = [made]
+        dist.broadcast_object_list(names)
+        yield Path(str(names[0]))
+        dist.barrier()
+
+
+def _make_checkpoint(folder: Path, tied: bool) -> None:
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=51,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder, max_shard_size="20KB")
+
+
+def _compare(original: Path, saved: Path) -> dict[str, Any]:
+    before, after = (
+        {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        for folder in (original, saved)
+    )
+    tokens = torch.arange(10)[None]
+    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (original, saved)]
+    return {
+        "same_names": before.keys() == after.keys(),
+        "wrong": [name for name in before if name not in after or not torch.equal(before[name], after[name])],
+        "num_tensors": len(after),
+        "files": sorted(path.name for path in saved.glob("*.safetensors")),
+        "left_behind": sorted(path.name for path in saved.parent.iterdir() if path.name.startswith(".")),
+        "same_logits": torch.equal(*logits),
+    }
+
+
+def all_checks() -> dict[str, Any]:
+    return {
+        "small buckets": reshard(bucket_bytes=1024, dtype=None),
+        "one bucket": reshard(bucket_bytes=2**24, dtype=None),
+        "cast": reshard(bucket_bytes=1024, dtype="bfloat16"),
+        "round trip": round_trip(max_shard_bytes=10_000),
+        "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
+    }

@@ -1,0 +1,50 @@
+"""Weights moved and saved by four real ranks."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS
+from tests.distributed.torchrun import run_distributed
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed("tests.distributed.cases_reshard:all_checks", num_ranks=4, timeout_s=240)
+
+
+@pytest.mark.parametrize("check", ["small buckets", "one bucket", "cast"])
+def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        expected = {
+            f"{placement}, {architecture}"
+            for placement, (actor, rollout) in PLACEMENTS.items()
+            for architecture in ARCHITECTURES
+            if rank in (*actor[0], *rollout[0])
+        }
+        assert set(results[check]) == expected
+        for name, found in results[check].items():
+            assert found["wrong"] == [], f"{name} on rank {rank}"
+            assert all(found[key] for key in ("sent", "received", "moved", "local")), f"{name} on rank {rank}: {found}"
+            assert found["bandwidth"] >= 0
+    compared = sum(found["compared"] for results in ranks for found in results[check].values())
+    assert compared > 1000
+
+
+def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        assert {found["num_buckets"] for found in results["one bucket"].values()} <= {0, 1}
+        name = "disaggregated tp2 -> tp1 dp2, llama"
+        if name in results["small buckets"]:
+            assert results["small buckets"][name]["num_buckets"] > 10, f"rank {rank}"
+
+
+@pytest.mark.parametrize("check", ["round trip", "round trip, one file per writer"])
+def test_saved_checkpoints_equal_the_loaded_ones(check: str, ranks: list[dict[str, Any]]) -> None:
+    assert len(ranks[0][check]) == 4
+    for found in ranks[0][check]:
+        assert found["wrong"] == []
+        assert found["same_names"] and found["same_logits"]
+        assert found["left_behind"] == []
+        assert found["num_tensors"] > 40
+        assert len(found["files"]) == 4 if check.endswith("writer") else len(found["files"]) > 4
