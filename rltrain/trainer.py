@@ -4,6 +4,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
+import torch
+
 from rltrain.cluster.exchange import Exchange, Route
 from rltrain.cluster.residency import Residency
 from rltrain.cluster.waiting import Patience
@@ -117,6 +119,9 @@ class Trainer:
         start = time.perf_counter()
         task = self.joint_tasks.get(entry.name) or getattr(self.roles[entry.roles[0]], entry.name)
         metrics: Metrics = task(entry.step) or {}
+        if self.job.world.device.type == "cuda":
+            # A task's communication is over before the next task's begins.
+            torch.cuda.synchronize()
         metrics[f"perf/{entry.name}_s"] = time.perf_counter() - start
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)

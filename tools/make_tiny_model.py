@@ -64,7 +64,7 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab_size = tokenizer.get_vocab_size()
-    eos_id, pad_id = tokenizer.token_to_id(special.eos), tokenizer.token_to_id(special.pad)
+    eos_id, pad_id = _token_id(tokenizer, special.eos), _token_id(tokenizer, special.pad)
     _write_json(folder / "config.json", qwen3_config(size, vocab_size, eos_id, pad_id))
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "pad_token_id": pad_id})
     save_file(qwen3_weights(size, vocab_size, seed), folder / "model.safetensors", metadata={"format": "pt"})
@@ -150,6 +150,13 @@ def corpus_texts(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as rows:
         for row in rows:
             yield from (value for value in json.loads(row).values() if isinstance(value, str))
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return int(token_id)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -94,6 +94,8 @@ class Reward(Section):
     """Keyword arguments for the reward function."""
     timeout_s: Positive = 5.0
     """Limit for one sample; past it the sample's reward is 0 and it is counted."""
+    num_workers: Count = 4
+    """Processes per rank that run the function; exact_match needs none."""
 
 
 class Batch(Section):
@@ -180,8 +182,8 @@ class WeightSync(Section):
 
 
 class Cluster(Section):
-    timeout_s: Positive = 600.0
-    """Longest wait for another rank before the job ends with a message that names it."""
+    timeout_s: Positive = 1800.0
+    """Longest wait for another rank before the job ends with a message that names it: longer than any task takes."""
     stall_report_s: Positive = 30.0
     """After this long a wait is reported, with what the awaited ranks are doing."""
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import queue
 import selectors
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rltrain.errors import ConfigError
@@ -47,12 +49,16 @@ class Scorer:
     """Runs one reward function: a trusted one here, any other in worker processes, so that even a hang in C code ends.
 
     A worker is started at its first sample, killed at a sample that takes longer than `timeout_s`, and ends with this
-    process. `score` is for one thread at a time. Close the scorer at the end.
+    process. When a call of `score` has taken `budget_s`, samples that have not been begun count as timeouts: other
+    ranks wait for the result. `score` is for one thread at a time. Close the scorer at the end.
     """
 
-    def __init__(self, function: RewardFunction, timeout_s: float, num_workers: int = 2) -> None:
+    def __init__(
+        self, function: RewardFunction, timeout_s: float, num_workers: int = 2, budget_s: float = math.inf
+    ) -> None:
         self.function = function
         self.timeout_s = timeout_s
+        self.budget_s = budget_s
         self._workers = [_Worker(function) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -91,11 +97,14 @@ class Scorer:
     def _answers(self, samples: Sequence[Sample]) -> list[Answer]:
         if self.function.trusted:
             return [score_one(self.function, vars(sample)) for sample in samples]
-        return list(self._threads.map(self._ask_worker, samples))
+        deadline = time.monotonic() + self.budget_s
+        return list(self._threads.map(partial(self._ask_worker, deadline), samples))
 
-    def _ask_worker(self, sample: Sample) -> Answer:
+    def _ask_worker(self, deadline: float, sample: Sample) -> Answer:
         worker = self._idle.get()
         try:
+            if time.monotonic() > deadline:
+                return {"timeout": f"not begun: all samples of the step together may take {self.budget_s:g} s"}
             return worker.score(sample, self.timeout_s)
         finally:
             self._idle.put(worker)

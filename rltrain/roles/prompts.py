@@ -1,5 +1,6 @@
 """The prompt files of a run, read once per process however many roles of it use them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from rltrain.config.schema import Config
 from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,12 @@ class Prompts:
     train: PromptDataset
     order: PromptOrder
     evaluation: PromptDataset | None
+
+    def report_dropped(self) -> None:
+        """Say which rows of the files are not used."""
+        for key, dataset in (("data.train", self.train), ("data.eval", self.evaluation)):
+            if dataset is not None and (dataset.dropped.num_bad or dataset.dropped.num_too_long):
+                logger.warning("%s: %s", key, dataset.dropped)
 
 
 def read_prompts(config: Config) -> Prompts:

@@ -18,7 +18,12 @@ class Reward(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         reward = self.config.reward
-        self.scorer = Scorer(load_reward(reward), timeout_s=reward.timeout_s)
+        self.scorer = Scorer(
+            load_reward(reward),
+            timeout_s=reward.timeout_s,
+            num_workers=reward.num_workers,
+            budget_s=self.config.cluster.timeout_s / 2,
+        )
         self.evaluation_score = float("nan")
 
     def score(self, step: int) -> Metrics:

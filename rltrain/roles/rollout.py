@@ -37,6 +37,11 @@ class Rollout(Role):
             device=world.device,
             tokenizer=job.prompts.decoder,
         )
+        if world.rank == self.leader:
+            job.prompts.report_dropped()
+
+    def offload(self) -> None:
+        self.engine.release_cache()
 
     def generate(self, step: int) -> Metrics:
         """Draw the step's responses from the training prompts. Collective over: the rollout's ranks."""

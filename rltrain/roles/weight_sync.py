@@ -1,5 +1,7 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
+import torch.distributed as dist
+
 from rltrain.reshard.execute import execute
 from rltrain.reshard.plan import plan
 from rltrain.roles.actor import Actor
@@ -19,10 +21,12 @@ class WeightSync:
         self.plan = plan(source, destination, job.world.rank, job.world.ranks_per_node)
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         self.leader = job.grids["actor"].owner(0)
-        self.group = job.groups[union]
+        self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
 
     def weight_sync(self, step: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards. Collective over: the union of both roles' ranks."""
+        # Before any transfer, so that a rank that does not come is named and holds no device.
+        dist.monitored_barrier(self.cpu_group)
         report = execute(
             self.plan,
             self.actor.parameters if self.actor else None,

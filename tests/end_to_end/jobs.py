@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 def run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
-        command, cwd=REPOSITORY, env=ENVIRONMENT, timeout=timeout_s, capture_output=True, text=True, check=False
+        command, cwd=REPOSITORY, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
     )
 
 

@@ -60,7 +60,8 @@ def test_the_job_refuses_with_one_message(mistake, overrides):
 
 
 def test_a_loss_that_is_not_a_number_ends_the_job(overrides):
-    done = try_to_train(CONFIG, *overrides, "actor.optimizer.lr=1e30", "steps=3", "data.eval=null")
+    diverging = ["steps=9", "data.eval=null", "evaluation.stop_at=null", "placement={actor: 0-3}"]
+    done = try_to_train(REPOSITORY / "configs/quickstart_sft.yaml", *overrides, *diverging, "actor.optimizer.lr=1e30")
     assert done.returncode != 0
     assert done.stderr.count("rltrain: ") == 1, done.stderr
     assert "is nan" in done.stderr or "is inf" in done.stderr

@@ -224,3 +224,13 @@ def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
         pytest.raises(ConfigError, match="the worker process of .*vanished' did not start"),
     ):
         scorer.score(samples("a", "b", "c"))
+
+
+def test_a_step_of_hanging_samples_ends_within_its_budget() -> None:
+    """Other ranks wait for the rewards: samples not begun in time are counted, not tried."""
+    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1, budget_s=1.5) as scorer:
+        scorer.score(samples("true"))
+        start = time.perf_counter()
+        scores = scorer.score(samples(*["hang"] * 50))
+        assert time.perf_counter() - start < 20
+    assert scores == Scores([0.0] * 50, num_errors=0, num_timeouts=50)

@@ -170,9 +170,10 @@ def main() -> None:
     with torch.inference_mode():
         for case in CASES:
             results.append(measure(bench, case, arguments.repeats))
+            result = results[-1]
             print(
-                "{case:44s} engine {engine_tokens_per_s:>8} tokens/s   transformers {transformers_tokens_per_s:>8}"
-                "   {ratio:5.2f}x".format(**results[-1]),
+                f"{result['case']:44s} engine {result['engine_tokens_per_s']:>8} tokens/s   "
+                f"transformers {result['transformers_tokens_per_s']:>8}   {result['ratio']:>5}x",
                 flush=True,
             )
     print(
