@@ -76,7 +76,7 @@ class Trainer:
         if self.hosted & {"actor", "rollout"} and "rollout" in job.placement.roles:
             sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
             self.joint_tasks["weight_sync"] = sync.weight_sync
-        self.residency = Residency(self.roles)
+        self.residency = Residency({name: role for name, role in self.roles.items() if role.uses_device})
         patience = Patience(self.bulletin, job.config.cluster.stall_report_s)
         self.exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], patience)
         self.wait_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "wait"}

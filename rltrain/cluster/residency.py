@@ -20,10 +20,10 @@ class Residency:
         self.resident = set(roles)
 
     def require(self, names: Iterable[str]) -> None:
-        """Make exactly the hosted roles of `names` resident; a rank with a single role never offloads it."""
-        if len(self.roles) < 2:
-            return
+        """Make exactly the hosted roles of `names` resident; nobody moves for a task of none, or on a rank of one."""
         needed = set(names) & set(self.roles)
+        if len(self.roles) < 2 or not needed:
+            return
         for name in sorted(self.resident - needed):
             self.roles[name].offload()
         for name in sorted(needed - self.resident):

@@ -14,6 +14,7 @@ from rltrain.roles.role import Job, Metrics, Role
 
 class Reward(Role):
     name = "reward"
+    uses_device = False
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

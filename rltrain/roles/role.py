@@ -48,6 +48,8 @@ class Role:
     """
 
     name: ClassVar[str]
+    uses_device: ClassVar[bool] = True
+    """Whether it holds device memory that other roles of a rank may need."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -1,7 +1,6 @@
 """megatron-core's GPTModel for the families of reshard.families, on explicit process groups."""
 
 import importlib.util
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,12 +9,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.reshard.families import Architecture
+from rltrain.reshard.families.rotary import inverse_frequencies
 from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.groups import process_group_collection
 from rltrain.training.layers import block_spec, mark_parallel_weights, uses_transformer_engine
@@ -157,20 +156,3 @@ def transformer_config(
         calculate_per_token_loss=True,
         **recompute_layers,
     )
-
-
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """[head_dim / 2] fp32 rotary frequencies in radians per position, with Llama 3's scaling where it applies.
-
-    Llama 3's scaling keeps wavelengths below original_max_positions / high_freq_factor, stretches those above
-    original_max_positions / low_freq_factor by `factor`, and interpolates in between.
-    """
-    exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
-    frequencies = 1.0 / architecture.rope_theta**exponents
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor

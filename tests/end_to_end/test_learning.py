@@ -27,7 +27,7 @@ def grpo(warm_up, data_overrides, tmp_path_factory):
 def test_the_warm_up_stops_once_it_has_learned_the_format(warm_up):
     scores = column(warm_up[1], "eval/score")
     assert scores[0] < 0.05
-    assert scores[-1] >= 0.3 > max(scores[:-1])
+    assert scores[-1] >= 0.35 > max(scores[:-1])
 
 
 def test_reward_and_held_out_score_go_up(grpo):

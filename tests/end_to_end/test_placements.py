@@ -5,8 +5,8 @@ import pytest
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
 PLACEMENTS = {
-    "disaggregated": ("placement={actor,reference: 0-1, rollout,reward: 2-3}", "actor.parallel.tp=2"),
-    "colocated": ("placement={actor,reference,rollout,reward: 0-1}", "actor.parallel.tp=1"),
+    "disaggregated": ("placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "actor.parallel.tp=2"),
+    "colocated": ("placement={'actor, reference, rollout, reward': 0-1}", "actor.parallel.tp=1"),
     "hybrid": ("placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2"),
 }
 STEPS = 5

@@ -13,8 +13,10 @@ from torch import Tensor
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
+from rltrain.reshard.execute import execute
 from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.plan import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture
@@ -263,3 +265,24 @@ def test_writers_share_the_bytes(num_ranks: int) -> None:
     assert names == list(layout.tensors.names)
     largest = int(layout.tensors.matrix_shapes.prod(axis=1).max())
     assert max(shares) <= sum(shares) / num_ranks + largest
+
+
+def inside_one_buffer(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Equal tensors as views of one flat buffer, as Megatron's data parallelism keeps its parameters."""
+    buffer = torch.cat([torch.full((3,), 7.0), *(tensor.flatten() for tensor in parameters.values())])
+    sizes = [3, *(tensor.numel() for tensor in parameters.values())]
+    views = buffer.split(sizes)[1:]
+    return {name: view.view(old.shape) for view, (name, old) in zip(views, parameters.items(), strict=True)}
+
+
+def test_parameters_may_lie_anywhere_in_a_larger_buffer(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    architecture = read_architecture(tmp_path)
+    grid = Grid((0,))
+    source, destination = megatron_layout(architecture, grid), engine_layout(architecture, grid)
+    parameters = inside_one_buffer({n: torch.full(s, 7.0) for n, s in source.on(0).parameters})
+    load_parameters(tmp_path, source, 0, parameters)
+    assert all(torch.equal(parameters[name], expected) for name, expected in load(tmp_path, source, 0).items())
+    engine = inside_one_buffer({n: torch.zeros(s) for n, s in destination.on(0).parameters})
+    execute(plan(source, destination, 0, 1), parameters, engine, group=None, bucket_bytes=2**20)
+    assert all(torch.equal(engine[name], expected) for name, expected in load(tmp_path, destination, 0).items())

@@ -29,6 +29,7 @@ def test_roles_take_turns():
 def test_roles_of_other_ranks_do_not_matter():
     residency, log = make("actor", "reference")
     residency.require(["actor", "rollout"])
+    residency.require(["rollout"])
     assert log == ["-reference"]
 
 

@@ -231,6 +231,6 @@ def test_a_step_of_hanging_samples_ends_within_its_budget() -> None:
     with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1, budget_s=1.5) as scorer:
         scorer.score(samples("true"))
         start = time.perf_counter()
-        scores = scorer.score(samples(*["hang"] * 50))
+        scores = scorer.score(samples(*["sleep"] * 50))
         assert time.perf_counter() - start < 20
     assert scores == Scores([0.0] * 50, num_errors=0, num_timeouts=50)

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.reshard.families import Architecture
+from rltrain.reshard.families.rotary import inverse_frequencies
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
-from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, inverse_frequencies, rotate
+from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, rotate
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class EngineModel:
         self._layers = tuple(_layer(parameters, index) for index in range(self.num_layers))
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
-        frequencies = inverse_frequencies(self.head_dim, architecture.rope_theta, architecture.rope_scaling)
+        frequencies = inverse_frequencies(architecture)
         self._rotary = RotaryEmbedding(frequencies, max_positions, dtype, device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:

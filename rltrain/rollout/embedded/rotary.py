@@ -1,33 +1,10 @@
 """Rotary position embedding in the rotate-half convention of Hugging Face checkpoints."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from rltrain.reshard.families import RopeScaling
-
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each [tokens, 1, head_dim]."""
-
-
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """[head_dim / 2] float32 angles per position; stretched by `scaling` if given."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return frequencies
-    low_wavelength = scaling.original_max_positions / scaling.low_freq_factor
-    high_wavelength = scaling.original_max_positions / scaling.high_freq_factor
-    wavelengths = 2 * math.pi / frequencies
-    kept = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
-    return torch.where(
-        wavelengths > low_wavelength,
-        frequencies / scaling.factor,
-        torch.where(wavelengths < high_wavelength, frequencies, blended),
-    )
 
 
 class RotaryEmbedding:
