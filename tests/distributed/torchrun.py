@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def run_distributed(
-    case: str, num_ranks: int, arguments: dict[str, Any] | None = None, timeout_s: float = 180
+    case: str, num_ranks: int, arguments: dict[str, Any] | None = None, timeout_s: float = 400
 ) -> list[Any]:
     """Call `case` ("module:function") with `arguments` on every rank; the JSON values it returned, by rank."""
     with tempfile.TemporaryDirectory() as results:

@@ -17,7 +17,7 @@ def run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str
     )
 
 
-def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 280) -> list[dict[str, Any]]:
+def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 600) -> list[dict[str, Any]]:
     """torchrun launch/train.py, which must succeed; the records of its metrics.jsonl."""
     done = try_to_train(config, *overrides, num_ranks=num_ranks, timeout_s=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
@@ -26,7 +26,7 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
 
 
 def try_to_train(
-    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 120
+    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """torchrun launch/train.py, whatever comes of it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
