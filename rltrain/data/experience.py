@@ -93,8 +93,3 @@ def join(parts: Iterable[Mapping[str, Tensor]]) -> Columns:
     """The samples of all parts, in order. Every part has the same fields."""
     parts = list(parts)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def empty(names: Iterable[str]) -> Experience:
-    """No samples, with the named fields set."""
-    return Experience(**{name: torch.empty(0, dtype=FIELDS[name][0]) for name in names})

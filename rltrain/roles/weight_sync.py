@@ -20,7 +20,6 @@ class WeightSync:
         destination = engine_layout(job.architecture, job.grids["rollout"])
         self.plan = plan(source, destination, job.world.rank, job.world.ranks_per_node)
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
-        self.leader = job.grids["actor"].owner(0)
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
 
     def weight_sync(self, step: int) -> Metrics:
