@@ -46,7 +46,7 @@ _use_interpreter() {
 # The repository's path belongs to it because an editable installation does not survive a move.
 _requirements_digest() {
   local digest
-  digest=$(cat "$REPOSITORY"/{pyproject.toml,setup.py,launch/constraints-cpu.txt} - <<<"$REPOSITORY" | cksum)
+  digest=$(cat "$REPOSITORY"/{pyproject.toml,setup.py,csrc/*,launch/constraints-cpu.txt} - <<<"$REPOSITORY" | cksum)
   echo "${digest%% *}"
 }
 

@@ -11,12 +11,11 @@ from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture, read_architecture
-from rltrain.reshard.plan import traffic
+from rltrain.reshard.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule import Order, build_order, check
 from rltrain.training.layout import megatron_layout
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 CONFIG_FILE = "config.json"
 
 
@@ -95,9 +94,9 @@ def describe_weight_sync(
         return ["none: no rollout is placed"]
     if architecture is None:
         return [f"bytes unknown: {Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"]
-    source = megatron_layout(architecture, grids["actor"])
-    destination = engine_layout(architecture, grids["rollout"])
-    moved = traffic(source, destination, ranks_per_node, ELEMENT_BYTES[config.model.dtype])
+    source = megatron_layout(architecture, grids["actor"], dtype=config.model.dtype)
+    destination = engine_layout(architecture, grids["rollout"], dtype=config.model.dtype)
+    moved = traffic(source, destination, ranks_per_node)
     rows = [["from", "to", "bytes", "over"]]
     for (sender, receiver), num_bytes in sorted(moved.items()):
         same_node = sender // ranks_per_node == receiver // ranks_per_node

@@ -27,3 +27,11 @@ class StallError(UserError):
 
 class DivergenceError(UserError):
     """A loss or gradient is not finite, or ranks that must agree do not."""
+
+
+class SyncError(UserError):
+    """A weight sync cannot go on: ranks disagree about what moves, or a rank is gone."""
+
+
+class SyncMismatchError(SyncError):
+    """After a weight sync a rank holds other values than the ranks that it has them from."""

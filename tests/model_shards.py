@@ -7,52 +7,104 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.families import Architecture
+from rltrain.reshard.families import MLA, Architecture, MoE
 
 Tensors = dict[str, np.ndarray]
 
 PADDING = -7.0
 
 
+MOE = {
+    "qwen3_moe": MoE(num_experts=4, top_k=2, ffn_hidden_size=8, dense_layers=(1,)),
+    "mixtral": MoE(num_experts=4, top_k=2, ffn_hidden_size=24),
+    "deepseek_v3": MoE(num_experts=8, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(0,)),
+}
+LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
+
+
 def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
+    latent = family == "deepseek_v3"
     values: dict[str, object] = {
         "family": family,
         "num_layers": 2,
         "hidden_size": 12,
         "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
+        "num_kv_heads": 4 if latent else 2,
+        "head_dim": 5 if latent else 4,
         "ffn_hidden_size": 24,
         "vocab_size": 21,
         "tied_embeddings": False,
         "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
         "norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "max_positions": 64,
         "eos_token_ids": (),
+        "moe": MOE.get(family),
+        "mla": LATENT if latent else None,
     }
     return Architecture(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
+    """Tensors of a layer of the checkpoint, without the layer's prefix."""
+    hidden = a.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if a.mla:
+        m = a.mla
+        shapes["self_attn.q_a_proj"] = (m.q_rank, hidden)
+        shapes["self_attn.q_a_layernorm"] = (m.q_rank,)
+        shapes["self_attn.q_b_proj"] = (a.num_heads * (m.plain_head_dim + m.rope_head_dim), m.q_rank)
+        shapes["self_attn.kv_a_proj_with_mqa"] = (m.kv_rank + m.rope_head_dim, hidden)
+        shapes["self_attn.kv_a_layernorm"] = (m.kv_rank,)
+        shapes["self_attn.kv_b_proj"] = (a.num_heads * (m.plain_head_dim + m.value_head_dim), m.kv_rank)
+        shapes["self_attn.o_proj"] = (hidden, a.num_heads * m.value_head_dim)
+    else:
+        for projection, heads in (("q", a.num_heads), ("k", a.num_kv_heads), ("v", a.num_kv_heads)):
+            shapes[f"self_attn.{projection}_proj"] = (heads * a.head_dim, hidden)
+        shapes["self_attn.o_proj"] = (hidden, a.num_heads * a.head_dim)
+    if a.qk_norm:
+        shapes["self_attn.q_norm"] = shapes["self_attn.k_norm"] = (a.head_dim,)
+    mlps = {"mlp": a.ffn_hidden_size}
+    if sparse:
+        assert a.moe
+        block = moe_block(a)
+        shapes[f"{block}.gate"] = (a.moe.num_experts, hidden)
+        mlps = {f"{block}.experts.{e}": a.moe.ffn_hidden_size for e in range(a.moe.num_experts)}
+        if a.moe.shared_ffn_hidden_size:
+            mlps["mlp.shared_experts"] = a.moe.shared_ffn_hidden_size
+    for mlp, size in mlps.items():
+        gate, up, down = mlp_names(a, sparse)
+        shapes[f"{mlp}.{gate}"] = shapes[f"{mlp}.{up}"] = (size, hidden)
+        shapes[f"{mlp}.{down}"] = (hidden, size)
+    shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if a.qkv_bias:
+        biases = {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
+        shapes |= biases
+    if sparse and a.family == "deepseek_v3":
+        assert a.moe
+        shapes["mlp.gate.e_score_correction_bias"] = (a.moe.num_experts,)
+    return shapes
+
+
+def moe_block(a: Architecture) -> str:
+    return "block_sparse_moe" if a.family == "mixtral" else "mlp"
+
+
+def mlp_names(a: Architecture, sparse: bool) -> tuple[str, str, str]:
+    return ("w1", "w3", "w2") if a.family == "mixtral" and sparse else ("gate_proj", "up_proj", "down_proj")
+
+
+def is_sparse(a: Architecture, layer: int) -> bool:
+    return a.moe is not None and layer not in a.moe.dense_layers
 
 
 def full_tensors(a: Architecture) -> Tensors:
     """A checkpoint in which every element differs from every other (up to 2**24 of them)."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for i in range(a.num_layers):
-        layer = f"model.layers.{i}"
-        for projection, heads in (("q", a.num_heads), ("k", a.num_kv_heads), ("v", a.num_kv_heads)):
-            shapes[f"{layer}.self_attn.{projection}_proj.weight"] = (heads * a.head_dim, a.hidden_size)
-            if a.qkv_bias:
-                shapes[f"{layer}.self_attn.{projection}_proj.bias"] = (heads * a.head_dim,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (a.hidden_size, a.num_heads * a.head_dim)
-        if a.qk_norm:
-            shapes[f"{layer}.self_attn.q_norm.weight"] = shapes[f"{layer}.self_attn.k_norm.weight"] = (a.head_dim,)
-        shapes[f"{layer}.mlp.gate_proj.weight"] = (a.ffn_hidden_size, a.hidden_size)
-        shapes[f"{layer}.mlp.up_proj.weight"] = (a.ffn_hidden_size, a.hidden_size)
-        shapes[f"{layer}.mlp.down_proj.weight"] = (a.hidden_size, a.ffn_hidden_size)
-        shapes[f"{layer}.input_layernorm.weight"] = (a.hidden_size,)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (a.hidden_size,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(a, is_sparse(a, i)).items()}
     shapes["model.norm.weight"] = (a.hidden_size,)
     if not a.tied_embeddings:
         shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
@@ -86,42 +138,115 @@ def megatron_qkv(a: Architecture, q: np.ndarray, k: np.ndarray, v: np.ndarray) -
 
 @dataclass(frozen=True)
 class Place:
+    """Of a Megatron rank, or with `tp`, `ep` and `etp` of an engine's. `ep_rank` holds whole experts of its own, each
+    cut over `etp` ranks (None: as tp). `layers_per_stage` goes by depth: [0, pp) of the first chunks, and so on."""
+
     tp: int = 1
     tp_rank: int = 0
     pp: int = 1
     pp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int | None = None
+    etp_rank: int | None = None
+    virtual_stages: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    transformer_engine: bool = False
+
+    @property
+    def expert_tp(self) -> tuple[int, int]:
+        """(ranks over which an expert is cut, place among them)."""
+        if self.etp is None:
+            return self.tp, self.tp_rank
+        assert self.etp_rank is not None
+        return self.etp, self.etp_rank
+
+
+def gate_up(full: Tensors, mlp: str, names: tuple[str, str, str], tp: int, rank: int) -> np.ndarray:
+    return np.concatenate([np.split(full[f"{mlp}.{name}.weight"], tp)[rank] for name in names[:2]])
+
+
+def down(full: Tensors, mlp: str, names: tuple[str, str, str], tp: int, rank: int) -> np.ndarray:
+    return np.split(full[f"{mlp}.{names[2]}.weight"], tp, axis=1)[rank]
+
+
+def local_experts(a: Architecture, place: Place) -> range:
+    assert a.moe
+    count = a.moe.num_experts // place.ep
+    return range(place.ep_rank * count, (place.ep_rank + 1) * count)
 
 
 def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple: int = 16) -> Tensors:
     tp, rank = place.tp, place.tp_rank
     vocab = -(-a.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
-    per_stage = a.num_layers // place.pp
+    num_chunks = place.pp * place.virtual_stages
+    counts = place.layers_per_stage or (a.num_layers // num_chunks,) * num_chunks
     shard: Tensors = {}
-    if place.pp_rank == 0:
-        embedding = full["model.embed_tokens.weight"]
-        shard["embedding.word_embeddings.weight"] = np.split(padded(embedding, vocab), tp)[rank]
-    for local in range(per_stage):
-        hf, mcore = f"model.layers.{place.pp_rank * per_stage + local}", f"decoder.layers.{local}"
+    for virtual in range(place.virtual_stages):
+        chunk = virtual * place.pp + place.pp_rank
+        prefix = f"{virtual}." if place.virtual_stages > 1 else ""
+        if chunk == 0:
+            embedding = full["model.embed_tokens.weight"]
+            shard[f"{prefix}embedding.word_embeddings.weight"] = np.split(padded(embedding, vocab), tp)[rank]
+        for local in range(counts[chunk]):
+            layer = megatron_layer(a, full, sum(counts[:chunk]) + local, place)
+            shard |= {f"{prefix}decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
+        if chunk == num_chunks - 1:
+            shard[f"{prefix}decoder.final_layernorm.weight"] = full["model.norm.weight"]
+            if not a.tied_embeddings:
+                shard[f"{prefix}output_layer.weight"] = np.split(padded(full["lm_head.weight"], vocab), tp)[rank]
+            elif place.pp > 1:
+                embedding = full["model.embed_tokens.weight"]
+                shard[f"{prefix}output_layer.weight"] = np.split(padded(embedding, vocab), tp)[rank]
+    return shard
+
+
+def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) -> Tensors:
+    """The rank's share of one layer, without the layer's prefix."""
+    tp, rank, te = place.tp, place.tp_rank, place.transformer_engine
+    hf = f"model.layers.{number}"
+    sparse = is_sparse(a, number)
+    fused_input_norm, fused_mlp_norm = te and a.mla is None, te and not sparse
+    input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_input_norm else "input_layernorm.weight"
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp_norm else "pre_mlp_layernorm.weight"
+    shard = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.post_attention_layernorm.weight"]}
+    shard["self_attention.linear_proj.weight"] = np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]
+    if a.mla:
+        shard |= megatron_latent_attention(full, f"{hf}.self_attn", place)
+    else:
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
             fused = megatron_qkv(a, *(full[f"{hf}.self_attn.{p}_proj.{kind}"] for p in "qkv"))
-            shard[f"{mcore}.self_attention.linear_qkv.{kind}"] = np.split(fused, tp)[rank]
-        gate, up = (np.split(full[f"{hf}.mlp.{p}_proj.weight"], tp)[rank] for p in ("gate", "up"))
-        shard[f"{mcore}.mlp.linear_fc1.weight"] = np.concatenate([gate, up])
-        shard[f"{mcore}.mlp.linear_fc2.weight"] = np.split(full[f"{hf}.mlp.down_proj.weight"], tp, axis=1)[rank]
-        output = full[f"{hf}.self_attn.o_proj.weight"]
-        shard[f"{mcore}.self_attention.linear_proj.weight"] = np.split(output, tp, axis=1)[rank]
-        shard[f"{mcore}.input_layernorm.weight"] = full[f"{hf}.input_layernorm.weight"]
-        shard[f"{mcore}.pre_mlp_layernorm.weight"] = full[f"{hf}.post_attention_layernorm.weight"]
-        if a.qk_norm:
-            shard[f"{mcore}.self_attention.q_layernorm.weight"] = full[f"{hf}.self_attn.q_norm.weight"]
-            shard[f"{mcore}.self_attention.k_layernorm.weight"] = full[f"{hf}.self_attn.k_norm.weight"]
-    if place.pp_rank == place.pp - 1:
-        shard["decoder.final_layernorm.weight"] = full["model.norm.weight"]
-        if not a.tied_embeddings:
-            shard["output_layer.weight"] = np.split(padded(full["lm_head.weight"], vocab), tp)[rank]
-        elif place.pp > 1:
-            embedding = full["model.embed_tokens.weight"]
-            shard["output_layer.weight"] = np.split(padded(embedding, vocab), tp)[rank]
+            shard[f"self_attention.linear_qkv.{kind}"] = np.split(fused, tp)[rank]
+    if a.qk_norm:
+        shard["self_attention.q_layernorm.weight"] = full[f"{hf}.self_attn.q_norm.weight"]
+        shard["self_attention.k_layernorm.weight"] = full[f"{hf}.self_attn.k_norm.weight"]
+    names = mlp_names(a, sparse)
+    if not sparse:
+        shard["mlp.linear_fc1.weight"] = gate_up(full, f"{hf}.mlp", names, tp, rank)
+        shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
+        return shard
+    block = f"{hf}.{moe_block(a)}"
+    shard["mlp.router.weight"] = full[f"{block}.gate.weight"]
+    if a.family == "deepseek_v3":
+        shard["mlp.router.expert_bias"] = full[f"{block}.gate.e_score_correction_bias"]
+        shard["mlp.shared_experts.linear_fc1.weight"] = gate_up(full, f"{block}.shared_experts", names, tp, rank)
+        shard["mlp.shared_experts.linear_fc2.weight"] = down(full, f"{block}.shared_experts", names, tp, rank)
+    for local, expert in enumerate(local_experts(a, place)):
+        for layer, cut in (("linear_fc1", gate_up), ("linear_fc2", down)):
+            own = f"experts.{layer}.weight{local}" if te else f"experts.local_experts.{local}.{layer}.weight"
+            shard[f"mlp.{own}"] = cut(full, f"{block}.experts.{expert}", names, *place.expert_tp)
+    return shard
+
+
+def megatron_latent_attention(full: Tensors, attention: str, place: Place) -> Tensors:
+    tp, rank, te = place.tp, place.tp_rank, place.transformer_engine
+    shard: Tensors = {}
+    for latent, hf_down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+        whole = full[f"{attention}.{hf_down}.weight"]
+        up, norm = f"self_attention.linear_{latent}_up_proj", f"self_attention.{latent}_layernorm.weight"
+        shard[f"self_attention.linear_{latent}_down_proj.weight"] = whole if te else np.split(whole, tp)[rank]
+        shard[f"{up}.layer_norm_weight" if te else norm] = full[f"{attention}.{latent}_a_layernorm.weight"]
+        shard[f"{up}.weight"] = np.split(full[f"{attention}.{latent}_b_proj.weight"], tp)[rank]
     return shard
 
 
@@ -141,16 +266,45 @@ def engine_shard(a: Architecture, full: Tensors, place: Place) -> Tensors:
         if name in full:
             shard[name] = np.split(padded(full[name], vocab), tp)[rank]
     for i in range(a.num_layers):
-        layer = f"model.layers.{i}"
-        for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
-            parts = [engine_heads(full[f"{layer}.self_attn.{p}_proj.{kind}"], a.head_dim, tp, rank) for p in "qkv"]
-            shard[f"{layer}.self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
-        gate, up = (np.split(full[f"{layer}.mlp.{p}_proj.weight"], tp)[rank] for p in ("gate", "up"))
-        shard[f"{layer}.mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            shard[f"{layer}.{name}.weight"] = np.split(full[f"{layer}.{name}.weight"], tp, axis=1)[rank]
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        norms += ["self_attn.q_norm", "self_attn.k_norm"] if a.qk_norm else []
-        for name in norms:
-            shard[f"{layer}.{name}.weight"] = full[f"{layer}.{name}.weight"]
+        layer = engine_layer(a, {n.removeprefix(f"model.layers.{i}."): t for n, t in full.items()}, i, place)
+        shard |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
     return shard
+
+
+def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> Tensors:
+    """The rank's share of one layer. `full` and the result lack the layer's prefix."""
+    tp, rank = place.tp, place.tp_rank
+    sparse = is_sparse(a, number)
+    whole = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    whole += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
+    shard: Tensors = {}
+    if a.mla:
+        whole += ["self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"]
+        shard["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(
+            [full["self_attn.q_a_proj.weight"], full["self_attn.kv_a_proj_with_mqa.weight"]]
+        )
+        for name in ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
+            shard[name] = np.split(full[name], tp)[rank]
+    else:
+        for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
+            parts = [engine_heads(full[f"self_attn.{p}_proj.{kind}"], a.head_dim, tp, rank) for p in "qkv"]
+            shard[f"self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
+    shard["self_attn.o_proj.weight"] = np.split(full["self_attn.o_proj.weight"], tp, axis=1)[rank]
+    block, names = moe_block(a), mlp_names(a, sparse)
+    if not sparse:
+        mlps = ["mlp"]
+    else:
+        whole.append(f"{block}.gate.weight")
+        mlps = []
+        if a.family == "deepseek_v3":
+            whole.append("mlp.gate.e_score_correction_bias")
+            mlps.append("mlp.shared_experts")
+        experts = [f"{block}.experts.{e}" for e in local_experts(a, place)]
+        for stack, cut in (("w13", gate_up), ("w2", down)):
+            shard[f"{block}.experts.{stack}_weight"] = np.stack(
+                [cut(full, e, names, *place.expert_tp) for e in experts]
+            )
+    for mlp in mlps:
+        shard[f"{mlp}.gate_up_proj.weight"] = gate_up(full, mlp, names, tp, rank)
+        shard[f"{mlp}.down_proj.weight"] = down(full, mlp, names, tp, rank)
+    return shard | {name: full[name] for name in whole}

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.errors import CheckpointError
+from rltrain.reshard.binding import DTYPES
+from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute import execute
-from rltrain.reshard.families import Architecture, canonical_tensors
+from rltrain.reshard.families import Architecture, canonical_tensors, element_types
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
-from rltrain.reshard.plan import plan
+from rltrain.reshard.planner import plan
 
 CONFIG_FILE = "config.json"
 COPIED_FILES = (
@@ -40,14 +42,18 @@ METADATA = {"format": "pt", "written_by": "rltrain"}
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def hf_layout(architecture: Architecture, ranks: tuple[int, ...]) -> Layout:
-    """Whole tensors under their own names, dealt out over `ranks` in consecutive runs of about equal bytes."""
+def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
+    """Whole tensors of `dtype`, each a parameter, dealt out over `ranks` in consecutive runs of about equal bytes."""
     tensors = canonical_tensors(architecture)
     size = tensors.matrix_shapes.prod(axis=1)
     middle = np.cumsum(size) - size / 2
     writer = (middle * len(ranks) // size.sum()).astype(np.int64)
     return Layout(
-        ranks, parts=tuple(range(len(ranks))), tensors=tensors, build=partial(_whole_tensors, tensors, writer)
+        ranks,
+        parts=tuple(range(len(ranks))),
+        tensors=tensors,
+        types=element_types(architecture, dtype),
+        build=partial(_whole_tensors, tensors, writer),
     )
 
 
@@ -67,11 +73,12 @@ def save_checkpoint(
     architecture: Architecture,
     *,
     group: dist.ProcessGroup | None,
+    cpu_group: dist.ProcessGroup | None = None,
     rank: int,
     like: Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = 32 * 2**20,
     ranks_per_node: int | None = None,
 ) -> None:
     """Write the model into `directory`, with the config and tokenizer of the checkpoint folder `like`.
@@ -80,14 +87,19 @@ def save_checkpoint(
     unless one tensor is larger. All of it is written beside `directory`, which appears when it is complete; an
     existing one is replaced only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
 
-    Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank).
+    Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
+    on gloo, which may be left out where `group` is gloo's.
     """
     _refuse_foreign(directory)
     dtype = dtype or next(iter(source_tensors.values())).dtype
-    layout = hf_layout(architecture, source_layout.ranks)
-    mine = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.on(rank).parameters}
+    layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
+    device = next(iter(source_tensors.values())).device
+    mine = {
+        name: torch.empty(shape, dtype=DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], device=device)
+        for name, shape in layout.on(rank).parameters
+    }
     sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
-    execute(sync, source_tensors, mine, group=group, bucket_bytes=bucket_bytes, dtype=dtype)
+    execute(sync, source_tensors, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
     files = _files(layout, dtype.itemsize, max_shard_bytes)
     first = rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
@@ -98,7 +110,7 @@ def save_checkpoint(
         _barrier(group)
         for file in files:
             if file.writer == rank:
-                save_file({name: mine[name] for name in file.tensors}, partial_directory / file.name, METADATA)
+                save_file({name: mine[name].cpu() for name in file.tensors}, partial_directory / file.name, METADATA)
         if first:
             _write_index(partial_directory, files, layout.tensors, dtype)
             _copy_settings(like, partial_directory, dtype)

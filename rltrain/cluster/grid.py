@@ -18,10 +18,21 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
+class ExpertCoordinates:
+    """A rank's place among those that share out the experts of its pipeline stage."""
+
+    etp: int
+    ep: int
+    dp: int
+
+
+@dataclass(frozen=True)
 class Grid:
     """`ranks` (any subset of the world, in rank order) laid out as tp x cp x dp x pp, tp varying fastest.
 
     This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp: placement checks it first.
+    Experts lie on the ranks of each pipeline stage as etp x ep x expert dp, etp varying fastest: ep shares hold whole
+    experts, each cut over etp ranks (None: as many as tp).
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +40,7 @@ class Grid:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
 
     @property
     def dp(self) -> int:
@@ -42,6 +54,22 @@ class Grid:
     def coordinates(self, rank: int) -> Coordinates:
         pp, dp, cp, tp = (int(i[0]) for i in np.nonzero(self.array == rank))
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
+
+    @cached_property
+    def expert_array(self) -> np.ndarray:
+        """World ranks, shape [pp, expert dp, ep, etp]. ValueError where ep x etp does not divide a stage's ranks."""
+        etp = self.etp or self.tp
+        stage = self.array.reshape(self.pp, -1)
+        if stage.shape[1] % (self.ep * etp):
+            raise ValueError(
+                f"ep {self.ep} x etp {etp} does not divide the {stage.shape[1]} ranks of a pipeline stage: "
+                f"dp {self.dp} x cp {self.cp} x tp {self.tp}"
+            )
+        return stage.reshape(self.pp, -1, self.ep, etp)
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        _, dp, ep, etp = (int(i[0]) for i in np.nonzero(self.expert_array == rank))
+        return ExpertCoordinates(etp=etp, ep=ep, dp=dp)
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """The ranks that together hold one copy of the model and work on the same data."""

@@ -114,13 +114,8 @@ def _union(grids: Iterable[Grid]) -> RankList:
 
 
 def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
-    """Lists of the expert layers, which share out dp x cp as expert dp x ep: ranks as [pp, expert dp, ep, tp].
-
-    Raises ValueError where ep does not divide dp x cp.
-    """
-    if (grid.dp * grid.cp) % grid.ep:
-        raise ValueError(f"ep {grid.ep} does not divide dp {grid.dp} x cp {grid.cp}")
-    ranks = grid.array.reshape(grid.pp, -1, grid.ep, grid.tp)
+    """Lists of the expert layers. ValueError where the grid's expert parallelism does not divide its ranks."""
+    ranks = grid.expert_array
     pp, expert_dp, ep, tp = range(4)
     return {
         "ep": _lists_along(ranks, ep),

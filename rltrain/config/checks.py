@@ -39,6 +39,10 @@ class ModelSizes(Protocol):
     def ffn_hidden_size(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def mla(self) -> object | None: ...
 
 
 def check_config(config: Config) -> None:
@@ -54,8 +58,9 @@ def check_config(config: Config) -> None:
 
 
 def check_against_architecture(config: Config, grids: Mapping[str, GridSizes], architecture: ModelSizes) -> None:
-    """Refuse grids that do not divide the model or the batch, and texts longer than the model takes. ConfigError."""
-    problems = list(_data_parallel_problems(config, grids))
+    """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than the
+    model takes. ConfigError."""
+    problems = [*_model_problems(config, architecture), *_data_parallel_problems(config, grids)]
     for role in ("actor", "reference", "rollout"):
         if role in grids:
             problems += _grid_problems(_parallel_key(config, role), grids[role], architecture)
@@ -183,6 +188,15 @@ def _training_problems(config: Config) -> Iterator[str]:
 def _parallel_key(config: Config, role: str) -> str:
     inherits = role == "reference" and config.reference.parallel is None
     return "actor.parallel" if inherits else f"{role}.parallel"
+
+
+def _model_problems(config: Config, architecture: ModelSizes) -> Iterator[str]:
+    found = f"model.path: the model in {config.model.path} has"
+    expected = "expected a dense model of family llama, qwen2 or qwen3: neither the trainer nor the embedded engine has"
+    if architecture.num_experts:
+        yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
+    if architecture.mla is not None:
+        yield f"{found} latent attention; {expected} it"
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, GridSizes]) -> Iterator[str]:

@@ -41,7 +41,22 @@ METRICS = (
         "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
     ),
     Metric("perf/weight_sync_bytes", "bytes", "bytes that the weight sync moved between ranks"),
-    Metric("perf/weight_sync_gb_per_s", "GB/s", "those bytes over its seconds, 1 GB = 1e9 bytes"),
+    Metric("perf/weight_sync_local_bytes", "bytes", "bytes that it copied within ranks"),
+    Metric("perf/weight_sync_node_bytes", "bytes", "of the bytes moved, those between ranks of a node"),
+    Metric("perf/weight_sync_network_bytes", "bytes", "of the bytes moved, those between nodes"),
+    Metric(
+        "perf/weight_sync_network_ratio",
+        "",
+        "bytes between nodes over the least possible, each node getting what it lacks once",
+    ),
+    Metric("perf/weight_sync_gb_per_s", "GB/s", "bytes moved over the seconds of the sync, 1 GB = 1e9 bytes"),
+    Metric("perf/weight_sync_copy_s", "s", "local copies, on the reporting rank as all of the following"),
+    Metric("perf/weight_sync_pack_s", "s", "filling buffers to send from"),
+    Metric("perf/weight_sync_wire_s", "s", "having messages on the wire; overlaps with the others"),
+    Metric("perf/weight_sync_unpack_s", "s", "emptying buffers received into"),
+    Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
+    Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb"),
+    Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
 )
 
 _PATTERNS = tuple(re.compile(re.escape(metric.name).replace("<task>", "[a-z_]+")) for metric in METRICS)

@@ -1,63 +1,59 @@
-"""Which of several holders sends a box: the nearest, and among equally near ones such that bytes are balanced."""
+"""Sharing demands out among those who can meet them, so that the busiest carries as little as possible.
+
+Integer arithmetic throughout: every rank must come to the same result, whatever processor it runs on.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rltrain.reshard.layout import IntArray
 
-Mask = NDArray[np.bool_]
+MAX_SWEEPS = 300
+TOLERANCE = 2000
+"""Sweeps end when no quota moves by more than the total demand divided by this and by the number of ranks."""
 
 
-def choose_sources(
-    holds: Mask, fragment: IntArray, weight: IntArray, destination: IntArray, ranks: IntArray, ranks_per_node: int
-) -> IntArray:
-    """The source rank of every move. Deterministic, so that all ranks come to the same result.
+def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[IntArray]:
+    """For every demand its split over its candidates (distinct rank numbers): quotas that sum to the demand.
 
-    `holds` [fragments, ranks] says which of the source `ranks` (ascending) hold a fragment. A move takes `weight`
-    elements of `fragment` to rank `destination`; moves are in the order in which neighbours should share a source.
+    Each demand in turn is poured over its candidates like water over uneven ground, given what the others have put on
+    them, until nothing moves. This is block coordinate descent on the sum of squared loads, which is convex, so it
+    approaches the split whose largest load is the smallest possible.
     """
-    chosen = np.full(len(fragment), -1, dtype=np.int64)
-    place = np.minimum(np.searchsorted(ranks, destination), len(ranks) - 1)
-    local = (ranks[place] == destination) & holds[fragment, place]
-    chosen[local] = destination[local]
-    load = np.zeros(len(ranks), dtype=np.int64)
-    remote = np.flatnonzero(~local)
-    for members, moves in _groups(
-        holds, fragment[remote], destination[remote] // ranks_per_node, ranks // ranks_per_node
-    ):
-        shared = remote[moves]
-        picked = members[_deal(weight[shared], load[members])]
-        np.add.at(load, picked, weight[shared])
-        chosen[shared] = ranks[picked]
-    return chosen
+    num_ranks = 1 + max((int(ranks.max()) for ranks in candidates), default=-1)
+    load = np.zeros(num_ranks, dtype=np.int64)
+    quotas = [np.zeros(len(ranks), dtype=np.int64) for ranks in candidates]
+    for number, (ranks, demand) in enumerate(zip(candidates, demands, strict=True)):
+        if len(ranks) == 1:
+            quotas[number][0] = demand
+            load[ranks] += demand
+    shared = [number for number, ranks in enumerate(candidates) if len(ranks) > 1]
+    tolerance = sum(demands) // (TOLERANCE * max(num_ranks, 1))
+    for _ in range(MAX_SWEEPS):
+        moved = 0
+        for number in shared:
+            ranks = candidates[number]
+            load[ranks] -= quotas[number]
+            quota = pour(load[ranks], demands[number])
+            moved = max(moved, int(np.abs(quota - quotas[number]).max()))
+            quotas[number] = quota
+            load[ranks] += quota
+        if moved <= tolerance:
+            break
+    return quotas
 
 
-def _groups(holds: Mask, fragment: IntArray, node: IntArray, rank_node: IntArray) -> list[tuple[IntArray, IntArray]]:
-    """Moves with equal candidates: (candidates, moves). Groups with the least choice come first."""
-    sets, set_of_fragment = np.unique(holds, axis=0, return_inverse=True)
-    wanted = set_of_fragment.reshape(-1)[fragment]
-    keys, group = np.unique(np.stack([wanted, node], axis=1), axis=0, return_inverse=True)
-    order = np.argsort(group.reshape(-1), kind="stable")
-    ends = np.cumsum(np.bincount(group.reshape(-1), minlength=len(keys)))
-    groups = []
-    for (wanted_set, wanted_node), start, end in zip(keys, [0, *ends], ends, strict=False):
-        near = sets[wanted_set] & (rank_node == wanted_node)
-        groups.append((np.flatnonzero(near if near.any() else sets[wanted_set]), order[start:end]))
-    return sorted(groups, key=lambda item: len(item[0]))
-
-
-def _deal(weight: IntArray, load: IntArray) -> IntArray:
-    """For every move the place of its candidate: consecutive runs, as long as each candidate's load leaves room for."""
-    room = np.maximum(_level(load, int(weight.sum())) - load, 0.0)
-    middle = np.cumsum(weight) - weight / 2
-    dealt = np.searchsorted(np.cumsum(room), middle, side="right")
-    return np.minimum(dealt, len(load) - 1).astype(np.int64)
-
-
-def _level(load: IntArray, amount: int) -> float:
-    """The height to which `amount` fills vessels that already hold `load`."""
+def pour(load: IntArray, amount: int) -> IntArray:
+    """What each of the vessels that hold `load` gets when `amount` fills them to one level as far as possible."""
     ascending = np.sort(load)
-    count = np.arange(1, len(load) + 1)
-    levels = (np.cumsum(ascending) + amount) / count
+    held = np.cumsum(ascending)
+    # With the k lowest vessels filled to one level, the next one up must not be below that level.
+    levels = (held + amount) // np.arange(1, len(load) + 1)
     above = np.append(ascending[1:], np.iinfo(np.int64).max)
-    return float(levels[np.argmax(levels <= above)])
+    level = levels[np.argmax(levels <= above)]
+    quota: IntArray = np.maximum(level - load, 0)
+    left_over = amount - int(quota.sum())
+    lowest = np.argsort(load + quota, kind="stable")[:left_over]
+    quota[lowest] += 1
+    return quota

@@ -1,148 +1,206 @@
-"""Carrying out a plan: copies within ranks, and packed messages between them."""
+"""Carrying out a plan: every round is packed, sent and unpacked while its neighbours are in other steps."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.buckets import Message, messages_by_bucket
+from rltrain.reshard.agreement import Agreement
+from rltrain.reshard.binding import Binding, device_of
+from rltrain.reshard.blocks import SCALES_PARAMETER
+from rltrain.reshard.element_types import ITEM_BYTES, wire_types
+from rltrain.reshard.kernels import CopyTable
+from rltrain.reshard.lanes import Lanes
 from rltrain.reshard.match import elements
-from rltrain.reshard.plan import Parameters, RankPlan
+from rltrain.reshard.pipeline import Pipeline, covered_seconds, total_seconds
+from rltrain.reshard.plan import RankPlan
+from rltrain.reshard.report import SyncReport
+from rltrain.reshard.staging import Memory, Staging, allocate
+from rltrain.reshard.steps import BlockPlaces, make_steps, stage_streams
+from rltrain.reshard.wire import Link, Wire, make_wire
+
+LARGE_BYTES = 2**18
+"""On the CPU boxes of at least this size are sent and received in place where they can be: packing costs more there
+than a message."""
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What a reshard did. `bytes_moved` crossed between ranks and `bytes_local` stayed on one, over all ranks together;
-    the other numbers are this rank's."""
+class Magnitudes(Protocol):
+    """What a reshard that quantises knows of this rank's blocks (block_scales.BlockScales)."""
 
-    bytes_moved: int
-    bytes_local: int
-    bytes_sent: int
-    bytes_received: int
-    num_buckets: int
-    seconds: float
+    amax: Tensor
 
     @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Of all ranks together."""
-        return self.bytes_moved / self.seconds
+    def table(self) -> BlockPlaces: ...
+
+    @property
+    def num_launches(self) -> int: ...
+
+    def prepare(
+        self, source_tensors: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None
+    ) -> Mapping[str, Tensor] | None:
+        """Bring `amax` up to date; the source tensors with what it adds to them. Collective over: `group`."""
 
 
-@torch.no_grad()
+class Resharding:
+    """A plan that is ready to be carried out any number of times: its rounds, and its copies as a table on the device.
+
+    `group` moves the bytes and `cpu_group` (gloo, the same ranks) is where ranks meet; both hold the ranks of both
+    layouts, and may be None where that is this rank alone. With a gloo `group` messages of CUDA tensors pass through
+    host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
+    `ranks_per_node` tells in reports what goes between nodes; None: all ranks are on one. `magnitudes` must be given
+    where the plan quantises.
+
+    Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
+    Collective over: the ranks of both layouts.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        *,
+        group: dist.ProcessGroup | None,
+        cpu_group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+        device: torch.device,
+        ranks_per_node: int | None = None,
+        magnitudes: Magnitudes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        if (group is None) != (cpu_group is None):
+            raise ValueError("one of group and cpu_group was given; expected both, over the same ranks, or neither")
+        self.plan = plan
+        self._group, self._device = group, device
+        self._ranks_per_node, self._magnitudes = ranks_per_node, magnitudes
+        self._agreement = Agreement(cpu_group, plan.rank, timeout_s)
+        self._agreement.meet()
+        exchanged = stage_streams(plan)
+        large_bytes = LARGE_BYTES if device.type == "cpu" else None
+        rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes)
+        blocks = magnitudes.table if magnitudes else None
+        self.steps = self._agreement.together(
+            lambda: make_steps(plan, exchanged, rounds, blocks=blocks, large_bytes=large_bytes)
+        )
+        self._table = self._agreement.together(lambda: CopyTable(self.steps.slices, device))
+        self._binding = self._agreement.together(lambda: Binding(plan, device))
+        self._lanes = Lanes(device)
+        self._over_gloo = group is not None and dist.get_backend(group) == "gloo"
+        if group is not None and not self._over_gloo:
+            # NCCL sets a group up in its first call, which all its ranks must make; some may have nothing to send.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            torch.cuda.synchronize(device)
+
+    @torch.no_grad()
+    def run(
+        self, source_tensors: Mapping[str, Tensor] | None, destination_tensors: Mapping[str, Tensor] | None
+    ) -> SyncReport:
+        """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
+
+        A rank that is in one layout only passes None for the other. Returns when every rank has everything. Raises
+        SyncError: before anything is moved, on all ranks, where a tensor of one does not fit the plan; on the way where
+        another rank is lost, and destinations are then partly written.
+
+        Collective over: the ranks of both layouts, from their main threads.
+        """
+        begin = time.perf_counter()
+        launches = self._num_launches
+        self._agreement.meet()
+        self._agreement.together(lambda: self._check(source_tensors, destination_tensors))
+        if self._magnitudes:
+            source_tensors = self._magnitudes.prepare(source_tensors, self._group)
+        staging = self._allocate()
+        tensors = self._binding.ordered(source_tensors, destination_tensors)
+        bases = [*tensors, *staging.buffers, *([self._magnitudes.amax] if self._magnitudes else [])]
+        try:
+            self._table.bind(bases)
+            pipeline = Pipeline(self._table, self.steps, self._lanes)
+            wires = self._move(pipeline, Memory(bases))
+        finally:
+            self._table.release()
+        sent = sum((wire.bytes_sent for wire in wires), start=Counter[int]())
+        local, node, network = self._agreement.total([self._local_bytes(), *self._by_distance(sent)])
+        times = pipeline.times
+        return SyncReport(
+            bytes_local=local,
+            bytes_node=node,
+            bytes_network=network,
+            network_minimum=self.plan.traffic.network_minimum,
+            bytes_sent=sent.total(),
+            bytes_received=sum(wire.bytes_received for wire in wires),
+            num_rounds=sum(steps.num_rounds for steps in self.steps.stages),
+            num_launches=self._num_launches - launches,
+            peak_staging_bytes=staging.num_bytes,
+            copy_seconds=total_seconds(times.copies),
+            pack_seconds=total_seconds(times.packs),
+            wire_seconds=covered_seconds(times.wire, times.begin),
+            unpack_seconds=total_seconds(times.unpacks),
+            seconds=time.perf_counter() - begin,
+        )
+
+    @property
+    def _num_launches(self) -> int:
+        return self._table.num_launches + (self._magnitudes.num_launches if self._magnitudes else 0)
+
+    def _check(
+        self, source_tensors: Mapping[str, Tensor] | None, destination_tensors: Mapping[str, Tensor] | None
+    ) -> None:
+        computed = (SCALES_PARAMETER,) if self._magnitudes else ()
+        self._binding.check(source_tensors, destination_tensors, without=computed)
+
+    def _allocate(self) -> Staging:
+        staging = allocate(self.steps, self._device, host=self._over_gloo)
+        for buffer in staging.buffers:
+            self._lanes.keep(buffer)
+        return staging
+
+    def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
+        """All stages; returns when what this rank sends and receives is through, with the stages' wires."""
+        wires: list[Wire] = []
+        for steps in self.steps.stages:
+            if self._group is None:
+                pipeline.stage(steps, None)
+                continue
+            wires.append(make_wire(steps, memory, Link(self._group, self.plan.rank, self._lanes.wire)))
+            pipeline.stage(steps, wires[-1])
+        self._lanes.finish()
+        return wires
+
+    def _local_bytes(self) -> int:
+        wire = wire_types(self.plan.source_types, self.plan.destination_types)
+        return int((elements(self.plan.copies) * ITEM_BYTES[wire[self.plan.copies["tensor"]]]).sum())
+
+    def _by_distance(self, sent: Counter[int]) -> tuple[int, int]:
+        """(bytes to ranks of this node, bytes to other nodes)."""
+        node = self._ranks_per_node
+        near = sum(n for peer, n in sent.items() if node is None or peer // node == self.plan.rank // node)
+        return near, sent.total() - near
+
+
 def execute(
     plan: RankPlan,
     source_tensors: Mapping[str, Tensor] | None,
     destination_tensors: Mapping[str, Tensor] | None,
     *,
     group: dist.ProcessGroup | None,
+    cpu_group: dist.ProcessGroup | None = None,
     bucket_bytes: int,
-    dtype: torch.dtype | None = None,
+    ranks_per_node: int | None = None,
 ) -> SyncReport:
-    """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
+    """Carry out a plan once: see `Resharding`, whose arguments these are, and `Resharding.run`.
 
-    A rank that is in one layout only passes None for the other. Values are cast to `dtype` when they are packed: the
-    dtype of the destination; None where source and destination have the same. At most `bucket_bytes` are packed at a
-    time per direction; a larger tensor is split. `group` contains the ranks of both layouts; it may be None where
-    nothing leaves this rank, and with a gloo group the messages of GPU tensors pass through host memory.
-
-    Collective over: the ranks of both layouts, from their main threads.
+    `cpu_group` may be left out where `group` is gloo's. Collective over: the ranks of both layouts.
     """
-    start = time.perf_counter()
-    source = _flat("source", plan.source_parameters, source_tensors)
-    destination = _flat("destination", plan.destination_parameters, destination_tensors)
-    dtype = dtype or _common_dtype(source, destination)
-    for copy in plan.copies:
-        _box(destination, copy, "destination_").copy_(_box(source, copy, "source_").to(dtype))
-    message_elements = max(bucket_bytes // dtype.itemsize // max(plan.max_peers, 1), 1)
-    sends = messages_by_bucket(plan.sends, message_elements)
-    receives = messages_by_bucket(plan.receives, message_elements)
-    buckets = sorted({*sends, *receives})
-    device = _wire_device(group, [*source, *destination])
-    if group is not None and device.type == "cuda":
-        # NCCL sets a group up in its first call, which all its ranks must make; some may have nothing to send.
-        dist.barrier(group)
-    for bucket in buckets:
-        _exchange(sends.get(bucket, []), receives.get(bucket, []), source, destination, group, dtype, device)
-    for used in {tensor.device for tensor in (*source, *destination) if tensor.is_cuda}:
-        torch.cuda.current_stream(used).synchronize()
-    return SyncReport(
-        bytes_moved=plan.total_wire_elements * dtype.itemsize,
-        bytes_local=plan.total_local_elements * dtype.itemsize,
-        bytes_sent=int(elements(plan.sends).sum()) * dtype.itemsize,
-        bytes_received=int(elements(plan.receives).sum()) * dtype.itemsize,
-        num_buckets=len(buckets),
-        seconds=time.perf_counter() - start,
+    if cpu_group is None and group is not None and dist.get_backend(group) == "gloo":
+        cpu_group = group
+    resharding = Resharding(
+        plan,
+        group=group,
+        cpu_group=cpu_group,
+        bucket_bytes=bucket_bytes,
+        device=device_of((source_tensors, destination_tensors)),
+        ranks_per_node=ranks_per_node,
     )
-
-
-def _flat(side: str, parameters: Parameters, tensors: Mapping[str, Tensor] | None) -> list[Tensor]:
-    """One-dimensional views of the tensors, in the order in which the plan numbers them."""
-    if not parameters:
-        return []
-    if tensors is None:
-        raise ValueError(f"this rank is in the {side} layout, but no {side} tensors were given")
-    for name, shape in parameters:
-        if name not in tensors or tuple(tensors[name].shape) != shape:
-            found = tuple(tensors[name].shape) if name in tensors else "absent"
-            raise ValueError(f"{side} tensor {name} is {found}; the layout says {shape}")
-    return [tensors[name].detach().view(-1) for name, _ in parameters]
-
-
-def _common_dtype(source: list[Tensor], destination: list[Tensor]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in (*source, *destination)}
-    if len(dtypes) != 1:
-        raise ValueError(f"tensors have dtypes {sorted(map(str, dtypes))}: pass the destination's as dtype")
-    return dtypes.pop()
-
-
-def _wire_device(group: dist.ProcessGroup | None, tensors: list[Tensor]) -> torch.device:
-    if group is None or dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    return tensors[0].device
-
-
-def _exchange(
-    sends: list[Message],
-    receives: list[Message],
-    source: list[Tensor],
-    destination: list[Tensor],
-    group: dist.ProcessGroup | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """One bucket: pack, send and receive among the ranks that have something in it, unpack."""
-    if group is None:
-        raise ValueError("boxes leave this rank or come to it, but no process group was given")
-    outgoing = [torch.empty(message.size, dtype=dtype, device=device) for message in sends]
-    incoming = [torch.empty(message.size, dtype=dtype, device=device) for message in receives]
-    for message, buffer in zip(sends, outgoing, strict=True):
-        for box, packed in _packed(message, buffer):
-            packed.copy_(_box(source, box))
-    operations = [
-        dist.P2POp(operation, buffer.view(torch.uint8), message.peer, group)
-        for operation, messages, buffers in ((dist.isend, sends, outgoing), (dist.irecv, receives, incoming))
-        for message, buffer in zip(messages, buffers, strict=True)
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for message, buffer in zip(receives, incoming, strict=True):
-        for box, packed in _packed(message, buffer):
-            _box(destination, box).copy_(packed)
-
-
-def _packed(message: Message, buffer: Tensor) -> list[tuple[np.void, Tensor]]:
-    """Every box of a message with its place in the message's buffer."""
-    shapes = zip(message.boxes["rows"].tolist(), message.boxes["cols"].tolist(), strict=True)
-    parts = torch.split(buffer, elements(message.boxes).tolist())
-    return [(box, part.view(shape)) for box, part, shape in zip(message.boxes, parts, shapes, strict=True)]
-
-
-def _box(flats: list[Tensor], box: np.void, prefix: str = "") -> Tensor:
-    """The elements of a box in the parameter that holds it, [rows, cols]."""
-    parameter, stride, offset = (int(box[prefix + name]) for name in ("parameter", "stride", "offset"))
-    # Sliced first: as_strided's own offset would count from the storage, which may hold other parameters before.
-    return flats[parameter][offset:].as_strided((int(box["rows"]), int(box["cols"])), (stride, 1))
+    return resharding.run(source_tensors, destination_tensors)

@@ -10,8 +10,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from rltrain.reshard.element_types import TypeArray
+
 Array = NDArray[np.void]
 IntArray = NDArray[np.int64]
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and local shapes."""
 
 BOX_FIELDS = ("tensor", "row", "col", "rows", "cols")
 
@@ -48,27 +53,34 @@ class CanonicalTensors:
         return np.array([(1, *shape)[-2:] for shape in self.shapes], dtype=np.int64)
 
 
-@dataclass(frozen=True, eq=False)
 class RankLayout:
     """One rank's parameters (name and local shape) and the pieces that lie in them.
 
     Elements that no piece covers are padding: they are zeroed when the parameters are made and never written again.
+    Planning reads the pieces of all ranks but the parameters of its own only, so those may be given as a function.
     """
 
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    pieces: Array
+    def __init__(self, parameters: Parameters | Callable[[], Parameters], pieces: Array) -> None:
+        self._parameters = parameters
+        self.pieces = pieces
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self._parameters() if callable(self._parameters) else self._parameters
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where a model's tensors lie on `ranks`. `parts[i]` is the share that `ranks[i]` holds: replicas have equal parts.
 
-    `build` is a pure function from a part to its contents, so every rank can work out what any other rank holds.
+    `types` [tensors] is the element type of every canonical tensor on this side. `build` is a pure function from a part
+    to its contents, so every rank can work out what any other rank holds.
     """
 
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
     tensors: CanonicalTensors
+    types: TypeArray
     build: Callable[[int], RankLayout]
 
     @cached_property
@@ -138,3 +150,10 @@ def column_slice(name: str, rows: int, first: int, count: int) -> Shard:
     pieces = np.zeros(1, dtype=PIECE)
     pieces["col"], pieces["rows"], pieces["cols"], pieces["stride"] = first, rows, count, count
     return Shard(name, (rows, count), pieces)
+
+
+def below(upper: Shard, lower: Shard) -> Shard:
+    """One parameter that holds `lower` below `upper`, which has as many columns and the same name."""
+    pieces = np.concatenate([upper.pieces, lower.pieces])
+    pieces["offset"][len(upper.pieces) :] += int(np.prod(upper.shape))
+    return Shard(upper.name, (upper.shape[0] + lower.shape[0], *upper.shape[1:]), pieces)

@@ -1,13 +1,33 @@
-"""What tensor and pipeline parallelism have in common on either side: cutting a family's table for one rank."""
+"""What both sides have in common: cutting a family's table for one part of a layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.families import Architecture, Row, canonical_tensors, table_of
-from rltrain.reshard.families.table import sizes
-from rltrain.reshard.layout import Array, RankLayout, Segment, Shard, column_slice, stacked, window
+from rltrain.reshard.families import (
+    Architecture,
+    Row,
+    Split,
+    first_tensors,
+    layer_of,
+    sizes,
+    table_of,
+    tensors_in,
+)
+from rltrain.reshard.layout import (
+    PIECE,
+    Array,
+    IntArray,
+    Parameters,
+    RankLayout,
+    Segment,
+    Shard,
+    below,
+    column_slice,
+    stacked,
+    window,
+)
 
 
 @dataclass(frozen=True)
@@ -17,17 +37,47 @@ class TensorShare:
 
     index: int
     size: int
-    qkv: Sequence[Segment]
-    padded_vocab_size: int
+    qkv: Sequence[Segment] = ()
+    padded_vocab_size: int = 0
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The consecutive layers and the ends of the model that a pipeline stage holds."""
+class ExpertShare:
+    """The experts of every layer from `first`, `count` of them, and of each one share `index` of `size` equal ones."""
+
+    first: int
+    count: int
+    index: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers and the ends of the model that one pipeline stage holds as one module.
+
+    Its parameters' names begin with `prefix` and number layers from 0.
+    """
 
     layers: range
     embedding: bool
     head: bool
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What training or an engine calls the parameter of a row, and how it splits it."""
+
+    name: Callable[[Row], str]
+    split: Callable[[Row], Split]
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Parameters of one layer, their names with "{layer}", and pieces that count tensors and parameters from 0."""
+
+    parameters: Parameters
+    pieces: Array
 
 
 def even_share(count: int, index: int, size: int, what: str) -> tuple[int, int]:
@@ -37,78 +87,167 @@ def even_share(count: int, index: int, size: int, what: str) -> tuple[int, int]:
     return index * (count // size), count // size
 
 
+def expert_share(architecture: Architecture, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertShare:
+    """Share of the experts of expert-parallel rank (index, size) `ep` and, within each expert, `tp`."""
+    first, count = even_share(architecture.num_experts, *ep, "experts")
+    return ExpertShare(first, count, *tp)
+
+
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def build_rank(
-    architecture: Architecture, stage: Stage, share: TensorShare, name_of: Callable[[Row], str]
-) -> RankLayout:
-    """The parameters of one rank; the names of `name_of` number layers from 0 within the stage."""
-    table, tensors = table_of(architecture), canonical_tensors(architecture)
-    size = sizes(architecture)
-    contents = _Contents(lambda row: _cut(row, name_of(row), size, share))
-    if stage.embedding:
-        contents.add(table.embedding, tensors.numbers[table.embedding.parts[0].name])
-    contents.add_layers(table.layer, tensors.numbers[table.embedding.parts[0].name] + 1, stage.layers)
-    if stage.head:
-        contents.add(table.final_norm, tensors.numbers[table.final_norm.parts[0].name])
-        head = table.embedding if architecture.tied_embeddings else table.head
-        if not (architecture.tied_embeddings and stage.embedding):
-            contents.add(table.head, tensors.numbers[head.parts[0].name])
-    return RankLayout(tuple(contents.parameters), np.concatenate(contents.pieces))
+class ModelCutter:
+    """Makes the parts of one layout. Each kind of layer is cut once per share and repeated, so that the cost of a part
+    grows neither with the depth of the model nor with the number of its experts."""
+
+    def __init__(self, architecture: Architecture, side: Side) -> None:
+        self.architecture = architecture
+        self.side = side
+        self._sizes = sizes(architecture)
+        self._layers: dict[tuple[bool, int, ExpertShare | None], Template] = {}
+
+    def cut(self, chunks: Sequence[Chunk], share: TensorShare, experts: ExpertShare | None) -> RankLayout:
+        """The part that holds `share` of all matrices of `chunks` but the experts', of which it holds `experts`."""
+        table, first = table_of(self.architecture), first_tensors(self.architecture)
+        tied = self.architecture.tied_embeddings
+        contents = _Contents()
+        for chunk in chunks:
+            if chunk.embedding:
+                contents.add(chunk.prefix, self._template((table.embedding,), share), np.array([0]))
+            for sparse, layers in _runs(self.architecture.sparse_layers, chunk.layers):
+                template = self._layer(sparse, share, experts)
+                contents.add(
+                    chunk.prefix, template, first[layers.start : layers.stop], layers.start - chunk.layers.start
+                )
+            if chunk.head:
+                contents.add(chunk.prefix, self._template((table.final_norm,), share), first[-1:])
+                if not (tied and any(chunk.embedding for chunk in chunks)):
+                    head = first[-1:] + 1 if not tied else np.array([0])  # tied: the embedding, on another stage
+                    contents.add(chunk.prefix, self._template((table.head,), share), head)
+        return contents.finished()
+
+    def _layer(self, sparse: bool, share: TensorShare, experts: ExpertShare | None) -> Template:
+        key = (sparse, share.index, experts if sparse else None)
+        if key not in self._layers:
+            layer = layer_of(self.architecture, sparse)
+            template = self._template(layer.rows, share)
+            if sparse:
+                assert experts is not None
+                template = _beside(template, self._experts(layer.experts, experts), tensors_in(layer.rows))
+            self._layers[key] = template
+        return self._layers[key]
+
+    def _template(self, rows: Sequence[Row], share: TensorShare) -> Template:
+        shards = self._shards(rows, share)
+        pieces = np.concatenate([shard.pieces for shard in shards])
+        pieces["parameter"] = np.repeat(np.arange(len(shards)), [len(shard.pieces) for shard in shards])
+        return Template(tuple((shard.name, shard.shape) for shard in shards), pieces)
+
+    def _experts(self, rows: Sequence[Row], share: ExpertShare) -> Template:
+        """All experts of the share: one is cut and repeated, as parameters of its own or stacked in one parameter."""
+        one = self._shards(rows, TensorShare(share.index, share.size))
+        own = np.array(["{expert}" in shard.name for shard in one])
+        parameter = np.repeat(np.arange(len(one)), [len(shard.pieces) for shard in one])
+        first_parameter = np.cumsum([0, *np.where(own, share.count, 1)])
+        elements = np.array([int(np.prod(shard.shape)) for shard in one])
+        expert = np.arange(share.count)[:, None]
+        pieces = np.empty((share.count, len(parameter)), dtype=PIECE)
+        pieces[:] = np.concatenate([shard.pieces for shard in one])
+        pieces["tensor"] += (share.first + expert) * tensors_in(tuple(rows))
+        pieces["parameter"] = first_parameter[parameter] + expert * own[parameter]
+        pieces["offset"] += expert * np.where(own, 0, elements)[parameter]
+        named: list[tuple[str, tuple[int, ...]]] = []
+        for shard in one:
+            if "{expert}" in shard.name:
+                named += [(shard.name.replace("{expert}", str(i)), shard.shape) for i in range(share.count)]
+            else:
+                named.append((shard.name, (share.count, *shard.shape)))
+        return Template(tuple(named), pieces.reshape(-1))
+
+    def _shards(self, rows: Sequence[Row], share: TensorShare) -> list[Shard]:
+        """The share's parameters of `rows`, whose tensors are numbered through."""
+        shards: list[Shard] = []
+        num_tensors = 0
+        for row in rows:
+            shard = _cut(row, self.side.name(row), self.side.split(row), self._sizes, share)
+            shard.pieces["tensor"] += num_tensors
+            num_tensors += len(row.parts)
+            if shards and shards[-1].name == shard.name:
+                shards[-1] = below(shards[-1], shard)
+            else:
+                shards.append(shard)
+        return shards
 
 
 class _Contents:
-    """Collects parameters and pieces; cuts a layer once and repeats it, so that the cost does not grow with depth."""
+    """Collects the templates that make up a part."""
 
-    def __init__(self, cut: Callable[[Row], Shard]) -> None:
-        self.cut = cut
-        self.parameters: list[tuple[str, tuple[int, ...]]] = []
-        self.pieces: list[Array] = []
+    def __init__(self) -> None:
+        self._added: list[tuple[str, Template, IntArray, int]] = []
 
-    def add(self, row: Row, tensor: int) -> None:
-        shard = self.cut(row)
-        self.pieces.append(_moved(shard.pieces, tensor, len(self.parameters)))
-        self.parameters.append((shard.name, shard.shape))
+    def add(self, prefix: str, template: Template, tensors: IntArray, first_layer: int = 0) -> None:
+        """`template` once for each of `tensors`, the numbers that its first tensors have."""
+        self._added.append((prefix, template, tensors, first_layer))
 
-    def add_layers(self, rows: Sequence[Row], first_tensor: int, layers: range) -> None:
-        shards = [self.cut(row) for row in rows]
-        tensors = np.cumsum([0, *(len(row.parts) for row in rows)])
-        layer = np.concatenate([_moved(s.pieces, tensors[i], i) for i, s in enumerate(shards)])
-        repeated = np.tile(layer, len(layers))
-        repeated["tensor"] += np.repeat(first_tensor + np.array(layers) * tensors[-1], len(layer)).astype(np.int32)
-        first_parameter = len(self.parameters)
-        repeated["parameter"] += np.repeat(first_parameter + np.arange(len(layers)) * len(rows), len(layer)).astype(
-            np.int32
+    def finished(self) -> RankLayout:
+        pieces = np.empty(sum(len(tensors) * len(template.pieces) for _, template, tensors, _ in self._added), PIECE)
+        num_pieces = num_parameters = 0
+        for _, template, tensors, _ in self._added:
+            count = len(tensors) * len(template.pieces)
+            copies = pieces[num_pieces : num_pieces + count].reshape(len(tensors), len(template.pieces))
+            # As bytes: numpy copies records field by field, which takes ten times as long.
+            copies.view(np.uint8)[:] = template.pieces.view(np.uint8)
+            copies["tensor"] += tensors[:, None]
+            copies["parameter"] += num_parameters + np.arange(len(tensors))[:, None] * len(template.parameters)
+            num_pieces += count
+            num_parameters += len(tensors) * len(template.parameters)
+        return RankLayout(self._named, pieces)
+
+    def _named(self) -> Parameters:
+        return tuple(
+            (prefix + name.format(layer=first_layer + i), shape)
+            for prefix, template, tensors, first_layer in self._added
+            for i in range(len(tensors))
+            for name, shape in template.parameters
         )
-        self.pieces.append(repeated)
-        self.parameters += [(s.name.format(layer=i), s.shape) for i in range(len(layers)) for s in shards]
 
 
-def _moved(pieces: Array, tensors: int, parameters: int) -> Array:
-    moved = pieces.copy()
-    moved["tensor"] += tensors
-    moved["parameter"] += parameters
-    return moved
+def _runs(sparse: Sequence[bool], layers: range) -> list[tuple[bool, range]]:
+    """`layers` as runs of consecutive ones of one kind."""
+    runs: list[tuple[bool, range]] = []
+    for layer in layers:
+        if runs and runs[-1][0] == sparse[layer]:
+            runs[-1] = (sparse[layer], range(runs[-1][1].start, layer + 1))
+        else:
+            runs.append((sparse[layer], range(layer, layer + 1)))
+    return runs
 
 
-def _cut(row: Row, name: str, size: dict[str, int], share: TensorShare) -> Shard:
+def _beside(first: Template, second: Template, num_tensors: int) -> Template:
+    """Both together, where the tensors of `second` follow the `num_tensors` of `first`."""
+    pieces = np.concatenate([first.pieces, second.pieces])
+    pieces["tensor"][len(first.pieces) :] += num_tensors
+    pieces["parameter"][len(first.pieces) :] += len(first.parameters)
+    return Template(first.parameters + second.parameters, pieces)
+
+
+def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
     """The share's parameter for `row`; tensors are numbered within the row."""
     shapes = [tuple(size[dimension] for dimension in part.dimensions) for part in row.parts]
     width = shapes[0][1] if len(shapes[0]) == 2 else None
-    if row.split == "columns":
+    if split == "columns":
         assert width is not None, f"{name}: a vector has no columns to split"
         return column_slice(name, shapes[0][0], *even_share(width, share.index, share.size, f"columns of {name}"))
-    if row.split == "vocab":
+    if split == "vocab":
         first, length = even_share(share.padded_vocab_size, share.index, share.size, "padded vocabulary")
         segments = window([Segment(0, 0, shapes[0][0])], first, first + length)
         return stacked(name, segments, length, width)
-    if row.split == "qkv":
+    if split == "qkv":
         segments = list(share.qkv)
-    elif row.split == "gate_up":
+    elif split == "rows":
         shares = [even_share(shape[0], share.index, share.size, f"rows of {name}") for shape in shapes]
         segments = [Segment(part, first, count) for part, (first, count) in enumerate(shares)]
     else:
-        segments = [Segment(0, 0, shapes[0][0])]
+        segments = [Segment(part, 0, shape[0]) for part, shape in enumerate(shapes)]
     return stacked(name, segments, sum(segment.count for segment in segments), width)

@@ -110,6 +110,7 @@ class Actor(Role):
             self.layout,
             self.job.architecture,
             group=self.job.groups[self.grid.ranks],
+            cpu_group=self.job.groups.cpu[self.grid.ranks],
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
         )

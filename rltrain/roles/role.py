@@ -34,7 +34,12 @@ class Job:
     def megatron_layout(self, role: str) -> Layout:
         """Where the parameters of a role trained by Megatron lie; every rank of the job can tell."""
         transformer_engine = uses_transformer_engine(self.config.model.transformer_impl, self.world.device)
-        return megatron_layout(self.architecture, self.grids[role], transformer_engine=transformer_engine)
+        return megatron_layout(
+            self.architecture,
+            self.grids[role],
+            dtype=self.config.model.dtype,
+            transformer_engine=transformer_engine,
+        )
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -24,7 +24,7 @@ class Rollout(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         config, world = self.config, job.world
-        self.layout = engine_layout(job.architecture, self.grid)
+        self.layout = engine_layout(job.architecture, self.grid, dtype=config.model.dtype)
         dtype = getattr(torch, config.model.dtype)
         self.parameters = allocate_parameters(self.layout, world.rank, dtype=dtype, device=world.device)
         self.engine = EmbeddedEngine(
@@ -37,6 +37,7 @@ class Rollout(Role):
             device=world.device,
             tokenizer=job.prompts.decoder,
         )
+        self.engine.begin_update()  # its weights are zeros until the first weight sync
         if world.rank == self.leader:
             job.prompts.report_dropped()
 

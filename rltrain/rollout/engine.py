@@ -48,8 +48,16 @@ class Completion:
 class Engine(Protocol):
     """Generation is collective over the engine's tensor-parallel group: its ranks pass equal requests in one order."""
 
-    policy_version: int
+    policy_version: int | None
+    """Of the weights that it serves; set once all of an update has arrived. None: they are not complete."""
+
+    def begin_update(self) -> None:
+        """The weights are about to be rewritten: nothing may be generated until `policy_version` is set again."""
+        ...
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of `requests`, on every rank of the engine."""
+        """Completions in the order of `requests`, on every rank of the engine.
+
+        Raises SyncError while there is no policy version.
+        """
         ...

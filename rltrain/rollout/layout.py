@@ -3,12 +3,14 @@
 from functools import partial
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture, Row, canonical_tensors
+from rltrain.reshard.families import Architecture, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment
-from rltrain.reshard.model_layout import Stage, TensorShare, build_rank, even_share, round_up
+from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
+
+ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -16,35 +18,48 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return round_up(round_up(vocab_size, VOCAB_MULTIPLE), tp)
 
 
-def engine_layout(architecture: Architecture, grid: Grid) -> Layout:
-    """Every data-parallel replica of `grid` is one engine, split by tensor parallelism alone.
+def engine_layout(
+    architecture: Architecture, grid: Grid, *, dtype: str = "float32", expert_parallel: int = 1
+) -> Layout:
+    """Every data-parallel replica of `grid` is one engine of `dtype`, split by tensor parallelism alone.
+
+    The ranks of an engine form `expert_parallel` runs of consecutive ranks, to which experts are dealt out whole; the
+    ranks of a run cut each of its experts between them.
 
     `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them: they are then repeated.
+    `expert_parallel` must divide `grid.tp` and the experts. ValueError where something does not divide.
     """
     if grid.pp != 1 or grid.cp != 1:
         raise ValueError(f"engines split by tensor parallelism alone; got pp = {grid.pp}, cp = {grid.cp}")
+    even_share(grid.tp, 0, expert_parallel, "ranks of an engine")
     return Layout(
         ranks=grid.ranks,
         parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks),
         tensors=canonical_tensors(architecture),
-        build=partial(_build, architecture, grid.tp),
+        types=element_types(architecture, dtype),
+        build=partial(_build, ModelCutter(architecture, ENGINE), grid.tp, expert_parallel),
     )
 
 
-def _build(architecture: Architecture, tp: int, index: int) -> RankLayout:
-    share = TensorShare(index, tp, _fused_rows(architecture, index, tp), padded_vocab_size(architecture.vocab_size, tp))
-    whole = Stage(range(architecture.num_layers), embedding=True, head=True)
-    return build_rank(architecture, whole, share, _name)
-
-
-def _name(row: Row) -> str:
-    return row.engine
+def _build(cutter: ModelCutter, tp: int, ep: int, index: int) -> RankLayout:
+    architecture = cutter.architecture
+    rows = _fused_rows(architecture, index, tp)
+    share = TensorShare(index, tp, rows, padded_vocab_size(architecture.vocab_size, tp))
+    whole = Chunk(range(architecture.num_layers), embedding=True, head=True)
+    experts = None
+    if architecture.moe:
+        ranks_per_expert = tp // ep
+        ep_index, tp_index = divmod(index, ranks_per_expert)
+        experts = expert_share(architecture, (ep_index, ep), (tp_index, ranks_per_expert))
+    return cutter.cut([whole], share, experts)
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:
-    """Rows of qkv_proj: this rank's query heads, key heads, value heads."""
+    """Rows of qkv_proj: this rank's query heads, key heads, value heads. None with latent attention."""
     head, num_kv_heads = architecture.head_dim, architecture.num_kv_heads
     first_query, num_queries = even_share(architecture.num_heads, index, tp, "attention heads")
+    if architecture.mla:
+        return []
     if tp <= num_kv_heads:
         first_kv, num_kv = even_share(num_kv_heads, index, tp, "KV heads")
     else:

@@ -1,11 +1,13 @@
 """Where Megatron's GPTModel keeps a checkpoint's tensors, for every rank of a grid."""
 
-from functools import partial
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture, Row, canonical_tensors
+from rltrain.reshard.families import Architecture, Row, Split, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment, window
-from rltrain.reshard.model_layout import Stage, TensorShare, build_rank, even_share, round_up
+from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 
 VOCAB_ROWS_MULTIPLE = 16
 """A rank's rows of the vocabulary are a multiple of this: what tensor cores want for any dtype."""
@@ -16,35 +18,121 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return round_up(vocab_size, VOCAB_ROWS_MULTIPLE * tp)
 
 
-def megatron_layout(architecture: Architecture, grid: Grid, *, transformer_engine: bool = False) -> Layout:
-    """`transformer_engine` takes the names of its fused layers.
+def megatron_layout(
+    architecture: Architecture,
+    grid: Grid,
+    *,
+    dtype: str = "float32",
+    transformer_engine: bool = False,
+    virtual_stages: int = 1,
+    layers_per_stage: Sequence[int] | None = None,
+) -> Layout:
+    """`dtype` is that of the parameters; `transformer_engine` takes the names of its fused layers and grouped experts.
 
-    Every stage holds the same number of layers, so `grid.pp` must divide them; `grid.tp` must divide the query heads,
-    and divide the KV heads or be a multiple of them.
+    With `virtual_stages` above 1 a rank holds that many chunks of the model, whose names it prefixes with their numbers
+    ("0.decoder..."): chunk v of stage s is the (v * grid.pp + s)-th in the order of depth. `layers_per_stage` are the
+    layers of all grid.pp * virtual_stages chunks in that order; without it they are equal and must divide the layers.
+
+    `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them; `grid.ep` the experts.
+    ValueError where something does not divide.
     """
-    stage_and_share = [(place.pp, place.tp) for place in map(grid.coordinates, grid.ranks)]
+    parts = _Parts(
+        architecture, grid, transformer_engine, chunks_of(architecture, grid.pp, virtual_stages, layers_per_stage)
+    )
     return Layout(
         ranks=grid.ranks,
-        parts=tuple(pp * grid.tp + tp for pp, tp in stage_and_share),
+        parts=tuple(map(parts.number, grid.ranks)),
         tensors=canonical_tensors(architecture),
-        build=partial(_build, architecture, grid.tp, grid.pp, transformer_engine),
+        types=element_types(architecture, dtype),
+        build=parts.build,
     )
 
 
-def _build(architecture: Architecture, tp: int, pp: int, transformer_engine: bool, part: int) -> RankLayout:
-    stage, index = divmod(part, tp)
-    first, count = even_share(architecture.num_layers, stage, pp, "layers")
-    share = TensorShare(index, tp, _fused_rows(architecture, index, tp), padded_vocab_size(architecture.vocab_size, tp))
-    return build_rank(
-        architecture,
-        Stage(range(first, first + count), embedding=stage == 0, head=stage == pp - 1),
-        share,
-        partial(_name, transformer_engine),
-    )
+def chunks_of(
+    architecture: Architecture, pp: int, virtual_stages: int = 1, layers_per_stage: Sequence[int] | None = None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """[pp][virtual_stages]: the chunks of every stage, as in megatron_layout."""
+    if virtual_stages > 1 and pp == 1:
+        raise ValueError(
+            f"virtual_stages is {virtual_stages} with pp 1; expected 1: there is no pipeline to interleave"
+        )
+    num_chunks = pp * virtual_stages
+    if layers_per_stage is None:
+        counts = [even_share(architecture.num_layers, 0, num_chunks, "layers")[1]] * num_chunks
+    else:
+        counts = list(layers_per_stage)
+        if len(counts) != num_chunks or sum(counts) != architecture.num_layers or min(counts) < 0:
+            raise ValueError(
+                f"layers_per_stage is {counts}; expected {num_chunks} numbers (pp {pp} x virtual_stages "
+                f"{virtual_stages}) that sum up to the model's {architecture.num_layers} layers"
+            )
+    ends = list(accumulate(counts))
+    chunks = [
+        Chunk(
+            range(end - count, end),
+            embedding=number == 0,
+            head=number == num_chunks - 1,
+            prefix=f"{number // pp}." if virtual_stages > 1 else "",
+        )
+        for number, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+    return tuple(tuple(chunks[stage::pp]) for stage in range(pp))
 
 
-def _name(transformer_engine: bool, row: Row) -> str:
-    return row.megatron_te if transformer_engine and row.megatron_te else row.megatron
+class _Parts:
+    """Numbers the distinct shares of a grid's ranks and makes their contents.
+
+    A share is determined by the pipeline stage and the place in tensor parallelism, and where the stage has experts by
+    the places in expert parallelism and in its tensor parallelism too.
+    """
+
+    def __init__(
+        self, architecture: Architecture, grid: Grid, transformer_engine: bool, chunks: tuple[tuple[Chunk, ...], ...]
+    ) -> None:
+        even_share(architecture.num_heads, 0, grid.tp, "attention heads")
+        self.architecture, self.grid, self.chunks = architecture, grid, chunks
+        self.tp, self.ep, self.etp = grid.tp, grid.ep, grid.etp or grid.tp
+        self.share = cache(self._share)
+        self.cutter = ModelCutter(architecture, TRANSFORMER_ENGINE if transformer_engine else LOCAL)
+
+    def number(self, rank: int) -> int:
+        at = self.grid.coordinates(rank)
+        number = at.pp * self.tp + at.tp
+        if not self.architecture.moe:
+            return number
+        if not self._has_experts(at.pp):
+            return number * self.ep * self.etp
+        expert = self.grid.expert_coordinates(rank)
+        return (number * self.ep + expert.ep) * self.etp + expert.etp
+
+    def build(self, part: int) -> RankLayout:
+        experts = None
+        if self.architecture.moe:
+            part, etp = divmod(part, self.etp)
+            part, ep = divmod(part, self.ep)
+            experts = expert_share(self.architecture, (ep, self.ep), (etp, self.etp))
+        stage, tp = divmod(part, self.tp)
+        return self.cutter.cut(self.chunks[stage], self.share(tp), experts)
+
+    def _has_experts(self, stage: int) -> bool:
+        sparse = self.architecture.sparse_layers
+        return any(sparse[layer] for chunk in self.chunks[stage] for layer in chunk.layers)
+
+    def _share(self, index: int) -> TensorShare:
+        rows = () if self.architecture.mla else _fused_rows(self.architecture, index, self.tp)
+        return TensorShare(index, self.tp, rows, padded_vocab_size(self.architecture.vocab_size, self.tp))
+
+
+def _local_split(row: Row) -> Split:
+    return row.split_local or row.split
+
+
+def _te_name(row: Row) -> str:
+    return row.megatron_te or row.megatron
+
+
+LOCAL = Side(name=lambda row: row.megatron, split=_local_split)
+TRANSFORMER_ENGINE = Side(name=_te_name, split=lambda row: row.split)
 
 
 def _fused_rows(architecture: Architecture, index: int, tp: int) -> list[Segment]:

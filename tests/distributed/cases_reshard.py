@@ -3,8 +3,10 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,9 +16,10 @@ from safetensors.torch import load_file
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.execute import execute
+from rltrain.reshard import execute
 from rltrain.reshard.families import Architecture, read_architecture
-from rltrain.reshard.plan import plan, traffic
+from rltrain.reshard.planner import plan, traffic
+from rltrain.reshard.report import SyncReport
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
@@ -40,8 +43,23 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def reshard(bucket_bytes: int, dtype: str | None) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Settings:
+    """`large_bytes` is the size from which boxes travel in place; None leaves it."""
+
+    bucket_bytes: int = 2**24
+    dtype: str = "float32"
+    ranks_per_node: int = 4
+    large_bytes: int | None = None
+
+
+def reshard(settings: Settings) -> dict[str, dict[str, Any]]:
     """Every placement with every architecture; what this rank found, by both names."""
+    with mock.patch.object(execute, "LARGE_BYTES", settings.large_bytes or execute.LARGE_BYTES):
+        return _reshard_all(settings)
+
+
+def _reshard_all(settings: Settings) -> dict[str, dict[str, Any]]:
     rank = dist.get_rank()
     results = {}
     for placement, (actor, rollout) in PLACEMENTS.items():
@@ -49,7 +67,7 @@ def reshard(bucket_bytes: int, dtype: str | None) -> dict[str, dict[str, Any]]:
         group = dist.new_group(union)
         for name, architecture in ARCHITECTURES.items():
             if rank in union:
-                found = _reshard(architecture, actor, rollout, group, bucket_bytes, dtype and getattr(torch, dtype))
+                found = _reshard(architecture, actor, rollout, group, settings)
                 results[f"{placement}, {name}"] = found
     return results
 
@@ -59,12 +77,12 @@ def _reshard(
     actor: tuple[tuple[int, ...], int, int],
     rollout: tuple[tuple[int, ...], int],
     group: dist.ProcessGroup,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
+    settings: Settings,
 ) -> dict[str, Any]:
     rank, full = dist.get_rank(), full_tensors(architecture)
     source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
-    source, destination = megatron_layout(architecture, source_grid), engine_layout(architecture, destination_grid)
+    source = megatron_layout(architecture, source_grid)
+    destination = engine_layout(architecture, destination_grid, dtype=settings.dtype)
     held, wanted, expected = None, None, {}
     if rank in source.ranks:
         at = source_grid.coordinates(rank)
@@ -72,27 +90,44 @@ def _reshard(
     if rank in destination.ranks:
         at = destination_grid.coordinates(rank)
         expected = tensors(engine_shard(architecture, full, Place(rollout[1], at.tp)))
+        dtype = getattr(torch, settings.dtype)
         wanted = {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
-    report = execute(
-        plan(source, destination, rank, ranks_per_node=4),
-        held,
-        wanted,
+    node = settings.ranks_per_node
+    resharding = execute.Resharding(
+        plan(source, destination, rank, node),
         group=group,
-        bucket_bytes=bucket_bytes,
-        dtype=dtype,
+        cpu_group=group,
+        bucket_bytes=settings.bucket_bytes,
+        device=torch.device("cpu"),
+        ranks_per_node=node,
     )
+    spoilt = wanted and {name: torch.full_like(tensor, PADDING) for name, tensor in wanted.items()}
+    first = resharding.run(held, spoilt)
+    report = resharding.run(held, wanted)
     wrong = [name for name in expected if not torch.equal(wanted[name], expected[name].to(wanted[name].dtype))]
-    moved = traffic(source, destination, 4, element_bytes=dtype.itemsize if dtype else 4)
+    moved = traffic(source, destination, node)
     return {
         "wrong": wrong,
         "compared": len(expected),
-        "num_buckets": report.num_buckets,
+        "num_rounds": report.num_rounds,
         "sent": report.bytes_sent == sum(n for (s, d), n in moved.items() if s == rank != d),
         "received": report.bytes_received == sum(n for (s, d), n in moved.items() if d == rank != s),
+        "again": replace(first, **_seconds(report)) == report,
+        "in_place": sum(len(stage.sends_in_place) for stage in resharding.steps.stages),
+        "fanned_out": sum(map(len, resharding.steps.stages[1].sends)),
+        "staging": report.peak_staging_bytes <= 4 * settings.bucket_bytes,
+        "launches": report.num_launches <= 1 + 2 * report.num_rounds,
+        "ratio": report.network_ratio,
+        "network": report.bytes_network == sum(n for (s, d), n in moved.items() if s // node != d // node),
         "moved": report.bytes_moved == sum(n for (s, d), n in moved.items() if s != d),
         "local": report.bytes_local == sum(n for (s, d), n in moved.items() if s == d),
         "bandwidth": report.bandwidth_bytes_per_s,
+        "seconds": all(0 <= seconds <= report.seconds for seconds in _seconds(report).values()),
     }
+
+
+def _seconds(report: SyncReport) -> dict[str, float]:
+    return {name: value for name, value in asdict(report).items() if name.endswith("seconds")}
 
 
 def tensors(shard: Tensors) -> dict[str, torch.Tensor]:
@@ -174,9 +209,11 @@ def _compare(original: Path, saved: Path) -> dict[str, Any]:
 
 def all_checks() -> dict[str, Any]:
     return {
-        "small buckets": reshard(bucket_bytes=1024, dtype=None),
-        "one bucket": reshard(bucket_bytes=2**24, dtype=None),
-        "cast": reshard(bucket_bytes=1024, dtype="bfloat16"),
+        "small buckets": reshard(Settings(bucket_bytes=1024)),
+        "one bucket": reshard(Settings()),
+        "cast": reshard(Settings(bucket_bytes=1024, dtype="bfloat16")),
+        "in place": reshard(Settings(bucket_bytes=4096, large_bytes=256)),
+        "two nodes": reshard(Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2)),
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
     }

@@ -13,7 +13,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_distributed("tests.distributed.cases_reshard:all_checks", num_ranks=4, timeout_s=240)
 
 
-@pytest.mark.parametrize("check", ["small buckets", "one bucket", "cast"])
+@pytest.mark.parametrize("check", ["small buckets", "one bucket", "cast", "in place", "two nodes"])
 def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(ranks):
         expected = {
@@ -25,18 +25,35 @@ def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any
         assert set(results[check]) == expected
         for name, found in results[check].items():
             assert found["wrong"] == [], f"{name} on rank {rank}"
-            assert all(found[key] for key in ("sent", "received", "moved", "local")), f"{name} on rank {rank}: {found}"
+            for key in ("again", "staging", "launches", "sent", "received", "moved", "local", "network", "seconds"):
+                assert found[key], f"{key} of {name} on rank {rank}: {found}"
             assert found["bandwidth"] >= 0
     compared = sum(found["compared"] for results in ranks for found in results[check].values())
     assert compared > 1000
 
 
+def test_large_boxes_are_sent_in_place(ranks: list[dict[str, Any]]) -> None:
+    in_one_bucket, in_place = (
+        sum(found["in_place"] for results in ranks for found in results[check].values())
+        for check in ("one bucket", "in place")
+    )
+    assert in_place > 10 * in_one_bucket
+
+
+def test_each_byte_enters_a_node_once_and_fans_out_there(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert {found["ratio"] for found in results["two nodes"].values()} == {1.0}
+    name = "disaggregated tp2 -> tp1 dp2, llama"
+    assert [results["two nodes"][name]["fanned_out"] > 0 for results in ranks] == [False, False, True, True]
+    assert not any(found["fanned_out"] for results in ranks for found in results["one bucket"].values())
+
+
 def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(ranks):
-        assert {found["num_buckets"] for found in results["one bucket"].values()} <= {0, 1}
+        assert {found["num_rounds"] for found in results["one bucket"].values()} <= {0, 1}
         name = "disaggregated tp2 -> tp1 dp2, llama"
         if name in results["small buckets"]:
-            assert results["small buckets"][name]["num_buckets"] > 10, f"rank {rank}"
+            assert results["small buckets"][name]["num_rounds"] > 10, f"rank {rank}"
 
 
 @pytest.mark.parametrize("check", ["round trip", "round trip, one file per writer"])

@@ -9,10 +9,13 @@ from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
+from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
-SIZES = SimpleNamespace(num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096)
+SIZES = SimpleNamespace(
+    num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096, num_experts=0, mla=None
+)
 
 
 def make_config(**sections) -> Config:
@@ -179,6 +182,25 @@ def test_grids_that_divide_the_model_are_accepted(sections):
 def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         check_in_world_of_8(**sections)
+
+
+@pytest.mark.parametrize(
+    ("family", "refusals"),
+    [
+        ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense model"]),
+        ("mixtral", ["neither the trainer nor the embedded engine has layers of experts"]),
+        ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
+    ],
+)
+def test_models_that_only_layouts_know_are_refused(family, refusals):
+    with pytest.raises(ConfigError) as refused:
+        check_in_world_of_8(tiny_architecture(family, max_positions=4096, num_heads=8))
+    assert all(refusal in str(refused.value) for refusal in refusals)
+    assert str(refused.value).count("model.path") == (2 if family == "deepseek_v3" else 1)
+
+
+def test_dense_models_are_accepted():
+    check_in_world_of_8(tiny_architecture("qwen3", max_positions=4096))
 
 
 def test_feed_forward_units_must_divide_too():

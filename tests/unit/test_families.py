@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import RopeScaling, canonical_tensors, read_architecture
+from rltrain.reshard.families import (
+    MLA,
+    MoE,
+    RopeScaling,
+    YarnScaling,
+    canonical_tensors,
+    first_tensors,
+    quantizable_tensors,
+    read_architecture,
+)
+from tests.model_shards import tiny_architecture
 
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -26,6 +37,34 @@ SIZES = {
     "vocab_size": 50,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
+}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SPARSE_MODELS = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**ROUTED, "num_experts": 4, "mlp_only_layers": [1]},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            **ROUTED,
+            **LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
 }
 OLD_CONFIG = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "tie_word_embeddings": False, "hidden_act": "silu"}
 LLAMA3 = {
@@ -56,6 +95,114 @@ def test_canonical_tensors_are_those_of_transformers(family: str, tied: bool, tm
     assert dict(zip(tensors.names, tensors.shapes, strict=True)) == expected
     assert architecture.family == family
     assert architecture.tied_embeddings is tied
+
+
+@pytest.mark.parametrize("family", SPARSE_MODELS)
+def test_canonical_tensors_of_experts_are_those_of_files(family: str, tmp_path: Path) -> None:
+    """Of files, since transformers joins the experts' tensors in its modules and parts them again as it saves."""
+    config_class, model_class, sizes = SPARSE_MODELS[family]
+    model_class(config_class(**{**SIZES, **sizes})).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        expected = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    architecture = read_architecture(tmp_path)
+    tensors = canonical_tensors(architecture)
+    assert dict(zip(tensors.names, tensors.shapes, strict=True)) == expected
+    assert len(tensors.names) == len(expected)
+
+
+def test_reads_experts_and_latent_attention(tmp_path: Path) -> None:
+    configs = {family: config(**{**SIZES, **sizes}) for family, (config, _, sizes) in SPARSE_MODELS.items()}
+    found = {}
+    for family, config in configs.items():
+        config.save_pretrained(tmp_path)
+        found[family] = read_architecture(tmp_path)
+    assert found["qwen3_moe"].moe == MoE(num_experts=4, top_k=2, ffn_hidden_size=12, dense_layers=(1,))
+    assert found["qwen3_moe"].qk_norm
+    assert found["mixtral"].moe == MoE(num_experts=4, top_k=2, ffn_hidden_size=20)
+    deepseek = found["deepseek_v3"]
+    assert deepseek.moe == MoE(4, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=24, dense_layers=(0,))
+    assert deepseek.mla == MLA(q_rank=16, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=6)
+    assert deepseek.head_dim == 12
+    assert deepseek.sparse_layers == (False, True, True)
+    assert found["mixtral"].mla is None
+
+
+OLD_QWEN3_MOE = {"model_type": "qwen3_moe", **SIZES, **ROUTED, "num_experts": 8, "rope_theta": 1e6}
+OLD_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    **SIZES,
+    **ROUTED,
+    **LATENT,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
+    every_other = read_architecture(write_config(tmp_path, **OLD_QWEN3_MOE, decoder_sparse_step=2))
+    assert every_other.moe == MoE(num_experts=8, top_k=2, ffn_hidden_size=12, dense_layers=(0, 2))
+    deepseek = read_architecture(write_config(tmp_path, **OLD_DEEPSEEK, rope_scaling=YARN))
+    assert deepseek.rope_scaling == YarnScaling(40.0, 32.0, 1.0, 1.0, 0.5, 64)
+    assert deepseek.moe is not None
+    assert deepseek.moe.dense_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "parts"),
+    [
+        (OLD_QWEN3_MOE, {"num_experts": None}, ["num_experts", "null", "an integer"]),
+        (OLD_QWEN3_MOE, {"mlp_only_layers": [True]}, ["mlp_only_layers", "a list of layer numbers"]),
+        (OLD_QWEN3_MOE, {"rope_scaling": YARN}, ["rope_scaling.type", '"yarn"', "llama3"]),
+        (OLD_DEEPSEEK, {"q_lora_rank": None}, ["q_lora_rank", "null", "an integer"]),
+        (OLD_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
+        (OLD_DEEPSEEK, {"first_k_dense_replace": 4}, ["first_k_dense_replace", "4", "num_hidden_layers = 3"]),
+        (
+            {**OLD_CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+            {"sliding_window": 4096},
+            ["sliding_window", "4096", "null"],
+        ),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused(
+    config: dict[str, Any], changes: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        read_architecture(write_config(tmp_path, **{**config, **changes}))
+    for part in [str(tmp_path / "config.json"), "model.path", *parts]:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])
+def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
+    architecture = tiny_architecture(family, num_layers=3)
+    tensors = canonical_tensors(architecture)
+    for name, shape, quantizable in zip(tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True):
+        router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        in_layer = name.startswith("model.layers.")
+        assert quantizable == (len(shape) == 2 and in_layer and not router), name
+
+
+@pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])
+def test_first_tensors_are_where_layers_begin(family: str) -> None:
+    architecture = tiny_architecture(family, num_layers=4)
+    names = canonical_tensors(architecture).names
+    first = first_tensors(architecture)
+    for layer in range(4):
+        assert all(name.startswith(f"model.layers.{layer}.") for name in names[first[layer] : first[layer + 1]])
+    assert first[0] == 1
+    assert names[first[4]] == "model.norm.weight"
 
 
 def test_reads_what_transformers_5_writes(tmp_path: Path) -> None:

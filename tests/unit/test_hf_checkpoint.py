@@ -16,7 +16,7 @@ from rltrain.errors import CheckpointError
 from rltrain.reshard.execute import execute
 from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan import plan
+from rltrain.reshard.planner import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture

@@ -1,13 +1,30 @@
 """Layouts against whole tensors cut by formula."""
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rltrain.cluster.grid import Grid
+from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.families import Architecture, canonical_tensors
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
-from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
+from tests.model_shards import (
+    MOE,
+    PADDING,
+    Place,
+    Tensors,
+    engine_shard,
+    full_tensors,
+    megatron_shard,
+    tiny_architecture,
+)
+from tools.benchmarks.model_shapes import deepseek_v3
 
 
 def filled(layout: Layout, rank: int, full: Tensors) -> Tensors:
@@ -36,6 +53,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+SPARSE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,6 +94,122 @@ def test_kv_heads_that_tensor_parallelism_exceeds() -> None:
         assert_equal(filled(engine, rank, full), engine_shard(architecture, full, Place(8, rank)))
 
 
+def assert_megatron(architecture: Architecture, grid: Grid, **settings: Any) -> None:
+    """Every rank holds what the oracle says; ranks have one part exactly where they hold equal parameters."""
+    full = full_tensors(architecture)
+    layout = megatron_layout(architecture, grid, **settings)
+    assert set(layout.tensors.names) == set(full)
+    ranks_per_stage = len(grid.ranks) // grid.pp
+    etp = grid.etp or grid.tp
+    shards = []
+    for index, rank in enumerate(grid.ranks):
+        within = index % ranks_per_stage
+        place = Place(
+            grid.tp,
+            index % grid.tp,
+            grid.pp,
+            index // ranks_per_stage,
+            ep=grid.ep,
+            ep_rank=within // etp % grid.ep,
+            etp=etp,
+            etp_rank=within % etp,
+            **settings,
+        )
+        shards.append(megatron_shard(architecture, full, place))
+        assert_equal(filled(layout, rank, full), shards[-1])
+    for one, part in zip(shards, layout.parts, strict=True):
+        for other, other_part in zip(shards, layout.parts, strict=True):
+            same = one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+            assert (part == other_part) == same
+
+
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+@pytest.mark.parametrize("transformer_engine", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"ep": 4},
+        {"tp": 2},
+        {"tp": 2, "ep": 2},
+        {"tp": 2, "ep": 4, "etp": 1},
+        {"tp": 4, "ep": 2, "etp": 2},
+        {"tp": 1, "ep": 2, "etp": 4},
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+        {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
+    ],
+    ids=str,
+)
+def test_experts_of_megatron(family: str, transformer_engine: bool, sizes: dict[str, int]) -> None:
+    grid = Grid(tuple(range(3, 11)), **sizes)
+    assert_megatron(tiny_architecture(family, num_layers=4), grid, transformer_engine=transformer_engine)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("pp", "virtual_stages", "layers_per_stage"),
+    [
+        (2, 2, None),
+        (4, 2, None),
+        (2, 4, None),
+        (2, 1, (5, 3)),
+        (4, 1, (3, 3, 2, 0)),
+        (2, 2, (1, 4, 2, 1)),
+        (2, 3, (0, 1, 1, 3, 2, 1)),
+    ],
+)
+def test_pipelines_of_megatron(
+    family: str, tied: bool, pp: int, virtual_stages: int, layers_per_stage: tuple[int, ...] | None
+) -> None:
+    architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=8)
+    grid = Grid(tuple(range(8)), pp=pp, ep=2, etp=1)
+    assert_megatron(architecture, grid, virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+
+
+@pytest.mark.parametrize("family", SPARSE_FAMILIES)
+@pytest.mark.parametrize(("tp", "ep", "dp"), [(1, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 4, 1), (2, 2, 2)])
+def test_experts_of_engines(family: str, tp: int, ep: int, dp: int) -> None:
+    architecture = tiny_architecture(family)
+    full = full_tensors(architecture)
+    grid = Grid(tuple(range(tp * dp)), tp=tp)
+    layout = engine_layout(architecture, grid, expert_parallel=ep)
+    for rank in grid.ranks:
+        at, etp = rank % tp, tp // ep
+        place = Place(tp, at, ep=ep, ep_rank=at // etp, etp=etp, etp_rank=at % etp)
+        assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
+        assert layout.on(rank) is layout.on(at)
+
+
+def test_every_element_of_the_checkpoint_lies_somewhere() -> None:
+    """Over all ranks; a part repeated over ranks counts once."""
+    for family in (*FAMILIES, *SPARSE_FAMILIES):
+        architecture = tiny_architecture(family, num_layers=4)
+        grid = Grid(tuple(range(8)), tp=2, pp=2, ep=2)
+        for layout in (megatron_layout(architecture, grid), engine_layout(architecture, Grid(grid.ranks, tp=2))):
+            held = [np.zeros(shape, dtype=bool) for shape in layout.tensors.matrix_shapes]
+            for part in set(layout.parts):
+                for piece in layout.part(part).pieces:
+                    row, col = int(piece["row"]), int(piece["col"])
+                    held[piece["tensor"]][row : row + int(piece["rows"]), col : col + int(piece["cols"])] = True
+            assert all(tensor.all() for tensor in held)
+
+
+def test_the_router_bias_alone_keeps_its_type() -> None:
+    architecture = tiny_architecture("deepseek_v3", num_layers=3)
+    megatron, engine = (make(architecture, Grid((0,)), dtype="bfloat16") for make in (megatron_layout, engine_layout))
+    for layout in (megatron, engine):
+        names = np.array(layout.tensors.names)
+        assert set(names[layout.types == ElementType.FLOAT32]) == {
+            f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)
+        }
+        assert set(layout.types) == {ElementType.FLOAT32, ElementType.BFLOAT16}
+    assert set(megatron_layout(tiny_architecture("mixtral"), Grid((0,)), dtype="float16").types) == {
+        ElementType.FLOAT16
+    }
+
+
 def test_transformer_engine_renames_the_fused_norms_only() -> None:
     architecture = tiny_architecture()
     grid = Grid((0,))
@@ -107,3 +241,73 @@ def test_an_uneven_split_is_refused() -> None:
         megatron_layout(architecture, Grid((0, 1), pp=2)).on(0)
     with pytest.raises(ValueError, match="tensor parallelism alone"):
         engine_layout(architecture, Grid((0, 1), pp=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "message"),
+    [
+        ({"pp": 2}, {"layers_per_stage": (2, 2)}, r"layers_per_stage is \[2, 2\]; expected 2 numbers .* 3 layers"),
+        ({"pp": 2}, {"layers_per_stage": (1, 1, 1)}, "expected 2 numbers"),
+        ({"pp": 2}, {"layers_per_stage": (4, -1)}, "expected 2 numbers"),
+        ({}, {"virtual_stages": 3}, "virtual_stages is 3 with pp 1"),
+        ({"pp": 2}, {"virtual_stages": 2}, r"layers \(3\) cannot be split into 4"),
+        ({"ep": 8}, {}, r"experts \(4\) cannot be split into 8"),
+        ({"tp": 8}, {}, r"attention heads \(4\) cannot be split into 8"),
+        ({"ep": 2, "etp": 3}, {}, "ep 2 x etp 3 does not divide the 8 ranks"),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_is_refused(sizes: dict[str, int], settings: dict[str, Any], message: str) -> None:
+    architecture = tiny_architecture("qwen3_moe", num_layers=3)
+    with pytest.raises(ValueError, match=message):
+        megatron_layout(architecture, Grid(tuple(range(8)), **sizes), **settings).on(0)
+
+
+def test_experts_that_engines_cannot_share_out_are_refused() -> None:
+    grid = Grid((0, 1, 2, 3), tp=4)
+    with pytest.raises(ValueError, match=r"ranks of an engine \(4\) cannot be split into 3"):
+        engine_layout(tiny_architecture("mixtral"), grid, expert_parallel=3)
+    few = replace(MOE["mixtral"], num_experts=2)
+    with pytest.raises(ValueError, match=r"experts \(2\) cannot be split into 4"):
+        engine_layout(tiny_architecture("mixtral", moe=few), grid, expert_parallel=4).on(0)
+
+
+@pytest.mark.parametrize("transformer_engine", [False, True])
+def test_deepseek_v3_over_512_ranks_is_laid_out_in_a_moment(transformer_engine: bool) -> None:
+    """61 layers of 256 experts; limits are several times what one free core takes."""
+    architecture = deepseek_v3()
+    training = Grid(tuple(range(512)), tp=4, pp=8, ep=16, etp=4)
+    stages = (*[8] * 7, 5)
+
+    def sources() -> Layout:
+        layout = megatron_layout(architecture, training, transformer_engine=transformer_engine, layers_per_stage=stages)
+        assert len({layout.part(part).pieces.tobytes() for part in layout.parts}) == 512
+        return layout
+
+    def destinations() -> Layout:
+        layout = engine_layout(architecture, Grid(tuple(range(512, 768)), tp=32))
+        assert all(len(layout.part(part).pieces) == len(layout.tensors.names) for part in range(32))
+        return layout
+
+    tensors, naming_s = fastest(lambda: canonical_tensors.__wrapped__(architecture))
+    assert int(tensors.matrix_shapes.prod(axis=1).sum()) == 671_026_419_200
+    source, sources_s = fastest(sources)
+    _, destinations_s = fastest(destinations)
+    assert max(elements_of(source.part(part).pieces) for part in source.parts) < 1.6 * 671e9 / 512
+    assert naming_s < 0.3
+    assert sources_s < 0.7
+    assert destinations_s < 0.5
+
+
+def fastest(make: Callable[[], Any]) -> tuple[Any, float]:
+    """What `make` returns, and the fewest seconds of processor time that it took of three times."""
+    took = []
+    for _ in range(3):
+        started = time.process_time()
+        made = make()
+        took.append(time.process_time() - started)
+    return made, min(took)
+
+
+def elements_of(pieces: np.ndarray) -> int:
+    return int((pieces["rows"] * pieces["cols"]).sum())

@@ -65,7 +65,7 @@ def test_embedding_groups_hold_the_first_and_last_stages(grid):
 
 
 def test_an_ep_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="ep 2 does not divide"):
+    with pytest.raises(ValueError, match="ep 2 x etp"):
         model_group_lists(Grid((0, 1, 2), ep=2))
 
 

@@ -1,15 +1,36 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.reshard.families.architecture import Architecture, RopeScaling, read_architecture
-from rltrain.reshard.families.table import Part, Row, Table, canonical_tensors, table_of
+from rltrain.reshard.families.architecture import MLA, Architecture, MoE, RopeScaling, YarnScaling, read_architecture
+from rltrain.reshard.families.canonical import (
+    canonical_tensors,
+    element_types,
+    first_tensors,
+    layer_of,
+    quantizable_tensors,
+    sizes,
+    table_of,
+    tensors_in,
+)
+from rltrain.reshard.families.table import Layer, Part, Row, Split, Table
 
 __all__ = [
+    "MLA",
     "Architecture",
+    "Layer",
+    "MoE",
     "Part",
     "RopeScaling",
     "Row",
+    "Split",
     "Table",
+    "YarnScaling",
     "canonical_tensors",
+    "element_types",
+    "first_tensors",
+    "layer_of",
+    "quantizable_tensors",
     "read_architecture",
+    "sizes",
     "table_of",
+    "tensors_in",
 ]

@@ -1,19 +1,14 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 
-from rltrain.errors import CheckpointError
+from rltrain.reshard.families.config_file import ConfigReader
 
-Value = TypeVar("Value", int, float, bool)
-
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
 QWEN3_HEAD_DIM = 128  # what transformers assumes where the key is absent
 
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
@@ -24,6 +19,7 @@ UNSUPPORTED = {
     "hidden_act": ("silu", None),
     "quantization_config": (None,),
     "pretraining_tp": (1, None),
+    "moe_layer_freq": (1, None),
 }
 
 
@@ -38,8 +34,53 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's stretching of rotary frequencies, as DeepSeek uses it."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Layers whose MLP is a router and experts, of which every token visits `top_k`.
+
+    `ffn_hidden_size` is that of one expert. `shared_ffn_hidden_size` is that of the experts that every token visits,
+    taken together; 0 where there are none. `dense_layers` have the MLP of a dense model instead.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention: queries, and keys with values, are made from latents of `q_rank` and `kv_rank`.
+
+    A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones; the
+    rotated part of the key is one for all heads. A head's value has `value_head_dim` elements.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain_head_dim: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """Everything that layouts, the trainer and the engine need to know about a model's shape."""
+    """Everything that layouts, the trainer and the engine need to know about a model's shape.
+
+    `head_dim` is that of queries. `moe` and `mla` are None in models that have no experts or no latent attention.
+    """
 
     family: str
     num_layers: int
@@ -54,9 +95,11 @@ class Architecture:
     qk_norm: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    moe: MoE | None = None
+    mla: MLA | None = None
 
     @property
     def query_size(self) -> int:
@@ -66,13 +109,24 @@ class Architecture:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """[layers]: which have experts."""
+        if self.moe is None:
+            return (False,) * self.num_layers
+        return tuple(layer not in self.moe.dense_layers for layer in range(self.num_layers))
+
 
 def read_architecture(path: Path) -> Architecture:
     """Read `path`/config.json, as written by transformers 4 or 5.
 
     Raises CheckpointError where the file is missing or the model needs something that is not supported.
     """
-    reader = _Reader(path / CONFIG_FILE)
+    reader = ConfigReader(path / CONFIG_FILE)
     family = reader.values.get("model_type")
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
@@ -86,77 +140,90 @@ def read_architecture(path: Path) -> Architecture:
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     theta, scaling = _read_rope(reader)
+    num_layers = reader.count("num_hidden_layers")
+    mla = _read_mla(reader) if family == "deepseek_v3" else None
+    head_dim = QWEN3_HEAD_DIM if family == "qwen3" else hidden_size // num_heads
     return Architecture(
         family=family,
-        num_layers=reader.count("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=reader.count("head_dim", default=QWEN3_HEAD_DIM if family == "qwen3" else hidden_size // num_heads),
+        head_dim=mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim),
         ffn_hidden_size=reader.count("intermediate_size"),
         vocab_size=reader.count("vocab_size"),
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=False),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_eps=reader.take("rms_norm_eps", float),
         rope_theta=theta,
         rope_scaling=scaling,
         max_positions=reader.count("max_position_embeddings"),
         eos_token_ids=_read_eos(path, reader),
+        moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
+        mla=mla,
     )
 
 
-class _Reader:
-    """Typed access to one JSON object; every complaint names the file, the key, the value and what was expected."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any] | None = None, prefix: str = "") -> None:
-        self.file, self.prefix = file, prefix
-        self.values = _read_json(file) if values is None else values
-
-    def error(self, key: str, expected: str) -> CheckpointError:
-        found = json.dumps(self.values[key]) if key in self.values else "absent"
-        return CheckpointError(
-            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} (config key model.path)"
-        )
-
-    def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        value: object = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if not isinstance(value, kind) or type(value) is not kind:  # True is an int to isinstance
-            raise self.error(key, EXPECTED[kind])
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.take(key, int, default)
-        if value < 1:
-            raise self.error(key, "at least 1")
-        return value
+def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
+    step = config.count("decoder_sparse_step", default=1)
+    listed = config.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise config.error("mlp_only_layers", "a list of layer numbers")
+    # transformers 5 writes num_local_experts, 4 wrote num_experts.
+    experts_key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    return MoE(
+        num_experts=config.count(experts_key),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=config.count("moe_intermediate_size"),
+        dense_layers=tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
+    )
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} does not exist; expected the folder of a Hugging Face checkpoint (config key model.path)"
-        ) from None
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{file} cannot be read as JSON: {problem} (config key model.path)") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object (config key model.path)")
-    return values
+def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
+    if config.values.get("sliding_window") is not None:
+        raise config.error("sliding_window", "null")
+    return MoE(
+        num_experts=config.count("num_local_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=config.count("intermediate_size"),
+    )
 
 
-def _read_rope(config: _Reader) -> tuple[float, RopeScaling | None]:
+def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
+    num_dense = config.take("first_k_dense_replace", int)
+    if not 0 <= num_dense <= num_layers:
+        raise config.error("first_k_dense_replace", f"from 0 to num_hidden_layers = {num_layers}")
+    expert_size = config.count("moe_intermediate_size")
+    return MoE(
+        num_experts=config.count("n_routed_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=expert_size,
+        shared_ffn_hidden_size=config.count("n_shared_experts") * expert_size,
+        dense_layers=tuple(range(num_dense)),
+    )
+
+
+READ_MOE = {"qwen3_moe": _read_qwen3_moe, "mixtral": _read_mixtral, "deepseek_v3": _read_deepseek_v3}
+
+
+def _read_mla(config: ConfigReader) -> MLA:
+    return MLA(
+        q_rank=config.count("q_lora_rank"),
+        kv_rank=config.count("kv_lora_rank"),
+        plain_head_dim=config.count("qk_nope_head_dim"),
+        rope_head_dim=config.count("qk_rope_head_dim"),
+        value_head_dim=config.count("v_head_dim"),
+    )
+
+
+def _read_rope(config: ConfigReader) -> tuple[float, RopeScaling | YarnScaling | None]:
     """(theta, scaling): transformers 5 keeps both in rope_parameters, 4 in rope_theta and rope_scaling."""
     key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
     nested = config.values.get(key) or {}
     if not isinstance(nested, dict):
         raise config.error(key, "an object or null")
-    rope = _Reader(config.file, nested, prefix=f"{key}.")
+    rope = ConfigReader(config.file, nested, prefix=f"{key}.")
     theta = rope.take("rope_theta", float, config.take("rope_theta", float, 10000.0))
     for holder in (config, rope):
         if holder.values.get("partial_rotary_factor") not in (None, 1):
@@ -165,6 +232,15 @@ def _read_rope(config: _Reader) -> tuple[float, RopeScaling | None]:
     kind = nested.get(type_key, "default")
     if kind == "default":
         return theta, None
+    if kind == "yarn" and config.values["model_type"] == "deepseek_v3":
+        return theta, YarnScaling(
+            factor=rope.take("factor", float),
+            beta_fast=rope.take("beta_fast", float, 32.0),
+            beta_slow=rope.take("beta_slow", float, 1.0),
+            mscale=rope.take("mscale", float, 1.0),
+            mscale_all_dim=rope.take("mscale_all_dim", float, 0.0),
+            original_max_positions=rope.count("original_max_position_embeddings"),
+        )
     if kind != "llama3":
         raise rope.error(type_key, '"default" or "llama3"')
     return theta, RopeScaling(
@@ -175,11 +251,11 @@ def _read_rope(config: _Reader) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _read_eos(path: Path, config: _Reader) -> tuple[int, ...]:
+def _read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
     """generation_config.json is what ends a generation in transformers; config.json only where that says nothing."""
     readers = [config]
     if (path / GENERATION_CONFIG_FILE).exists():
-        readers.insert(0, _Reader(path / GENERATION_CONFIG_FILE))
+        readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE))
     for reader in readers:
         value = reader.values.get("eos_token_id")
         if value is None:

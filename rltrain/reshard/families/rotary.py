@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rltrain.reshard.families.architecture import Architecture
+from rltrain.reshard.families.architecture import Architecture, YarnScaling
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -19,6 +19,8 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     scaling = architecture.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        raise NotImplementedError("YaRN's rotary frequencies are not computed here: no dense family uses them")
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)

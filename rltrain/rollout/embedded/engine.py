@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.errors import ConfigError, DataError, DivergenceError
+from rltrain.errors import ConfigError, DataError, DivergenceError, SyncError
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.embedded.generation import Generation
@@ -43,7 +43,7 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self.policy_version = 0
+        self.policy_version: int | None = 0
         self._device = torch.device(device)
         self._max_running_requests = max_running_requests
         self._max_context_tokens = max_context_tokens
@@ -62,7 +62,16 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of `requests`. Collective over: the engine's tensor-parallel group."""
+        """Completions in the order of `requests`. Collective over: the engine's tensor-parallel group.
+
+        Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
+        """
+        version = self.policy_version
+        if version is None:
+            raise SyncError(
+                "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
+                "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
+            )
         if not requests:
             return []
         self._check_prompts(requests)
@@ -79,10 +88,14 @@ class EmbeddedEngine:
             max_context_tokens=self._max_context_tokens,
         )
         try:
-            return generation.run(self.policy_version)
+            return generation.run(version)
         except DivergenceError:
             self._cache.release()  # it may hold NaN, which a later mask would not hide
             raise
+
+    def begin_update(self) -> None:
+        """Withdraw the policy version: the weights are about to be rewritten."""
+        self.policy_version = None
 
     def release_cache(self) -> None:
         """Free the KV cache's memory; the next generation allocates what it needs."""

@@ -1,0 +1,203 @@
+// The CPU twin of reshard_cuda.cu: slices are cut into tiles of about 512 KB, which threads take from one counter.
+//
+// The code that copies a tile exists once per instruction set; which one runs is decided when the library is loaded.
+// Everything is exact to the bit, so all agree.
+#include <new>
+
+#include "reshard_cpu_loops.h"
+#include "reshard_cpu_work.h"
+#if defined(__x86_64__)
+#include "reshard_cpu_avx512.h"
+#define AVX2 __attribute__((target("avx2")))
+#endif
+
+namespace {
+
+// Stores that bypass the caches save reading the destination first, but whoever reads it next finds it in memory only.
+// Measured, a copy and one reading of its result together are faster with them from about this size on.
+constexpr int64_t kNontemporalBytes = 4 << 20;
+// Shorter rows are mostly partial cache lines, which cannot bypass the caches well.
+constexpr int64_t kNontemporalRowBytes = 512;
+// How far ahead of their use the short rows of a window are fetched.
+constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kMaxTileBlocks = kTileQuantisedCols / RS_BLOCK + 1;
+
+#if defined(__x86_64__)
+AVX2 void stream_avx2(char* d, const char* s, int64_t n) {
+  const int64_t head = std::min<int64_t>(n, -(uintptr_t)d & 63);
+  memcpy(d, s, head);
+  d += head, s += head, n -= head;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) {
+    const __m256i low = _mm256_loadu_si256((const __m256i*)(s + i));
+    const __m256i high = _mm256_loadu_si256((const __m256i*)(s + i + 32));
+    _mm256_stream_si256((__m256i*)(d + i), low);
+    _mm256_stream_si256((__m256i*)(d + i + 32), high);
+  }
+  memcpy(d + i, s + i, n - i);
+}
+#endif
+
+DEFINE_ROUTINES(baseline, , nullptr)
+constexpr Routines kBaseline = ROUTINES_OF(baseline);
+#if defined(__x86_64__)
+DEFINE_ROUTINES(avx2, AVX2, stream_avx2)
+constexpr Routines kAvx2 = ROUTINES_OF(avx2);
+template <int type>
+AVX512 uint32_t amax_avx512(const void* source, int64_t n) {
+  return amax_loop<type>(source, n);
+}
+constexpr Routines kAvx512 = ROUTINES_OF(avx512);
+#endif
+
+enum Instructions { kAnyProcessor = 0, kWithAvx2 = 1, kWithAvx512 = 2 };
+
+Instructions supported_instructions() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    return kWithAvx512;
+  if (__builtin_cpu_supports("avx2")) return kWithAvx2;
+#endif
+  return kAnyProcessor;
+}
+
+const Routines* routines_with(Instructions instructions) {
+#if defined(__x86_64__)
+  if (instructions == kWithAvx512) return &kAvx512;
+  if (instructions == kWithAvx2) return &kAvx2;
+#endif
+  (void)instructions;
+  return &kBaseline;
+}
+
+const Routines* routines = routines_with(supported_instructions());
+
+// Walks the parts of a tile's columns that lie in one block each: function(number of the block, first column, columns).
+template <class Function>
+ALWAYS_INLINE void for_each_block(const rs_slice& s, const Tile& t, Function&& function) {
+  int64_t first = 0, block = 0;
+  for (int64_t phase = (s.col_phase + t.col) % RS_BLOCK; first < t.cols; phase = 0, ++block) {
+    const int64_t width = std::min<int64_t>(RS_BLOCK - phase, t.cols - first);
+    function(block, first, width);
+    first += width;
+  }
+}
+
+// The amax entry of the block of a tile's first element; those of its other blocks follow.
+uint32_t* amax_of(const rs_slice& s, const Tile& t, void* const* bases) {
+  return (uint32_t*)bases[s.amax_base] + s.amax_offset + (s.row_phase + t.row) / RS_BLOCK * s.amax_stride +
+         (s.col_phase + t.col) / RS_BLOCK;
+}
+
+Part part_of(const rs_slice& s, const Tile& t, void* const* bases) {
+  const int64_t from = item_bytes(s.src_type), to = item_bytes(s.dst_type);
+  Part part = {};
+  part.destination = (char*)bases[s.dst_base] + (s.dst_offset + t.row * s.dst_stride + t.col) * to;
+  part.source = (const char*)bases[s.src_base] + (s.src_offset + t.row * s.src_stride + t.col) * from;
+  part.destination_stride = s.dst_stride * to, part.source_stride = s.src_stride * from;
+  part.rows = t.rows, part.cols = s.src_type == s.dst_type ? t.cols * from : t.cols;
+  part.ahead_bytes = t.cols * from;
+  if (t.ahead >= 0) {
+    part.ahead = (const char*)bases[s.src_base] + t.ahead * from, part.ahead_stride = s.cols * from;
+  } else if (s.src_stride > t.cols && t.rows > 1 && part.ahead_bytes < kAheadBytes) {
+    const int64_t rows = (kAheadBytes + part.ahead_bytes - 1) / part.ahead_bytes;
+    part.ahead = part.source + rows * part.source_stride, part.ahead_stride = part.source_stride;
+  }
+  return part;
+}
+
+void copy_tile(const rs_slice& s, const Tile& t, void* const* bases, bool nontemporal) {
+  Part part = part_of(s, t, bases);
+  float inverse[kTileQuantisedCols];
+  if (quantises(s)) {
+    const uint32_t* amax = amax_of(s, t, bases);
+    for_each_block(s, t, [&](int64_t block, int64_t col, int64_t width) {
+      const float a = std::max(float_of(amax[block]), kSmallestAmax);
+      std::fill_n(inverse + col, width, amax[block] < kInfinity ? kMaxFloat8 / a : float_of(RS_NAN_AMAX));
+    });
+    part.inverse = inverse;
+  }
+  const bool adjacent = s.dst_stride == t.cols || t.rows == 1;
+  const bool whole_lines = adjacent || t.cols * item_bytes(s.dst_type) >= kNontemporalRowBytes;
+  routines->copy[nontemporal && whole_lines][s.src_type][s.dst_type](part);
+}
+
+uint32_t amax_bits(uint8_t type, uint32_t magnitude) {
+  const uint32_t wide = type == RS_FLOAT32    ? magnitude
+                        : type == RS_BFLOAT16 ? magnitude << 16
+                                              : float32_of_float16((uint16_t)magnitude);
+  return wide > kInfinity ? (uint32_t)RS_NAN_AMAX : wide;
+}
+
+void amax_tile(const rs_slice& s, const Tile& t, void* const* bases) {
+  Part p = part_of(s, t, bases);
+  const Amax amax = routines->amax[s.src_type];
+  const int64_t from = item_bytes(s.src_type);
+  uint32_t largest[kMaxTileBlocks] = {};
+  for (int64_t row = 0; row < t.rows; ++row, p.source += p.source_stride) {
+    fetch_ahead(p, row);
+    for_each_block(s, t, [&](int64_t block, int64_t col, int64_t width) {
+      largest[block] = std::max(largest[block], amax(p.source + col * from, width));
+    });
+  }
+  uint32_t* entries = amax_of(s, t, bases);
+  for_each_block(s, t, [&](int64_t block, int64_t, int64_t) {
+    const uint32_t found = amax_bits(s.src_type, largest[block]);
+    uint32_t known = __atomic_load_n(&entries[block], __ATOMIC_RELAXED);
+    while (known < found && !__atomic_compare_exchange_n(&entries[block], &known, found, true, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED)) {
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+int rs_cpu_abi_version(void) { return RS_ABI_VERSION; }
+
+int rs_cpu_sizeof_slice(void) { return (int)sizeof(rs_slice); }
+
+// Uses no more than these instructions from now on, 0: any processor, 1: AVX2, 2: AVX-512, and no others than the
+// processor has. Returns which. For tests; not while copies run.
+int rs_cpu_limit_instructions(int most) {
+  const Instructions used = std::min((Instructions)most, supported_instructions());
+  routines = routines_with(used);
+  return used;
+}
+
+// Copies n slices. 0, or 1 where there was no memory for the list of tiles.
+int rs_cpu_copy(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
+  const Work work(slices, n, false);
+  const bool nontemporal = work.bytes() >= kNontemporalBytes;
+  work.run(threads, [&](const Tile& tile) { copy_tile(slices[tile.slice], tile, bases, nontemporal); });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Raises the amax entries of those of n slices that quantise. Returns as rs_cpu_copy does.
+int rs_cpu_amax(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
+  const Work work(slices, n, true);
+  work.run(threads, [&](const Tile& tile) { amax_tile(slices[tile.slice], tile, bases); });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// The bound that copies of slices are measured against: one contiguous copy. Returns as rs_cpu_copy does.
+int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int threads, int nontemporal) try {
+  const Work work(bytes);
+  work.run(threads, [&](const Tile& t) {
+    Part part = {};
+    part.destination = (char*)destination + t.col, part.source = (const char*)source + t.col;
+    part.rows = 1, part.cols = t.cols;
+    routines->copy[nontemporal != 0][RS_FLOAT8_E4M3][RS_FLOAT8_E4M3](part);
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+}  // extern "C"

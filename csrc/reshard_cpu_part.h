@@ -1,0 +1,29 @@
+// What the code of every instruction set offers to reshard_cpu.cpp.
+#pragma once
+
+#include <stdint.h>
+
+// Part of a slice.
+struct Part {
+  char* destination;
+  const char* source;
+  int64_t destination_stride, source_stride;  // bytes
+  int64_t rows, cols;                         // elements; bytes where source and destination have the same type
+  const float* inverse;                       // [cols], where elements are quantised
+  const char* ahead;                          // fetched into the caches row by row meanwhile; null where nothing is
+  int64_t ahead_stride, ahead_bytes;          // of a row of it
+};
+
+inline __attribute__((always_inline)) void fetch_ahead(const Part& part, int64_t row) {
+  if (!part.ahead) return;
+  const char* p = part.ahead + row * part.ahead_stride;
+  for (int64_t at = 0; at < part.ahead_bytes; at += 64) __builtin_prefetch(p + at);
+}
+
+using CopyPart = void (*)(const Part&);
+using Amax = uint32_t (*)(const void* source, int64_t n);  // the bits of the largest magnitude among n elements
+
+struct Routines {
+  CopyPart copy[2][4][4];  // [bypassing the caches][from][to]; null for pairs that are not supported
+  Amax amax[3];            // [type]
+};

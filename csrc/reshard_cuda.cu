@@ -1,0 +1,74 @@
+// CUDA kernels of reshard.h: one launch carries out a range of a table's slices.
+//
+// The host cuts slices into tiles of at most 16 KiB (rltrain/reshard/tiles.py), once per table. Warps of a persistent
+// grid take tiles independently of each other, without barriers or shared memory: while one waits for a descriptor or
+// its loads, the others of its multiprocessor have theirs under way. 16 warps of 32 lanes with 8 vectors of 16 bytes
+// each are 64 KiB per multiprocessor, which is more than the latency of the memory times its bandwidth.
+//
+// NOTES: a launch must not write what it reads (descriptors, base pointers, sources; a copy also amax entries), since
+// its tiles have no order. Launches on one stream are ordered.
+#include <cuda_runtime.h>
+
+#include "reshard_cuda_tiles.h"
+
+namespace {
+
+constexpr int kBlocksPerMultiprocessor = 2;
+
+template <typename Work>
+__global__ void __launch_bounds__(rs::kThreads, kBlocksPerMultiprocessor)
+rs_kernel(const rs_tile* __restrict__ tiles, const rs_slice* __restrict__ slices, void* const* __restrict__ bases,
+          int64_t first, int64_t last) {
+  rs::for_tiles({tiles, slices, bases}, first, last, blockIdx.x, gridDim.x, threadIdx.x, Work());
+}
+
+template <typename Work>
+int launch(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last, int num_blocks,
+           int device, void* stream) {
+  if (first >= last) return cudaSuccess;
+  const cudaError_t error = cudaSetDevice(device);
+  if (error != cudaSuccess) return error;
+  const int grid = last - first < num_blocks ? static_cast<int>(last - first) : num_blocks;
+  rs_kernel<Work><<<grid, rs::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const rs_tile*>(tiles), static_cast<const rs_slice*>(slices), static_cast<void* const*>(bases), first,
+      last);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+extern "C" {
+
+int rs_cuda_abi_version(void) { return RS_ABI_VERSION; }
+int rs_cuda_sizeof_slice(void) { return sizeof(rs_slice); }
+int rs_cuda_sizeof_tile(void) { return sizeof(rs_tile); }
+
+// Devices that can be used; 0 where there is no driver.
+int rs_cuda_device_count(void) {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+const char* rs_cuda_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+// Blocks that fill a device, or minus an error of the runtime.
+int rs_cuda_num_blocks(int device) {
+  int multiprocessors = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  return error == cudaSuccess ? multiprocessors * kBlocksPerMultiprocessor : -static_cast<int>(error);
+}
+
+// Copies the slices of tiles[first:last], or raises their amax entries, on `stream` and with at most `num_blocks`
+// blocks. Tiles, slices and base pointers are in the memory of `device`, which becomes the thread's current device.
+// Returns an error of the runtime, 0 for none.
+int rs_cuda_copy(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last, int num_blocks,
+                 int device, void* stream) {
+  return launch<rs::Copy>(tiles, slices, bases, first, last, num_blocks, device, stream);
+}
+
+int rs_cuda_amax(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last, int num_blocks,
+                 int device, void* stream) {
+  return launch<rs::Amax>(tiles, slices, bases, first, last, num_blocks, device, stream);
+}
+
+}  // extern "C"

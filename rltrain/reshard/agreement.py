@@ -1,0 +1,159 @@
+"""What the ranks of a reshard settle on gloo before anything else: that all are there, and that their plans agree."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rltrain.errors import SyncError
+from rltrain.reshard.layout import IntArray
+from rltrain.reshard.rounds import Rounds, Streams, checksums, choose_rounds
+from rltrain.reshard.steps import STAGES, StageStreams
+
+MAX_MESSAGE_BYTES = 2000
+"""Of an error that the other ranks are told."""
+
+Result = TypeVar("Result")
+
+
+class Agreement:
+    """Talks over `group` (gloo), which holds the ranks of both layouts; None where that is this rank alone.
+
+    Every method is collective over: `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout_s: float | None) -> None:
+        if group is not None and dist.get_backend(group) != "gloo":
+            raise ValueError(f"cpu_group has backend {dist.get_backend(group)}; expected gloo")
+        self.rank = rank
+        self._group = group
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+
+    def meet(self) -> None:
+        """Return when all ranks have come. Raises SyncError, which on one of them names those that have not."""
+        if self._group is None:
+            return
+        try:
+            dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise SyncError(
+                f"rank {self.rank} waits at a reshard for all of ranks {self._ranks}, but: {error}. Look for what "
+                "ended or holds up the missing ones; config key cluster.timeout_s is how long a rank waits"
+            ) from error
+
+    def together(self, attempt: Callable[[], Result]) -> Result:
+        """The result of `attempt`, once it has succeeded on all ranks.
+
+        Where it raises ValueError or SyncError on any, all ranks raise SyncError: those with their own message, the
+        others with that of the highest of those.
+        """
+        problem: Exception | None = None
+        result: list[Result] = []
+        try:
+            result.append(attempt())
+        except (ValueError, SyncError) as error:
+            problem = error
+        if self._group is not None:
+            failed = torch.tensor([-1 if problem is None else self.rank])
+            self._all_reduce(failed, dist.ReduceOp.MAX)
+            if int(failed) >= 0:
+                said = self._told(int(failed), "" if problem is None else str(problem))
+                problem = problem or SyncError(f"rank {int(failed)} cannot take part in the reshard: {said}")
+        if problem is not None:
+            raise problem if isinstance(problem, SyncError) else SyncError(str(problem)) from problem
+        return result[0]
+
+    def rounds(
+        self, exchanged: tuple[StageStreams, ...], bucket_bytes: int, large_bytes: int | None
+    ) -> tuple[Rounds, ...]:
+        """How all ranks cut each stage, after comparing their settings, and what each sends with what its peers expect.
+
+        Raises SyncError where they differ, naming both ranks and what each says.
+        """
+        self.together(lambda: self._check_peers(exchanged))
+        if self._group is None:
+            return tuple(Rounds(0, 1) for _ in exchanged)
+        sent = self._all_to_all(np.stack([self._table(stage.sends) for stage in exchanged], axis=1))
+        self.together(lambda: self._compare(sent, exchanged))
+        settings = torch.tensor([bucket_bytes, -1 if large_bytes is None else large_bytes])
+        extents = torch.tensor([extent for stage in exchanged for extent in _extent(stage)])
+        largest = torch.cat([settings, -settings, extents])
+        self._all_reduce(largest, dist.ReduceOp.MAX)
+        highest, lowest, extents = largest[:2], -largest[2:4], largest[4:]
+        if not torch.equal(highest, lowest):
+            raise SyncError(
+                f"ranks cut messages differently: (bytes of buckets, least bytes sent in place) are {lowest.tolist()} "
+                f"on one and {highest.tolist()} on another. Expected equal weight_sync.bucket_mb and devices of one "
+                f"kind on all of ranks {self._ranks}"
+            )
+        stages = list(zip(extents[::2].tolist(), extents[1::2].tolist(), strict=True))
+        return self.together(lambda: tuple(choose_rounds(*extent, bucket_bytes) for extent in stages))
+
+    def total(self, numbers: list[int]) -> list[int]:
+        """Sums over all ranks. Returns only when all have come here."""
+        totals = torch.tensor(numbers)
+        self._all_reduce(totals, dist.ReduceOp.SUM)
+        result: list[int] = totals.tolist()
+        return result
+
+    def _all_reduce(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if self._group is None:
+            return
+        try:
+            dist.all_reduce(numbers, operation, group=self._group)
+        except RuntimeError as error:
+            raise SyncError(
+                f"rank {self.rank} lost another one of ranks {self._ranks} during a reshard: {error}. Look for what "
+                "ended it: its own message comes first in the log"
+            ) from error
+
+    def _all_to_all(self, rows: IntArray) -> IntArray:
+        """Row i goes to the group's rank i; row i of the result comes from it."""
+        result = torch.empty(rows.shape, dtype=torch.int64)
+        dist.all_to_all_single(result, torch.from_numpy(rows), group=self._group)
+        received: IntArray = result.numpy()
+        return received
+
+    def _told(self, speaker: int, text: str) -> str:
+        buffer = np.zeros(MAX_MESSAGE_BYTES, dtype=np.uint8)
+        encoded = text.encode()[:MAX_MESSAGE_BYTES]
+        buffer[: len(encoded)] = np.frombuffer(encoded, dtype=np.uint8)
+        dist.broadcast(torch.from_numpy(buffer), src=speaker, group=self._group)
+        return bytes(buffer).rstrip(b"\0").decode(errors="replace")
+
+    def _check_peers(self, exchanged: tuple[StageStreams, ...]) -> None:
+        peers = {int(peer) for stage in exchanged for made in (stage.sends, stage.receives) for peer in made.peers}
+        if strangers := sorted(peers - set(self._ranks)):
+            raise ValueError(
+                f"the plan of rank {self.rank} exchanges with ranks {strangers}, which are not in its process group of "
+                f"ranks {self._ranks}: expected a group over the ranks of both layouts"
+            )
+
+    def _table(self, made: Streams) -> IntArray:
+        """[ranks of the group, 2]: bytes and checksum of the stream with each; zeros without one."""
+        table = np.zeros((len(self._ranks), 2), dtype=np.int64)
+        place = [self._ranks.index(peer) for peer in made.peers.tolist()]
+        table[place, 0], table[place, 1] = made.num_bytes, checksums(made)
+        return table
+
+    def _compare(self, sent: IntArray, exchanged: tuple[StageStreams, ...]) -> None:
+        for number, (name, stage) in enumerate(zip(STAGES, exchanged, strict=True)):
+            expected, theirs = self._table(stage.receives), sent[:, number]
+            for place in np.flatnonzero((expected != theirs).any(axis=1))[:1].tolist():
+                peer = self._ranks[place]
+                raise SyncError(
+                    f"ranks {peer} and {self.rank} disagree about stage {name} of the reshard: rank {peer} sends "
+                    f"{theirs[place, 0]} bytes (checksum of the boxes {theirs[place, 1]}), rank {self.rank} expects "
+                    f"{expected[place, 0]} ({expected[place, 1]}). Both must plan from equal layouts: compare their "
+                    "config, model.path and versions of rltrain"
+                )
+
+
+def _extent(stage: StageStreams) -> tuple[int, int]:
+    """The most bytes and peers of either direction."""
+    both = (stage.sends, stage.receives)
+    return max(made.total_bytes for made in both), max(len(made.peers) for made in both)

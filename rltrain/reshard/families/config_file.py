@@ -1,0 +1,56 @@
+"""Typed access to a checkpoint's config.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rltrain.errors import CheckpointError
+
+Value = TypeVar("Value", int, float, bool)
+
+EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
+
+
+class ConfigReader:
+    """Typed access to one JSON object; every complaint names the file, the key, the value and what was expected."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any] | None = None, prefix: str = "") -> None:
+        self.file, self.prefix = file, prefix
+        self.values = _read_json(file) if values is None else values
+
+    def error(self, key: str, expected: str) -> CheckpointError:
+        found = json.dumps(self.values[key]) if key in self.values else "absent"
+        return CheckpointError(
+            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} (config key model.path)"
+        )
+
+    def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
+        value: object = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or type(value) is not kind:  # True is an int to isinstance
+            raise self.error(key, EXPECTED[kind])
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.take(key, int, default)
+        if value < 1:
+            raise self.error(key, "at least 1")
+        return value
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} does not exist; expected the folder of a Hugging Face checkpoint (config key model.path)"
+        ) from None
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{file} cannot be read as JSON: {problem} (config key model.path)") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object (config key model.path)")
+    return values

@@ -1,0 +1,104 @@
+"""Finding and loading the native libraries of csrc/, and choosing what carries out a `CopyTable`.
+
+`pip install` builds `_reshard_cpu.so`, and `_reshard_cuda.so` where nvcc is found, beside this file. The environment
+variable RLTRAIN_NATIVE says what happens without them:
+
+    auto     torch operations instead, said once per process (default)
+    off      torch operations, whatever was built
+    require  an error: for the CPU library always, for the CUDA library on CUDA devices
+"""
+
+import ctypes
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from rltrain.errors import UserError
+from rltrain.reshard.slices import SLICE
+
+logger = logging.getLogger(__name__)
+
+ABI_VERSION = 1
+"""RS_ABI_VERSION of csrc/reshard.h."""
+
+CUDA_TILE_BYTES = 32
+"""Bytes of a tile of the CUDA kernels, which the host computes (kernels_cuda)."""
+
+VARIABLE = "RLTRAIN_NATIVE"
+MODES = ("auto", "off", "require")
+REBUILD = "run `pip install -e .` in the repository, with g++ (and nvcc, for GPUs) on PATH"
+
+Backend = Literal["cuda", "native", "torch"]
+
+
+def mode() -> str:
+    """The value of RLTRAIN_NATIVE. Raises UserError where it is none of MODES."""
+    value = os.environ.get(VARIABLE) or "auto"
+    if value not in MODES:
+        raise UserError(f"{VARIABLE} is {value!r}; expected one of {', '.join(MODES)}")
+    return value
+
+
+def backend(device_type: str) -> Backend:
+    """What copies slices on devices of this type ("cpu", "cuda"): "torch" where the native library is switched off or
+    cannot be loaded, which is then said once per process.
+
+    Raises UserError where RLTRAIN_NATIVE requires what cannot be loaded.
+    """
+    chosen = mode()
+    if chosen == "off":
+        return "torch"
+    try:
+        if device_type == "cuda":
+            cuda_library()
+            return "cuda"
+        cpu_library()
+        return "native"
+    except LibraryError as error:
+        if chosen == "require":
+            raise UserError(f"{VARIABLE} is require, but {error}: {REBUILD}, or set {VARIABLE}=auto") from None
+        _say_once(f"{error}; weights on {device_type} are copied by slower torch operations. To change that, {REBUILD}")
+        return "torch"
+
+
+class LibraryError(Exception):
+    """A native library is absent, cannot be loaded, or was built from other sources."""
+
+
+@cache
+def cpu_library() -> ctypes.CDLL:
+    """Raises LibraryError."""
+    return load(_path("cpu"), "rs_cpu", {"slice": SLICE.itemsize})
+
+
+@cache
+def cuda_library() -> ctypes.CDLL:
+    """Raises LibraryError; loads where there is no GPU as well."""
+    return load(_path("cuda"), "rs_cuda", {"slice": SLICE.itemsize, "tile": CUDA_TILE_BYTES})
+
+
+def load(path: Path, prefix: str, struct_bytes: dict[str, int]) -> ctypes.CDLL:
+    """The library at `path`, whose symbols begin with `prefix`, after comparing its ABI version and the sizes of its
+    structs with what this package expects. Raises LibraryError."""
+    if not path.exists():
+        raise LibraryError(f"the native library {path.name} was not built")
+    try:
+        library = ctypes.CDLL(str(path))
+        expected = {"abi_version": ABI_VERSION} | {f"sizeof_{name}": size for name, size in struct_bytes.items()}
+        found = {name: int(getattr(library, f"{prefix}_{name}")()) for name in expected}
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"the native library {path} cannot be loaded ({error})") from error
+    if found != expected:
+        raise LibraryError(f"the native library {path} was built from other sources (it has {found}, not {expected})")
+    return library
+
+
+def _path(name: str) -> Path:
+    return Path(__file__).with_name(f"_reshard_{name}.so")
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,186 @@
+"""Weight syncs that fail on real ranks: what each rank is told, how soon, and what its engine serves afterwards."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.config.schema import WeightSync as Settings
+from rltrain.errors import SyncError
+from rltrain.reshard.execute import Resharding
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.planner import plan
+from rltrain.reshard.wire import GlooWire
+from rltrain.roles.weight_sync import WeightSync
+from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.layout import engine_layout
+from rltrain.training.layout import megatron_layout
+from tests.model_shards import tiny_architecture
+
+NUM_RANKS = 4
+CPU = torch.device("cpu")
+GRIDS = {"actor": Grid((0, 1), tp=2), "rollout": Grid((2, 3))}
+UNION = (0, 1, 2, 3)
+ARCHITECTURE = tiny_architecture("qwen3", vocab_size=4096, hidden_size=128)  # several buckets of the smallest size
+VICTIM = 1
+
+
+class Rank:
+    """One rank of a job whose only task is the weight sync."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.number = dist.get_rank()
+        self.groups = ProcessGroups(group_lists(GRIDS), backend="gloo", timeout_s=timeout_s)
+        source, destination = (
+            megatron_layout(ARCHITECTURE, GRIDS["actor"]),
+            engine_layout(ARCHITECTURE, GRIDS["rollout"]),
+        )
+        job = SimpleNamespace(
+            config=SimpleNamespace(
+                model=SimpleNamespace(dtype="float32"),
+                weight_sync=Settings(bucket_mb=1),
+                cluster=SimpleNamespace(timeout_s=timeout_s),
+            ),
+            world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
+            grids=GRIDS,
+            groups=self.groups,
+            architecture=ARCHITECTURE,
+            megatron_layout=lambda role: source,
+        )
+        actor = rollout = None
+        self.parameters = self._allocate(source)
+        for name, tensor in self.parameters.items():
+            tensor.fill_(len(name) / 1000)
+        if self.number in GRIDS["actor"].ranks:
+            actor = SimpleNamespace(parameters=self.parameters)
+        self.destination = self._allocate(destination)
+        if self.number in GRIDS["rollout"].ranks:
+            rollout = SimpleNamespace(parameters=self.destination, engine=self._engine())
+        self.engine = rollout and rollout.engine
+        self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]
+
+    def attempt(self, step: int) -> dict[str, Any]:
+        """A weight sync, and what came of it."""
+        before = {name: tensor.clone() for name, tensor in self.destination.items()}
+        found = failure(lambda: self.role.weight_sync(step))
+        if self.engine:
+            found["policy_version"] = self.engine.policy_version
+            found["generate"] = failure(self._generate)["error"]
+        found["num_parameters"] = len(before)
+        found["num_written"] = sum(not torch.equal(before[name], tensor) for name, tensor in self.destination.items())
+        return found
+
+    def _allocate(self, layout: Layout) -> dict[str, Tensor]:
+        return allocate_parameters(layout, self.number, dtype=torch.float32) if self.number in layout.ranks else {}
+
+    def _engine(self) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            ARCHITECTURE,
+            self.destination,
+            tp_group=None,
+            max_running_requests=1,
+            max_context_tokens=8,
+            dtype=torch.float32,
+        )
+
+    def _generate(self) -> None:
+        greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, max_response_tokens=2, stop_token_ids=())
+        self.engine.generate([Request(id=0, prompt=(1, 2), seed=0)], greedy)
+
+
+def failure(action: Callable[[], Any]) -> dict[str, Any]:
+    """The message of the SyncError that `action` ends in ("" without one), and after how many seconds."""
+    start, message = time.perf_counter(), ""
+    try:
+        action()
+    except SyncError as error:
+        message = str(error)
+    return {"error": message, "seconds": time.perf_counter() - start}
+
+
+def killed() -> None:
+    """A complete sync; in the next one a rank ends without a word between two rounds. No rank comes back from here, so
+    each leaves its result where run_distributed looks for it."""
+    rank = Rank()
+    results = {"complete": rank.attempt(step=3)}
+    for tensor in rank.parameters.values():
+        tensor.add_(1)
+    if rank.number == VICTIM:
+        start = GlooWire.start
+
+        def start_and_die(wire: GlooWire, number: int, packed: Any) -> None:
+            if number == 2:
+                leave({"complete": results["complete"]})
+            start(wire, number, packed)
+
+        mock.patch.object(GlooWire, "start", start_and_die).start()
+    results["broken"] = rank.attempt(step=4)
+    leave(results)
+
+
+def leave(results: dict[str, Any]) -> None:
+    """End this process at once, as if nothing were wrong: torchrun ends the others when one fails."""
+    folder = sys.argv[3]
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    os._exit(0)
+
+
+def disagreements() -> dict[str, Any]:
+    """Ranks that do not fit together, and none of which ends."""
+    rank = Rank()
+    return {
+        "complete": rank.attempt(step=3),
+        "shape": _with_changed_tensor(rank, lambda tensor: tensor[:-1]),
+        "dtype": _with_changed_tensor(rank, lambda tensor: tensor.bfloat16()),
+        "absent": _with_changed_tensor(rank, None),
+        "complete again": rank.attempt(step=5),
+        "plans": failure(lambda: _resharding(rank, plan_differs=rank.number == 2)),
+        "buckets": failure(lambda: _resharding(rank, bucket_bytes=2**20 + 2**10 * (rank.number == 2))),
+        "tiny buckets": failure(lambda: _resharding(rank, bucket_bytes=16)),
+        "missing rank": _without_a_rank(),
+    }
+
+
+def _with_changed_tensor(rank: Rank, change: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
+    """A sync to which the victim brings another tensor than the layout says."""
+    name = "embedding.word_embeddings.weight"
+    original = rank.parameters.pop(name, None)
+    if original is not None and (rank.number != VICTIM or change is not None):
+        rank.parameters[name] = change(original) if change and rank.number == VICTIM else original
+    found = rank.attempt(step=4)
+    if original is not None:
+        rank.parameters[name] = original
+    return found
+
+
+def _resharding(rank: Rank, *, bucket_bytes: int = 2**20, plan_differs: bool = False) -> Resharding:
+    """One rank believes in another model: its head is tied to its embedding, so it expects no weights of it."""
+    architecture = replace(ARCHITECTURE, tied_embeddings=True) if plan_differs else ARCHITECTURE
+    source = megatron_layout(architecture, GRIDS["actor"])
+    destination = engine_layout(architecture, GRIDS["rollout"])
+    return Resharding(
+        plan(source, destination, rank.number, NUM_RANKS),
+        group=rank.groups[UNION],
+        cpu_group=rank.groups.cpu[UNION],
+        bucket_bytes=bucket_bytes,
+        device=CPU,
+    )
+
+
+def _without_a_rank() -> dict[str, Any]:
+    """Last, because it leaves the groups unusable."""
+    rank = Rank(timeout_s=3)
+    return {"error": "", "seconds": 0.0} if rank.number == NUM_RANKS - 1 else rank.attempt(step=6)

@@ -1,0 +1,112 @@
+"""Checksums of a sync on real ranks: of right ones, and of ones that were tampered with."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from rltrain.errors import SyncMismatchError
+from rltrain.reshard.golden import golden_sync
+from rltrain.reshard.verify import verify
+from tests.distributed.cases_quantized import ARCHITECTURES, KINDS, Sync, bits, make_groups, sync
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def checked(case: Sync) -> str:
+    """What verify says: nothing, or its complaint."""
+    try:
+        verify(case.plan, case.source, case.destination, case.held, case.wanted, group=case.group, blocks=case.blocks)
+    except SyncMismatchError as problem:
+        return str(problem)
+    return ""
+
+
+def flip_a_bit(case: Sync, rank: int) -> None:
+    """The lowest one of one element of rank `rank`."""
+    if dist.get_rank() == rank:
+        bits(case.wanted[DOWN])[5, 7] ^= 1
+
+
+def swap_two_rows(case: Sync, rank: int) -> None:
+    """Of the keys, which two tensors of the fused parameter surround."""
+    if dist.get_rank() == rank:
+        rows = bits(case.wanted[QKV])
+        first = case.wanted[QKV].shape[0] // 2 + 2
+        rows[[first, first + 1]] = rows[[first + 1, first]]
+
+
+def change_the_source(case: Sync, rank: int) -> None:
+    """On every source rank, after the sync: as if the sync had taken older values."""
+    del rank
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    if case.held is not None and name in case.held:
+        case.held[name][3] += 1
+
+
+def wipe_a_vector(case: Sync, rank: int) -> None:
+    if dist.get_rank() == rank:
+        case.wanted[NORM].zero_()
+
+
+def change_a_scale(case: Sync, rank: int) -> None:
+    name = f"{DOWN}_scale_inv"
+    if dist.get_rank() == rank and name in case.wanted:
+        bits(case.wanted[name])[1, 0] ^= 1
+
+
+def hide_two_changes(case: Sync, rank: int) -> None:
+    """Two elements of one tensor whose sum stays the same."""
+    if dist.get_rank() == rank:
+        values = bits(case.wanted[DOWN])
+        values[0, 0] += 1
+        values[0, 1] -= 1
+
+
+TAMPERING: dict[str, Callable[[Sync, int], None]] = {
+    function.__name__: function
+    for function in (
+        flip_a_bit,
+        swap_two_rows,
+        change_the_source,
+        wipe_a_vector,
+        change_a_scale,
+        hide_two_changes,
+    )
+}
+
+
+CASES = {
+    "tp4 -> tp2 dp2, two nodes": ("fp32", "bf16 to fp8"),
+    "tp2 -> tp1 dp2 on another node": ("fp32 to bf16", "fp32 to fp8"),
+    "pp2 -> tp2, overlapping": ("bf16 to fp32", "fp32 to fp8"),
+}
+
+
+def all_checks() -> dict[str, dict[str, str]]:
+    """Complaints by what was done to the sync, for every case that this rank has a part in."""
+    groups, results = make_groups(), {}
+    for placement, kinds in CASES.items():
+        for kind in kinds:
+            case = sync(ARCHITECTURES["qwen2"], placement, groups, **KINDS[kind])
+            if case is not None:
+                results[f"{placement}, {kind}"] = _complaints(case)
+    return results
+
+
+def _complaints(case: Sync) -> dict[str, str]:
+    complaints = {"nothing arrived": checked(case)}
+    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
+    complaints["nothing"] = checked(case)
+    for name, tamper in TAMPERING.items():
+        saved = [
+            (bits(tensor), bits(tensor).clone())
+            for side in (case.held, case.wanted)
+            for tensor in (side or {}).values()
+        ]
+        tamper(case, case.destination.ranks[-1])
+        complaints[name] = checked(case)
+        for tensor, values in saved:
+            tensor.copy_(values)
+    return complaints

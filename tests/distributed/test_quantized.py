@@ -1,0 +1,37 @@
+"""FP8 syncs by four real ranks, equal bit for bit to quantising whole tensors."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_quantized import CASES, KINDS, PLACEMENTS
+from tests.distributed.torchrun import run_distributed
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[str, Any]]]:
+    return run_distributed("tests.distributed.cases_quantized:all_syncs", num_ranks=4, timeout_s=240)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["golden", "fast", "fast again"])
+def test_every_placement_equals_the_oracle(kind: str, way: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
+    compared = 0
+    for rank, results in enumerate(ranks):
+        for placement, architecture, case_kind in CASES:
+            actor, rollout, _ = PLACEMENTS[placement]
+            if case_kind == kind and rank in (*actor[0], *rollout[0]):
+                found = results[f"{placement}, {architecture}, {kind}"]
+                assert found[way] == [], f"{placement}, {architecture} on rank {rank}"
+                assert found["wrong before"] > found["compared"] / 2 or not found["compared"]
+                compared += found["compared"]
+    assert compared > 50
+
+
+def test_the_cases_are_worth_trying(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """Blocks of several ranks, boxes that fan out, and ranks in one layout only are among them."""
+    quantised = {name: found for results in ranks for name, found in results.items() if name.endswith("fp8")}
+    assert max(found["split"] for found in quantised.values()) > 40
+    assert sum(found["fanned out"] > 0 for found in quantised.values()) >= 4
+    assert max(found["rounds"] for found in quantised.values()) > 5
+    assert any(found["compared"] == 0 for results in ranks for found in results.values())

@@ -1,0 +1,81 @@
+"""Weight syncs that fail: in seconds, with an error that says why, and never with half-written weights served."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_sync_faults import NUM_RANKS, VICTIM
+from tests.distributed.torchrun import run_distributed
+
+ACTOR, ROLLOUT = (0, 1), (2, 3)
+SOON_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed("tests.distributed.cases_sync_faults:disagreements", NUM_RANKS, timeout_s=120)
+
+
+@pytest.mark.parametrize("check", ["complete", "complete again"])
+def test_a_complete_sync_sets_the_version_that_is_served(check: str, ranks: list[dict[str, Any]]) -> None:
+    assert [results[check]["error"] for results in ranks] == [""] * NUM_RANKS
+    for rank in ROLLOUT:
+        assert ranks[rank][check]["policy_version"] == (3 if check == "complete" else 5)
+        assert ranks[rank][check]["generate"] == ""
+        assert ranks[rank]["complete"]["num_written"] == ranks[rank]["complete"]["num_parameters"]
+
+
+@pytest.mark.parametrize("check", ["shape", "dtype", "absent"])
+def test_a_tensor_that_changed_is_named_on_every_rank(check: str, ranks: list[dict[str, Any]]) -> None:
+    words = {
+        "shape": ["source tensor embedding.word_embeddings.weight of rank 1 is (2047, 128)", "expected (2048, 128)"],
+        "dtype": ["source tensor embedding.word_embeddings.weight of rank 1", "torch.bfloat16", "torch.float32"],
+        "absent": ["source tensor embedding.word_embeddings.weight of rank 1 was not given", "(2048, 128)"],
+    }
+    for rank, results in enumerate(ranks):
+        assert all(word in results[check]["error"] for word in words[check]), f"rank {rank}: {results[check]}"
+        assert ("rank 1 cannot take part" in results[check]["error"]) == (rank != VICTIM)
+        assert results[check]["seconds"] < SOON_S
+        assert results[check]["num_written"] == 0, "nothing is moved"
+    for rank in ROLLOUT:
+        assert ranks[rank][check]["policy_version"] is None
+        assert "weights are incomplete" in ranks[rank][check]["generate"]
+
+
+def test_plans_that_disagree_are_refused_with_both_ranks_and_numbers(ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        error = results["plans"]["error"]
+        assert "ranks 1 and 2 disagree about stage direct" in error or "ranks 0 and 2 disagree" in error, (rank, error)
+        assert "rank 2 expects" in error and "bytes" in error
+        assert results["plans"]["seconds"] < SOON_S
+
+
+def test_buckets_that_disagree_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert "1048576" in results["buckets"]["error"] and "1049600" in results["buckets"]["error"]
+
+
+def test_buckets_must_hold_a_message_per_peer(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert "buckets of 16 bytes are too small for 2 peers" in results["tiny buckets"]["error"]
+
+
+def test_a_missing_rank_is_named(ranks: list[dict[str, Any]]) -> None:
+    assert all("waits at a reshard for all of ranks [0, 1, 2, 3]" in r["missing rank"]["error"] for r in ranks[:-1])
+    assert "3" in ranks[0]["missing rank"]["error"].split("but:")[1].split("Look")[0]
+    assert ranks[2]["missing rank"]["policy_version"] is None
+
+
+def test_a_rank_that_dies_between_rounds_ends_the_others() -> None:
+    ranks = run_distributed("tests.distributed.cases_sync_faults:killed", NUM_RANKS, timeout_s=120)
+    for rank, results in enumerate(ranks):
+        assert results["complete"]["error"] == "", f"rank {rank}"
+        if rank != VICTIM:
+            assert "reshard" in results["broken"]["error"] and "Look for what ended" in results["broken"]["error"]
+            assert results["broken"]["seconds"] < SOON_S, f"rank {rank}"
+    for rank in ROLLOUT:
+        broken = ranks[rank]["broken"]
+        assert "of rank" in broken["error"] or "from rank 1" in broken["error"], broken
+        assert 0 < broken["num_written"] < broken["num_parameters"], "half-written"
+        assert broken["policy_version"] is None
+        assert "weights are incomplete" in broken["generate"]

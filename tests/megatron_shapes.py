@@ -1,0 +1,164 @@
+"""Names and shapes of the parameters of real megatron-core models, on every rank of a grid, without any communication.
+
+Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family", "architecture", "ranks", "grid",
+"virtual_stages", "layers_per_stage"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}}.
+Models have the local implementation: Transformer Engine needs a GPU.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import model_group_lists
+from rltrain.reshard.families import Architecture
+from rltrain.training.layout import padded_vocab_size
+from rltrain.training.platform import adapt_to_platform
+from tests.model_shards import tiny_architecture
+
+EXPERT_GROUPS = {"ep": (2,), "expt_tp": (3,), "expt_dp": (1,), "tp_ep": (2, 3), "tp_ep_pp": (0, 2, 3)}
+
+
+def config_of(
+    a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage: list[int] | None
+) -> TransformerConfig:
+    values: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "num_attention_heads": a.num_heads,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "qk_layernorm": a.qk_norm or a.mla is not None,
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
+        "virtual_pipeline_model_parallel_size": virtual_stages if virtual_stages > 1 else None,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    if layers_per_stage is not None:
+        stages = [["decoder"] * count for count in layers_per_stage]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        values["pipeline_model_parallel_layout"] = stages
+    if moe := a.moe:
+        values |= {
+            "num_moe_experts": moe.num_experts,
+            "moe_router_topk": moe.top_k,
+            "moe_ffn_hidden_size": moe.ffn_hidden_size,
+            "moe_layer_freq": [int(sparse) for sparse in a.sparse_layers],
+            "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
+            "moe_router_enable_expert_bias": a.family == "deepseek_v3",
+            "moe_router_score_function": "sigmoid" if a.family == "deepseek_v3" else "softmax",
+            "expert_model_parallel_size": grid.ep,
+            "expert_tensor_parallel_size": grid.expert_array.shape[-1],
+        }
+    if a.mla is None:
+        return TransformerConfig(num_query_groups=a.num_kv_heads, kv_channels=a.head_dim, **values)
+    return MLATransformerConfig(
+        q_lora_rank=a.mla.q_rank,
+        kv_lora_rank=a.mla.kv_rank,
+        qk_head_dim=a.mla.plain_head_dim,
+        qk_pos_emb_head_dim=a.mla.rope_head_dim,
+        v_head_dim=a.mla.value_head_dim,
+        rope_type="rope",
+        **values,
+    )
+
+
+def collection_of(grid: Grid) -> ProcessGroupCollection:
+    fields = model_group_lists(Grid(grid.ranks, tp=grid.tp, pp=grid.pp, cp=grid.cp))
+    collection = ProcessGroupCollection()
+    for field, rank_lists in fields.items():
+        if field in EXPERT_GROUPS:
+            array, inner = grid.expert_array, EXPERT_GROUPS[field]
+            outer = [axis for axis in range(4) if axis not in inner]
+            size = int(torch.tensor([array.shape[axis] for axis in inner]).prod())
+            rank_lists = array.transpose((*outer, *inner)).reshape(-1, size).tolist()
+        mine = next((ranks for ranks in rank_lists if dist.get_rank() in ranks), None)
+        setattr(collection, field, None if mine is None else dist.new_group(list(mine)))
+    return collection
+
+
+def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage: list[int] | None) -> dict[str, Any]:
+    """This rank's parameters, with the router's bias, which Megatron keeps as a buffer, and its layers' numbers."""
+    stage = grid.coordinates(dist.get_rank()).pp
+    parallel_state.set_pipeline_model_parallel_rank(stage)
+    parallel_state.set_pipeline_model_parallel_world_size(grid.pp)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_stages if virtual_stages > 1 else None)
+    config = config_of(a, grid, virtual_stages, layers_per_stage)
+    collection = collection_of(grid)
+    chunks = []
+    for chunk in range(virtual_stages):
+        vp_stage = chunk if virtual_stages > 1 else None
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=stage
+        )
+        for layer in spec.layer_specs:  # it has no parameters, and the local one does not know latent attention
+            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=padded_vocab_size(a.vocab_size, grid.tp),
+                max_sequence_length=a.max_positions,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == grid.pp - 1 and chunk == virtual_stages - 1,
+                share_embeddings_and_output_weights=a.tied_embeddings,
+                position_embedding_type="rope",
+                pg_collection=collection,
+                vp_stage=vp_stage,
+            )
+        )
+    module = torch.nn.ModuleList(chunks) if virtual_stages > 1 else chunks[0]
+    held = [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias"))]
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)]
+    return {
+        "parameters": {name: list(tensor.shape) for name, tensor in held},
+        "layers": {name: layer.layer_number - 1 for name, layer in layers},
+    }
+
+
+def main(cases: Path, results: Path) -> None:
+    adapt_to_platform()
+    multi_latent_attention.HAVE_TE = False  # it takes megatron-core's wrappers, which do import, for Transformer Engine
+    initialize_rng_tracker(inference_rng_tracker=True)
+    found = []
+    for case in json.loads(cases.read_text()):
+        grid = Grid(tuple(range(case["ranks"])), **case["grid"])
+        a = tiny_architecture(case["family"], **case.get("architecture", {}))
+        by_rank = []
+        for rank in grid.ranks:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(grid.ranks))
+            by_rank.append(shapes_on(a, grid, case.get("virtual_stages", 1), case.get("layers_per_stage")))
+            dist.destroy_process_group()
+        found.append(by_rank)
+    results.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,145 @@
+"""The weight-sync benchmark runs, checks results and ends with JSON; gpu_check.sh runs all its steps."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCHMARKS = REPOSITORY / "tools/benchmarks"
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def result_of(script: str, *options: str) -> dict[str, Any]:
+    done = run([sys.executable, str(BENCHMARKS / script), *options])
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "local"),
+    [
+        # Both ranks hold half of about 1 million float32 and need all.
+        (["--ranks", "2", "--src", "tp2", "--dst", "tp1"], 2.1e6, 2.1e6),
+        # The first rank trains, the second generates: everything crosses, in two bytes per element.
+        (["--ranks", "2", "--src", "tp1", "--src-ranks", "0", "--dst-ranks", "1", "--dtype", "bfloat16"], 2.1e6, 0),
+    ],
+)
+def test_weight_sync_times_all_rivals(options: list[str], sent: float, local: float) -> None:
+    small = ["--params", "1m", "--bucket-mb", "0.25", "--iterations", "2", "--warm-up", "0"]
+    found = result_of("weight_sync.py", *options, *small)
+    colocated = local > 0
+    rivals = {"ours", "gather_broadcast", "raw", "raw_buckets"} | ({"refit"} if colocated else set())
+    assert ("refit" in found["left_out"]) is not colocated
+    for memory, times in found["milliseconds"].items():
+        assert times.keys() == rivals, memory
+        assert all(0 < numbers["min"] <= numbers["median"] for numbers in times.values())
+        ratios = found["ratios"][memory]
+        assert ratios["ours_over_raw"] == pytest.approx(times["ours"]["median"] / times["raw"]["median"], abs=2e-3)
+        assert ("refit_over_ours" in ratios) is colocated
+    assert found["bytes_per_rank"]["sent"] == pytest.approx(sent, rel=0.02)
+    assert found["bytes_per_rank"]["local"] == pytest.approx(local, rel=0.02)
+    assert found["machine"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "3", "--src", "tp2"], "tp2 does not fit on 3 ranks"),
+        (["--src", "ep2"], "'ep2' is no layout"),
+        (["--dst", "tp1.pp2"], "engines split by tensor parallelism alone"),
+        (["--ranks", "4", "--src-ranks", "0-1", "--dst-ranks", "2"], "ranks [3] are neither"),
+        (["--rivals", "ours,theirs"], "--rivals has theirs"),
+        (["--device", "cuda"], "needs a GPU"),
+    ],
+)
+def test_weight_sync_refuses_what_it_cannot_run(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["weight_sync.py", *options])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        importlib.import_module("weight_sync").parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_result_ends_the_benchmark() -> None:
+    """A rival that leaves one element as it was is not timed."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import weight_sync_run
+from weight_sync_rivals import GatherBroadcast
+
+def forgetful(self):
+    complete(self)
+    next(iter(self.destination.values())).view(-1)[5] = 7
+
+complete = GatherBroadcast.__call__
+GatherBroadcast.__call__ = forgetful
+sys.argv = ["weight_sync.py", "--ranks", "1", "--params", "1m", "--rivals", "gather_broadcast"]
+import weight_sync
+weight_sync.main()
+"""
+    done = run([sys.executable, "-c", program], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    assert done.returncode == 1
+    assert "gather_broadcast wrote 1 tensors wrong, the first is model.embed_tokens.weight" in done.stdout
+    assert "does not move the weights correctly" in done.stderr
+    assert '"milliseconds"' not in done.stdout
+
+
+def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
+    script, output = str(REPOSITORY / "tools/gpu_check.sh"), tmp_path / "out"
+    done = run(["bash", script, str(output)], RLTRAIN_PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "finds no GPU" in done.stderr
+    assert not output.exists()
+
+
+FAKE_PYTHON = f"""#!/usr/bin/env bash
+case "$*" in
+  -) echo "some_gpu $0" ;;
+  "setup.py build_ext --inplace") echo "the compiler says: no"; exit 3 ;;
+  -c*) exit 0 ;;
+  "-m pytest"*) echo "2 passed" ;;
+  tools/benchmarks/plan.py*) echo "no JSON here" ;;
+  tools/benchmarks/*) echo "a table"; echo '{{"benchmark": "'"$1"'"}}' ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def test_gpu_check_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
+    python, output = tmp_path / "python", tmp_path / "out"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    done = run(["bash", str(REPOSITORY / "tools/gpu_check.sh"), str(output)], RLTRAIN_PYTHON=str(python))
+    assert done.returncode == 1, done.stderr
+    assert "the compiler says: no" in done.stdout
+    summary = json.loads((output / "summary.json").read_text())
+    assert {step["name"]: step["outcome"] for step in summary["steps"]} == {
+        "build": "failed with status 3",
+        "tests": "passed",
+        "reshard_kernel": "passed",
+        "weight_sync": "passed",
+        "plan": "passed",
+    }
+    results = {step["name"]: step.get("result") for step in summary["steps"]}
+    assert results["weight_sync"] == {"benchmark": "tools/benchmarks/weight_sync.py"}
+    assert json.loads((output / "reshard_kernel.json").read_text()) == results["reshard_kernel"]
+    assert results["plan"] is None
+    assert summary["torch"] == torch.__version__

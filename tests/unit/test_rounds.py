@@ -1,0 +1,209 @@
+"""Streams cut into rounds: both ends arrive at equal messages, and every element arrives once, where it belongs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.match import elements
+from rltrain.reshard.plan import TRANSFER
+from rltrain.reshard.planner import plan
+from rltrain.reshard.rounds import ALIGNMENT, Cut, Rounds, checksums, choose_rounds, cut, streams
+from rltrain.reshard.slices import SLICE
+from rltrain.reshard.steps import make_steps, stage_streams
+from rltrain.rollout.layout import engine_layout
+from rltrain.training.layout import megatron_layout
+from tests.model_shards import tiny_architecture
+
+TYPES = np.array([0, 1, 3, 2, 0], dtype=np.uint8)
+"""Of five tensors on the wire."""
+SENDER = 9
+
+
+@dataclass
+class End:
+    """One end of some streams: its transfers, and its parameters as bytes, every one with padding around boxes."""
+
+    transfers: np.ndarray
+    parameters: list[np.ndarray]
+
+    def bytes_of(self, box: np.void) -> np.ndarray:
+        """[rows, cols * item] view of where a box lies."""
+        item = int(ITEM_BYTES[TYPES[box["tensor"]]])
+        start = self.parameters[box["parameter"]][int(box["offset"]) * item :]
+        return np.lib.stride_tricks.as_strided(
+            start, (int(box["rows"]), int(box["cols"]) * item), (int(box["stride"]) * item, 1)
+        )
+
+
+@st.composite
+def placed(draw: st.DrawFn, boxes: np.ndarray) -> End:
+    """`boxes` in parameters: each in its own, or several behind each other without a gap."""
+    transfers = boxes.copy()
+    sizes: list[int] = []
+    for number, box in enumerate(transfers):
+        stride = int(box["cols"]) + draw(st.sampled_from([0, 0, 3]))
+        item = int(ITEM_BYTES[TYPES[box["tensor"]]])
+        alike = number > 0 and TYPES[transfers["tensor"][number - 1]] == TYPES[box["tensor"]]
+        joined = alike and draw(st.booleans())
+        box["parameter"] = len(sizes) - 1 if joined else len(sizes)
+        box["offset"] = sizes[-1] // item if joined else draw(st.integers(0, 2))
+        box["stride"] = stride
+        end = (int(box["offset"]) + int(box["rows"]) * stride) * item
+        if joined:
+            sizes[-1] = end
+        else:
+            sizes.append(end)
+    return End(transfers, [np.zeros(size, dtype=np.uint8) for size in sizes])
+
+
+@st.composite
+def transfers_to_peers(draw: st.DrawFn) -> np.ndarray:
+    peers = draw(st.lists(st.integers(0, 5), min_size=1, max_size=12))
+    boxes = np.zeros(len(peers), dtype=TRANSFER)
+    for box, peer in zip(boxes, sorted(peers), strict=True):
+        box["peer"], box["tensor"] = peer, draw(st.integers(0, len(TYPES) - 1))
+        box["rows"], box["cols"] = draw(st.integers(1, 7)), draw(st.integers(1, 40))
+        box["row"], box["col"] = draw(st.integers(0, 50)), draw(st.integers(0, 50))
+    return boxes[np.lexsort([boxes[name] for name in ("col", "row", "tensor", "peer")])]
+
+
+def spread(made: Cut, number: int, end: End, staging: np.ndarray, *, pack: bool) -> None:
+    """Copy the staged boxes of a round from their parameters to the staging buffer, or back."""
+    for i in range(made.starts[number], made.starts[number + 1]):
+        box, item = made.boxes[i], int(ITEM_BYTES[made.types[i]])
+        inside = end.bytes_of(box)
+        part = staging[made.staged[i] * item :][: inside.size].reshape(inside.shape)
+        (part if pack else inside)[:] = inside if pack else part
+
+
+def message_bytes(made: Cut, i: int, end: End, staging: np.ndarray) -> np.ndarray:
+    messages = made.messages
+    memory = staging if messages.parameters[i] < 0 else end.parameters[messages.parameters[i]]
+    found = memory[messages.offsets[i] :][: messages.sizes[i]]
+    assert len(found) == messages.sizes[i], "the message lies in its memory"
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_element_arrives_once_through_bounded_buffers(data: st.DataObject) -> None:
+    boxes = data.draw(transfers_to_peers())
+    held = data.draw(st.sampled_from([TYPES, np.roll(TYPES, 1)]))
+    large_bytes = data.draw(st.sampled_from([None, 1, 64, 500]))
+    sender = data.draw(placed(boxes))
+    for number, parameter in enumerate(sender.parameters):
+        parameter[:] = np.random.default_rng(number).integers(1, 255, len(parameter))
+    sending = streams(sender.transfers, TYPES)
+    bucket_bytes = data.draw(st.sampled_from([2 * ALIGNMENT * len(sending.peers) + 1, 600, 10_000]))
+    rounds = choose_rounds(sending.total_bytes, len(sending.peers), bucket_bytes)
+    packs = cut(sending, rounds, held, large_bytes)
+    receivers = {}
+    for peer in sending.peers.tolist():
+        mine = boxes[boxes["peer"] == peer]
+        mine["peer"] = SENDER
+        end = data.draw(placed(mine))
+        receiving = streams(end.transfers, TYPES)
+        assert checksums(receiving)[0] == checksums(sending)[sending.peers.tolist().index(peer)]
+        receivers[peer] = end, cut(receiving, rounds, held, large_bytes)
+    assert large_bytes is not None or (packs.messages.parameters == -1).all()
+    cast, staged = (x[(held != TYPES)[x["tensor"]]] for x in (boxes, packs.boxes))
+    assert elements(staged).sum() == elements(cast).sum(), "what is cast is staged"
+    for number in range(rounds.count):
+        out = np.zeros(bucket_bytes, dtype=np.uint8)
+        into = {peer: np.zeros(bucket_bytes, dtype=np.uint8) for peer in receivers}
+        spread(packs, number, sender, out, pack=True)
+        theirs = {peer: made.messages.starts[number] for peer, (_, made) in receivers.items()}
+        used = 0
+        for i in range(packs.messages.starts[number], packs.messages.starts[number + 1]):
+            peer = int(packs.messages.peers[i])
+            end, made = receivers[peer]
+            other = theirs[peer]
+            theirs[peer] += 1
+            assert made.messages.numbers[other] == packs.messages.numbers[i]
+            assert made.messages.sizes[other] == packs.messages.sizes[i] > 0
+            message_bytes(made, other, end, into[peer])[:] = message_bytes(packs, i, sender, out)
+            used += int(packs.messages.sizes[i])
+        assert used <= bucket_bytes
+        for peer, (end, made) in receivers.items():
+            assert theirs[peer] == made.messages.starts[number + 1]
+            spread(made, number, end, into[peer], pack=False)
+    assert packs.messages.staged_bytes <= bucket_bytes
+    for peer, (end, _) in receivers.items():
+        of_peer = sender.transfers[boxes["peer"] == peer]
+        for sent, received in zip(of_peer, end.transfers, strict=True):
+            assert np.array_equal(sender.bytes_of(sent), end.bytes_of(received))
+        arrived = sum(int((parameter > 0).sum()) for parameter in end.parameters)
+        num_bytes = int((elements(of_peer) * ITEM_BYTES[TYPES[of_peer["tensor"]]]).sum())
+        assert arrived == num_bytes, "padding is not written"
+
+
+def test_a_large_box_does_not_share_its_message() -> None:
+    boxes = np.zeros(4, dtype=TRANSFER)
+    boxes["rows"], boxes["cols"], boxes["stride"] = 1, [1, 2, 100, 3], 100
+    boxes["parameter"], boxes["offset"] = [0, 0, 1, 2], [0, 50, 0, 0]
+    made = cut(streams(boxes, TYPES), Rounds(1, ALIGNMENT), TYPES, large_bytes=400)
+    assert made.messages.sizes.tolist() == [12, 400, 12]
+    assert made.messages.parameters.tolist() == [-1, 1, 2]
+    assert made.boxes["cols"].tolist() == [1, 2]
+
+
+def test_rounds_are_the_fewest_that_fit() -> None:
+    assert choose_rounds(0, 0, 1).count == 0
+    assert choose_rounds(2**20, 1, 2**20 + 2**18) == Rounds(1, 2**16)
+    assert choose_rounds(2**30, 7, 2**26).count == 17
+    with pytest.raises(ValueError, match="buckets of 64 bytes are too small for 2 peers: expected more than 64"):
+        choose_rounds(1, 2, 64)
+
+
+def test_streams_that_exchange_little_do_it_in_few_messages() -> None:
+    rounds = choose_rounds(2**30, 2, 2**24)
+    num_bytes = np.array([2**30 - 1000, 1000])
+    assert rounds.count > 60
+    assert np.count_nonzero(np.diff(rounds.bounds(num_bytes)), axis=1).tolist() == [rounds.count, 1]
+
+
+def test_cuts_of_very_long_streams_do_not_wrap_around() -> None:
+    bounds = Rounds(100_000, 2**16).bounds(np.array([2**50]))[0]
+    assert (np.diff(bounds) >= 0).all() and bounds[-1] == 2**50
+    assert np.diff(bounds).max() <= 2**50 // 100_000 + 2**16 + 1
+
+
+def test_checksums_tell_order_type_and_place() -> None:
+    boxes = np.zeros(2, dtype=TRANSFER)
+    boxes["tensor"], boxes["rows"], boxes["cols"] = [0, 4], 2, 3
+    one = checksums(streams(boxes, TYPES))
+    assert one == checksums(streams(boxes, TYPES))
+    changed = boxes.copy()
+    changed["col"][1] = 1
+    others = [checksums(streams(boxes[::-1].copy(), TYPES)), checksums(streams(changed, TYPES))]
+    others.append(checksums(streams(boxes, TYPES[[1, 1, 2, 3, 4]])))
+    assert one not in others and len({int(other[0]) for other in others}) == 3
+
+
+def test_two_stages_take_turns_between_buffers_and_keep_their_tags_apart() -> None:
+    architecture = tiny_architecture("llama")
+    made = plan(
+        megatron_layout(architecture, Grid((0, 1), tp=2)),
+        engine_layout(architecture, Grid((2, 3)), dtype="bfloat16"),
+        2,
+        ranks_per_node=2,
+    )
+    exchanged = stage_streams(made)
+    rounds = tuple(choose_rounds(stage.receives.total_bytes, 2, 1000) for stage in exchanged)
+    steps = make_steps(made, exchanged, rounds)
+    assert steps.slices.dtype == SLICE
+    assert all(stage.num_rounds > 1 and not stage.receives_in_place for stage in steps.stages)
+    tags: list[set[int]] = []
+    for stage in steps.stages:
+        for number, messages in enumerate(stage.receives):
+            assert {message.base for message in messages} <= {steps.bases.receive + number % 2}
+            rows = steps.slices[stage.unpack[number] : stage.unpack[number + 1]]
+            assert set(rows["src_base"].tolist()) == {steps.bases.receive + number % 2}
+            assert (rows["src_type"] == ElementType.BFLOAT16).all(), "cast before the wire"
+        tags.append({message.tag for messages in stage.receives for message in messages})
+    assert tags[0] and tags[1] and not tags[0] & tags[1]

@@ -1,0 +1,187 @@
+"""The case that weight-sync rivals are timed on: a model, its two placements, and weights that can be checked."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.families import Architecture
+from rltrain.reshard.layout import Layout
+from rltrain.rollout.layout import engine_layout
+from rltrain.training.layout import megatron_layout
+
+HEADS, KV_HEADS = 16, 8
+FFN_PER_HIDDEN = 3
+VOCAB_PER_HIDDEN = 8
+HIDDEN_MULTIPLE = 128  # heads of a multiple of 8 elements
+HIDDEN_PER_LAYER = 64
+NOT_WRITTEN = 7.0
+"""What destinations are filled with before a rival writes them; weights lie within (-1, 1)."""
+
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`source` and `destination` are Megatron's and the engine's grids, which may share ranks and together have all.
+
+    `groups` has the groups of `group_lists` that hold this rank, `cpu_group` all ranks on gloo.
+    """
+
+    architecture: Architecture
+    source: Grid
+    destination: Grid
+    dtype: torch.dtype
+    device: torch.device
+    groups: Groups
+    cpu_group: dist.ProcessGroup
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def union(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.ranks, *self.destination.ranks}))
+
+    @property
+    def source_layout(self) -> Layout:
+        return megatron_layout(self.architecture, self.source, dtype=self.dtype_name)
+
+    @property
+    def destination_layout(self) -> Layout:
+        return engine_layout(self.architecture, self.destination, dtype=self.dtype_name)
+
+
+def parse_grid(text: str, ranks: tuple[int, ...]) -> Grid:
+    """A grid from text such as "tp2.pp2"; data parallelism takes up what is left of `ranks`."""
+    sizes = {"tp": 1, "pp": 1}
+    for part in text.split("."):
+        name, size = part.rstrip("0123456789"), part.lstrip("abcdefghijklmnopqrstuvwxyz")
+        if name not in sizes or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"{text!r} is no layout: write tp2, pp2 or tp2.pp2")
+        sizes[name] = int(size)
+    if len(ranks) % (sizes["tp"] * sizes["pp"]):
+        raise ValueError(f"{text} does not fit on {len(ranks)} ranks: {sizes['tp']} x {sizes['pp']} must divide them")
+    return Grid(ranks, tp=sizes["tp"], pp=sizes["pp"])
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Ranks from text such as "0-3" or "2"; all of the world where it is empty."""
+    if not text:
+        return tuple(range(world_size))
+    first, _, last = text.partition("-")
+    ranks = tuple(range(int(first), int(last or first) + 1))
+    if not ranks or ranks[-1] >= world_size:
+        raise ValueError(f"ranks {text} are not all among the {world_size} ranks of this run")
+    return ranks
+
+
+def parse_count(text: str) -> int:
+    """A number such as 100m, 1.5b or 300k."""
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower())
+    return int(float(text[:-1]) * scale) if scale else int(text)
+
+
+def architecture_of_size(num_parameters: int, stages: int) -> Architecture:
+    """An untied Qwen3 of about `num_parameters`, its number of layers a multiple of `stages`.
+
+    Per layer 12 hidden^2 parameters and 16 hidden^2 outside; about one layer per 64 of hidden size.
+    """
+    outside = 2 * VOCAB_PER_HIDDEN
+    per_layer = 2 + 2 * KV_HEADS // HEADS + 3 * FFN_PER_HIDDEN
+    best = (math.inf, 0, 0)
+    for hidden in range(HIDDEN_MULTIPLE, 16384, HIDDEN_MULTIPLE):
+        layers = max(round((num_parameters / hidden**2 - outside) / per_layer / stages), 1) * stages
+        error = abs(hidden**2 * (outside + per_layer * layers) / num_parameters - 1)
+        slimness = abs(math.log(layers * HIDDEN_PER_LAYER / hidden))
+        best = min(best, (slimness + 4 * error, hidden, layers))
+    _, hidden, layers = best
+    return Architecture(
+        family="qwen3",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=hidden // HEADS,
+        ffn_hidden_size=FFN_PER_HIDDEN * hidden,
+        vocab_size=VOCAB_PER_HIDDEN * hidden,  # a multiple of 1024, so that neither side pads it
+        tied_embeddings=False,
+        qkv_bias=False,
+        qk_norm=True,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_positions=4096,
+        eos_token_ids=(0,),
+    )
+
+
+def group_lists(source: Grid, destination: Grid) -> list[tuple[int, ...]]:
+    """The rank lists that the rivals communicate in, in the order in which all ranks make the groups."""
+    union = tuple(sorted({*source.ranks, *destination.ranks}))
+    lists = {union, *source.lists("tp"), *broadcast_lists(source, destination)}
+    return sorted(lists, key=lambda ranks: (len(ranks), ranks))
+
+
+def broadcast_lists(source: Grid, destination: Grid) -> tuple[tuple[int, ...], ...]:
+    """Over which ranks a gathered tensor is broadcast: along the pipeline where all inference ranks train too,
+    otherwise from the first rank of each stage to all inference ranks."""
+    if set(destination.ranks) <= set(source.ranks):
+        return source.lists("pp")
+    leaders = [int(stage[0, 0, 0]) for stage in source.array]
+    return tuple(tuple(sorted({leader, *destination.ranks})) for leader in leaders)
+
+
+def canonical_values(layout: Layout, number: int, case: Case) -> Tensor:
+    """A checkpoint's tensor, [rows, cols], a function of its number alone: every rank can make any of them."""
+    rows, cols = layout.tensors.matrix_shapes[number].tolist()
+    generator = torch.Generator(case.device).manual_seed(number)
+    return torch.empty(rows, cols, device=case.device).uniform_(-1, 1, generator=generator).to(case.dtype)
+
+
+def allocate(layout: Layout, rank: int, case: Case) -> dict[str, Tensor]:
+    """Tensors for what `rank` holds in `layout`, by name; none where it holds nothing."""
+    parameters = layout.on(rank).parameters if rank in layout.ranks else ()
+    return {name: torch.full(shape, NOT_WRITTEN, dtype=case.dtype, device=case.device) for name, shape in parameters}
+
+
+def fill(layout: Layout, rank: int, tensors: Mapping[str, Tensor], case: Case) -> None:
+    """Give this rank's parameters in `layout` their parts of the checkpoint."""
+    for _, name, part, offset, stride in _parts(layout, rank, case):
+        _window(tensors[name], part.shape, offset, stride).copy_(part)
+
+
+def spoil(tensors: Mapping[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor.data.fill_(NOT_WRITTEN)
+
+
+def wrong_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor], case: Case) -> list[str]:
+    """Names of the checkpoint's tensors of which this rank holds a wrong element."""
+    wrong = {
+        layout.tensors.names[number]
+        for number, name, part, offset, stride in _parts(layout, rank, case)
+        if not torch.equal(_window(tensors[name], part.shape, offset, stride), part)
+    }
+    return sorted(wrong)
+
+
+def _parts(layout: Layout, rank: int, case: Case) -> Iterator[tuple[int, str, Tensor, int, int]]:
+    """For every piece that `rank` holds: (tensor's number, parameter's name, right values, offset, stride)."""
+    held = layout.on(rank)
+    for number in sorted(set(held.pieces["tensor"].tolist())):
+        values = canonical_values(layout, number, case)
+        for piece in held.pieces[held.pieces["tensor"] == number]:
+            row, col, rows, cols = (int(piece[field]) for field in ("row", "col", "rows", "cols"))
+            name = held.parameters[int(piece["parameter"])][0]
+            yield number, name, values[row : row + rows, col : col + cols], int(piece["offset"]), int(piece["stride"])
+
+
+def _window(tensor: Tensor, shape: torch.Size, offset: int, stride: int) -> Tensor:
+    return tensor.detach().view(-1)[offset:].as_strided(shape, (stride, 1))

@@ -1,0 +1,69 @@
+"""Megatron-core's own reshard between two of its models. Needs all that training does."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from megatron.core.resharding.refit import swap_model_weights
+from weight_sync_case import Case, fill
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, model_group_lists
+from rltrain.config import schema
+from rltrain.reshard.layout import Layout
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+
+
+class Refit:
+    """Between real GPTModels on the case's grids. Its plan is made in the first call, and kept by it."""
+
+    def __init__(self, case: Case, timeout_s: float) -> None:
+        """Collective over: all ranks."""
+        self.cuda = case.device.type == "cuda"
+        grids = (case.source, case.destination)
+        lists = {ranks for grid in grids for field in model_group_lists(grid).values() for ranks in field}
+        ordered = sorted(lists, key=lambda ranks: (len(ranks), ranks))
+        groups = ProcessGroups(ordered, backend="nccl" if self.cuda else "gloo", timeout_s=timeout_s)
+        self.source, self.destination = (_build(case, grid, groups) for grid in grids)
+        fill(case.source_layout, dist.get_rank(), local_parameters(self.source), case)
+        self.written = local_parameters(self.destination)
+        self.layout: Layout = megatron_layout(case.architecture, case.destination, dtype=case.dtype_name)
+
+    def __call__(self) -> None:
+        if self.cuda:
+            swap_model_weights(self.source, self.destination, "nccl")
+            return
+        with _no_cuda_streams():
+            swap_model_weights(self.source, self.destination, "gloo")
+
+
+def _build(case: Case, grid: Grid, groups: ProcessGroups) -> LanguageModel:
+    model = build_model(
+        case.architecture,
+        grid,
+        groups,
+        model=schema.Model.model_validate({"path": "", "dtype": case.dtype_name, "transformer_impl": "local"}),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp),
+        device=case.device,
+    )
+    for name, parameter in local_parameters(model).items():
+        if name.endswith("linear_fc1.weight"):
+            # As Megatron marks it when it initialises weights itself: a shard is its part of the gate, then of the up
+            # projection. Without it the refit would mix the two.
+            parameter.partition_stride = 2  # type: ignore[attr-defined]
+    return model
+
+
+@contextlib.contextmanager
+def _no_cuda_streams() -> Iterator[None]:
+    """Its copy service makes a CUDA stream and waits for it, on machines without CUDA too."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    kept = torch.cuda.Stream, torch.cuda.current_stream
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *arguments: stream  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.cuda.Stream, torch.cuda.current_stream = kept  # type: ignore[misc]
