@@ -11,7 +11,7 @@ from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture, read_architecture
-from rltrain.reshard.planner import traffic
+from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule import Order, build_order, check
 from rltrain.training.layout import megatron_layout

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 from rltrain.reshard.layout import Array
-from rltrain.reshard.slices import PAIRS, SLICE, quantises
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.errors import CheckpointError
-from rltrain.reshard.binding import DTYPES
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.execute import execute
+from rltrain.reshard.execute.binding import DTYPES
+from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.families import Architecture, canonical_tensors, element_types
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
-from rltrain.reshard.planner import plan
+from rltrain.reshard.plan.planner import plan
 
 CONFIG_FILE = "config.json"
 COPIED_FILES = (

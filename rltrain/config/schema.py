@@ -180,6 +180,10 @@ class WeightSync(Section):
     bucket_mb: Count | None = None
     """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. None: 16 on the CPU,
     where more leaves the caches, and 64 on GPUs."""
+    transport: Literal["planned", "golden"] = "planned"
+    """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
+    verify: bool = False
+    """After every sync compare checksums of what both sides hold; the job ends if a tensor differs."""
 
 
 class Cluster(Section):

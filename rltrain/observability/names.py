@@ -57,6 +57,7 @@ METRICS = (
     Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
     Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb"),
     Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
+    Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
 )
 
 _PATTERNS = tuple(re.compile(re.escape(metric.name).replace("<task>", "[a-z_]+")) for metric in METRICS)

@@ -1,8 +1,17 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
-from rltrain.reshard.execute import Resharding
-from rltrain.reshard.planner import plan
-from rltrain.reshard.report import SyncReport
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.reshard.execute.golden import golden_sync
+from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute.verify import verify
+from rltrain.reshard.plan.planner import plan
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
@@ -11,21 +20,26 @@ from rltrain.rollout.layout import engine_layout
 BUCKET_MB = {"cpu": 16, "cuda": 64}
 """Where the config leaves it open."""
 
+Tensors = Mapping[str, Tensor] | None
+
 
 class WeightSync:
     """Built on every rank that hosts either role. Collective over: the union of both roles' ranks."""
 
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.rollout = actor, rollout
+        self.config = job.config.weight_sync
+        self.timeout = timedelta(seconds=job.config.cluster.timeout_s)
         world = job.world
-        source = job.megatron_layout("actor")
-        destination = engine_layout(job.architecture, job.grids["rollout"], dtype=job.config.model.dtype)
+        self.source = job.megatron_layout("actor")
+        self.destination = engine_layout(job.architecture, job.grids["rollout"], dtype=job.config.model.dtype)
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
+        self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
         self.resharding = Resharding(
-            plan(source, destination, world.rank, world.ranks_per_node),
-            group=job.groups[union],
-            cpu_group=job.groups.cpu[union],
-            bucket_bytes=(job.config.weight_sync.bucket_mb or BUCKET_MB[world.device.type]) * 2**20,
+            plan(self.source, self.destination, world.rank, world.ranks_per_node),
+            group=self.group,
+            cpu_group=self.cpu_group,
+            bucket_bytes=(self.config.bucket_mb or BUCKET_MB[world.device.type]) * 2**20,
             device=world.device,
             ranks_per_node=world.ranks_per_node,
             timeout_s=job.config.cluster.timeout_s,
@@ -38,12 +52,30 @@ class WeightSync:
         """
         if self.rollout:
             self.rollout.engine.begin_update()
-        report = self.resharding.run(
-            self.actor.parameters if self.actor else None, self.rollout.parameters if self.rollout else None
-        )
+        source = self.actor.parameters if self.actor else None
+        destination = self.rollout.parameters if self.rollout else None
+        move = {"planned": self._move_planned, "golden": self._move_golden}[self.config.transport]
+        metrics = move(source, destination)
+        if self.config.verify:
+            metrics |= self._verify(source, destination)
         if self.rollout:
             self.rollout.engine.policy_version = step
-        return metrics_of(report)
+        return metrics
+
+    def _move_planned(self, source: Tensors, destination: Tensors) -> Metrics:
+        return metrics_of(self.resharding.run(source, destination))
+
+    def _move_golden(self, source: Tensors, destination: Tensors) -> Metrics:
+        # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
+        dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
+        golden_sync(self.source, self.destination, source, destination, self.group)
+        dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
+        return {}
+
+    def _verify(self, source: Tensors, destination: Tensors) -> Metrics:
+        start = time.perf_counter()
+        verify(self.resharding.plan, self.source, self.destination, source, destination, group=self.cpu_group)
+        return {"perf/weight_sync_verify_s": time.perf_counter() - start}
 
 
 def metrics_of(report: SyncReport) -> Metrics:

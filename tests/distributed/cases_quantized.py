@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.block_scales import BlockScales, BlockTable
-from rltrain.reshard.blocks import quantized
-from rltrain.reshard.execute import Resharding
+from rltrain.reshard.execute.block_scales import BlockScales, BlockTable
+from rltrain.reshard.execute.blocks import quantized
+from rltrain.reshard.execute.golden import golden_sync
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute.verify import verify
 from rltrain.reshard.families import Architecture, MoE
-from rltrain.reshard.golden import golden_sync
+from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.planner import plan
-from rltrain.reshard.quantize import quantize_blocks
-from rltrain.reshard.verify import verify
+from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture

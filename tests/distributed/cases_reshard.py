@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
-from rltrain.reshard import execute
+from rltrain.reshard.execute import resharding
+from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.families import Architecture, read_architecture
-from rltrain.reshard.planner import plan, traffic
-from rltrain.reshard.report import SyncReport
+from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
@@ -55,7 +55,7 @@ class Settings:
 
 def reshard(settings: Settings) -> dict[str, dict[str, Any]]:
     """Every placement with every architecture; what this rank found, by both names."""
-    with mock.patch.object(execute, "LARGE_BYTES", settings.large_bytes or execute.LARGE_BYTES):
+    with mock.patch.object(resharding, "LARGE_BYTES", settings.large_bytes or resharding.LARGE_BYTES):
         return _reshard_all(settings)
 
 
@@ -93,7 +93,7 @@ def _reshard(
         dtype = getattr(torch, settings.dtype)
         wanted = {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
     node = settings.ranks_per_node
-    resharding = execute.Resharding(
+    prepared = resharding.Resharding(
         plan(source, destination, rank, node),
         group=group,
         cpu_group=group,
@@ -102,8 +102,8 @@ def _reshard(
         ranks_per_node=node,
     )
     spoilt = wanted and {name: torch.full_like(tensor, PADDING) for name, tensor in wanted.items()}
-    first = resharding.run(held, spoilt)
-    report = resharding.run(held, wanted)
+    first = prepared.run(held, spoilt)
+    report = prepared.run(held, wanted)
     wrong = [name for name in expected if not torch.equal(wanted[name], expected[name].to(wanted[name].dtype))]
     moved = traffic(source, destination, node)
     return {
@@ -113,8 +113,8 @@ def _reshard(
         "sent": report.bytes_sent == sum(n for (s, d), n in moved.items() if s == rank != d),
         "received": report.bytes_received == sum(n for (s, d), n in moved.items() if d == rank != s),
         "again": replace(first, **_seconds(report)) == report,
-        "in_place": sum(len(stage.sends_in_place) for stage in resharding.steps.stages),
-        "fanned_out": sum(map(len, resharding.steps.stages[1].sends)),
+        "in_place": sum(len(stage.sends_in_place) for stage in prepared.steps.stages),
+        "fanned_out": sum(map(len, prepared.steps.stages[1].sends)),
         "staging": report.peak_staging_bytes <= 4 * settings.bucket_bytes,
         "launches": report.num_launches <= 1 + 2 * report.num_rounds,
         "ratio": report.network_ratio,

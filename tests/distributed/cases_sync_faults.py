@@ -19,10 +19,10 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups, group_lists
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
-from rltrain.reshard.execute import Resharding
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.execute.wire import GlooWire
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.planner import plan
-from rltrain.reshard.wire import GlooWire
+from rltrain.reshard.plan.planner import plan
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams

@@ -5,17 +5,24 @@ import pytest
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
 PLACEMENTS = {
-    "disaggregated": ("placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "actor.parallel.tp=2"),
-    "colocated": ("placement={'actor, reference, rollout, reward': 0-1}", "actor.parallel.tp=1"),
-    "hybrid": ("placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2"),
-}
+    "disaggregated": (
+        "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "actor.parallel.tp=2", "weight_sync.verify=true"
+    ),
+    "colocated": (
+        "placement={'actor, reference, rollout, reward': 0-1}", "actor.parallel.tp=1", "weight_sync.transport=golden"
+    ),
+    "hybrid": (
+        "placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2",
+        "weight_sync.bucket_mb=1",
+    ),
+}  # fmt: skip
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def rewards(warm_up, data_overrides, tmp_path_factory):
     def run(name: str) -> list[dict]:
-        placement, parallel = PLACEMENTS[name]
+        placement, parallel, weight_sync = PLACEMENTS[name]
         return train(
             REPOSITORY / "configs/quickstart.yaml",
             f"model.path={warm_up[0]}/hf",
@@ -27,6 +34,7 @@ def rewards(warm_up, data_overrides, tmp_path_factory):
             placement,
             "actor.parallel={tp: 1}",
             parallel,
+            weight_sync,
             "reference.parallel={tp: 1}" if name == "hybrid" else "reference.parallel=null",
             num_ranks=2 if name == "colocated" else 4,
         )
@@ -47,3 +55,11 @@ def test_same_rewards_as_disaggregated(rewards, other):
 def test_gradients_agree_too(rewards, name):
     expected = column(rewards["disaggregated"], "train/grad_norm")
     assert column(rewards[name], "train/grad_norm") == pytest.approx(expected, rel=1e-3)
+
+
+def test_syncs_are_verified_and_counted(rewards):
+    verified = rewards["disaggregated"]
+    assert len(column(verified, "perf/weight_sync_verify_s")) >= STEPS
+    assert set(column(verified, "perf/weight_sync_network_ratio")) == {1.0}
+    assert min(column(verified, "perf/weight_sync_bytes")) > 0
+    assert column(rewards["colocated"], "perf/weight_sync_bytes") == [], "the golden transport plans nothing"

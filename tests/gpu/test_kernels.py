@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard import native
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels import BLOCK, SLICE, CopyTable
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
+from rltrain.reshard.kernels.quantize import quantize_blocks, scales_of
+from rltrain.reshard.kernels.slices import PAIRS, quantises
 from rltrain.reshard.layout import Array
-from rltrain.reshard.quantize import quantize_blocks, scales_of
-from rltrain.reshard.slices import PAIRS, quantises
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
 

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.reshard.balance import pour, share_out
+from rltrain.reshard.plan.balance import pour, share_out
 
 NUM_RANKS = 7
 
 
 def smallest_largest_load(candidates: list[list[int]], demands: list[int]) -> float:
-    """By Hall's theorem: for any set of ranks, what only they can carry divided by their number; the largest of these."""
+    """By Hall's theorem: the largest, over sets of ranks, of what only they can carry divided by their number."""
     ranks = sorted({rank for group in candidates for rank in group})
     subsets = [set(subset) for size in range(1, len(ranks) + 1) for subset in combinations(ranks, size)]
     return max(
@@ -58,6 +58,4 @@ def test_water_finds_its_level(held: list[int], amount: int) -> None:
     assert quota.sum() == amount and (quota >= 0).all()
     filled = (load + quota)[quota > 0]
     assert len(filled) == 0 or filled.max() - filled.min() <= 1
-    assert (
-        len(filled) == 0 or (load[quota == 0] >= filled.max() - 1).all()
-    )
+    assert len(filled) == 0 or (load[quota == 0] >= filled.max() - 1).all()

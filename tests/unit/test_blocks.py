@@ -10,12 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.block_scales import BlockScales, BlockTable, SplitBlocks
-from rltrain.reshard.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
 from rltrain.reshard.element_types import ElementType, uniform
+from rltrain.reshard.execute.block_scales import BlockScales, BlockTable, SplitBlocks
+from rltrain.reshard.execute.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
 from rltrain.reshard.families import Architecture
+from rltrain.reshard.kernels.quantize import (
+    block_amax,
+    inverse_scales_of,
+    per_element,
+    quantize_blocks,
+    quantize_elements,
+)
 from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, Layout, RankLayout
-from rltrain.reshard.quantize import block_amax, inverse_scales_of, per_element, quantize_blocks, quantize_elements
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import tiny_architecture

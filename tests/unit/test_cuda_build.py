@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import setuptools
 
-from rltrain.reshard import native
-from rltrain.reshard.slices import SLICE
-from rltrain.reshard.tiles import TILE
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.kernels.tiles import TILE
 
 REPOSITORY = Path(__file__).parents[2]
 KERNELS = {"Copy", "Amax"}

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard import kernels, native
 from rltrain.reshard.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.kernels_cuda import CudaCopies
+from rltrain.reshard.kernels import copy_table, native
+from rltrain.reshard.kernels.cuda import CudaCopies
+from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
+from rltrain.reshard.kernels.tiles import TILE_BYTES, cut
 from rltrain.reshard.layout import Array
-from rltrain.reshard.slices import PAIRS, SLICE, quantises
-from rltrain.reshard.tiles import TILE_BYTES, cut
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import Example, assert_same_bits, examples, expected_bases
 
@@ -58,13 +58,13 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def emulated(emulation: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """Makes tables on the CPU use the CUDA kernels' code."""
     monkeypatch.setattr(native, "cuda_library", lambda: emulation)
-    monkeypatch.setattr(kernels, "_backend_class", lambda device: EmulatedCopies)
+    monkeypatch.setattr(copy_table, "_backend_class", lambda device: EmulatedCopies)
     return emulation
 
 
 def run(example: Example, first: int, last: int) -> list[Tensor]:
     bases = example.bases()
-    table = kernels.CopyTable(example.slices, CPU)
+    table = copy_table.CopyTable(example.slices, CPU)
     table.bind(bases)
     table.amax(first, last)
     table.launch(first, last)
@@ -108,7 +108,7 @@ def test_tables_follow_bases_that_move(emulated: ctypes.CDLL) -> None:
     slices = np.zeros(1, SLICE)
     slices["rows"], slices["cols"], slices["src_stride"], slices["dst_stride"] = 2, 3, 4, 3
     slices["dst_base"], slices["amax_base"] = 1, -1
-    table = kernels.CopyTable(slices, CPU)
+    table = copy_table.CopyTable(slices, CPU)
     for _ in range(3):
         source, destination = torch.rand(2, 4), torch.zeros(2, 3)
         table.bind([source, destination])

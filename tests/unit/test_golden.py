@@ -6,10 +6,10 @@ import torch
 
 from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.golden import converted, golden_sync
+from rltrain.reshard.execute.golden import converted, golden_sync
+from rltrain.reshard.execute.verify import MAX_ELEMENTS, bits_of, checksum, verify
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.planner import plan
-from rltrain.reshard.verify import MAX_ELEMENTS, bits_of, checksum, verify
+from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture

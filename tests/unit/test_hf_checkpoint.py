@@ -13,10 +13,10 @@ from torch import Tensor
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
-from rltrain.reshard.execute import execute
+from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.planner import plan
+from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture

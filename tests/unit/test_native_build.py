@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.errors import UserError
-from rltrain.reshard import native
-from rltrain.reshard.slices import SLICE
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.slices import SLICE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -71,7 +71,7 @@ class Build:
         return self.run("setup.py -q build_ext --inplace", **environment)
 
     def libraries(self) -> list[str]:
-        return sorted(path.name for path in (self.tree / "rltrain/reshard").glob("_reshard_*"))
+        return sorted(path.name for path in (self.tree / "rltrain/reshard/kernels").glob("_reshard_*"))
 
     def compiled(self) -> list[str]:
         """The commands since the last call that made a library."""
@@ -122,7 +122,7 @@ def test_without_compilers_nothing_is_built_and_old_libraries_go(build: Build) -
     assert build.libraries() == []
     required = build.build(RLTRAIN_NATIVE="require")
     assert required.returncode != 0
-    assert "RLTRAIN_NATIVE is require, but rltrain.reshard._reshard_cpu was not built" in required.stderr
+    assert "RLTRAIN_NATIVE is require, but rltrain.reshard.kernels._reshard_cpu was not built" in required.stderr
 
 
 @pytest.mark.parametrize("compiler", ["cxx", "nvcc"])
@@ -164,7 +164,7 @@ def test_wheels_and_source_archives_hold_what_they_need(build: Build) -> None:
 
 
 def choice(build: Build, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "-c from rltrain.reshard import native; print([native.backend('cpu') for _ in range(3)])"
+    code = "-c from rltrain.reshard.kernels import native; print([native.backend('cpu') for _ in range(3)])"
     return build.run(code, **environment)
 
 
@@ -182,7 +182,7 @@ def test_without_a_library_torch_replaces_it_which_is_said_once(build: Build) ->
 
 
 def test_a_file_that_is_no_library_counts_as_none(build: Build) -> None:
-    (build.tree / "rltrain/reshard/_reshard_cpu.so").write_text("no library")
+    (build.tree / "rltrain/reshard/kernels/_reshard_cpu.so").write_text("no library")
     result = choice(build)
     assert result.stdout.strip() == "['torch', 'torch', 'torch']", result.stderr
     assert "cannot be loaded" in result.stderr

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels import BLOCK, SLICE, CopyTable
-from rltrain.reshard.quantize import block_amax, dequantize, quantize_blocks, scales_of
+from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
+from rltrain.reshard.kernels.quantize import block_amax, dequantize, quantize_blocks, scales_of
 
 DTYPES = {
     torch.float32: ElementType.FLOAT32,

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.match import elements
-from rltrain.reshard.plan import TRANSFER
-from rltrain.reshard.planner import plan
-from rltrain.reshard.rounds import ALIGNMENT, Cut, Rounds, checksums, choose_rounds, cut, streams
-from rltrain.reshard.slices import SLICE
-from rltrain.reshard.steps import make_steps, stage_streams
+from rltrain.reshard.execute.rounds import ALIGNMENT, Cut, Rounds, checksums, choose_rounds, cut, streams
+from rltrain.reshard.execute.steps import make_steps, stage_streams
+from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan.rank_plan import TRANSFER
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 from tests.model_shards import tiny_architecture

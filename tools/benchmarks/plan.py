@@ -5,8 +5,8 @@
 Layouts need only shapes, so no weights, GPUs or other ranks are involved. Every case runs in a process of its own, so
 that its peak memory is its own; `plan_s` counts all that a rank does from the two configs to its own plan, for the
 slowest of the first and last ranks of both sides. Predicted are the seconds of the busiest sender or receiver between
-nodes at the given bandwidths per rank, beside the bound max(W / (T * rx), W / (N * tx)) of W bytes from N training ranks
-to T inference ranks. The last line is one JSON object.
+nodes at the given bandwidths per rank, beside the bound max(W / (T * rx), W / (N * tx)) of W bytes that N training
+ranks send to T inference ranks. The last line is one JSON object.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b, qwen3_32b
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.planner import Planner
-from rltrain.reshard.prediction import Links, predict
+from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
 from rltrain.training.layout import megatron_layout
 
@@ -133,7 +133,9 @@ def main() -> None:
             raise SystemExit(f"{name}: ended with status {process.exitcode}")
         measured.append(results.get())
         print(f"{name}: {measured[-1]['plan_s']} s, {measured[-1]['peak_mb']} MB", flush=True)
-    print(json.dumps({"benchmark": "plan", "ranks_per_node": RANKS_PER_NODE, "links_gb_per_s": asdict(links), "cases": measured}))
+    bandwidths = {"network": options.network_gb_per_s, "node": options.node_gb_per_s}
+    result = {"benchmark": "plan", "ranks_per_node": RANKS_PER_NODE, "links_gb_per_s": bandwidths, "cases": measured}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

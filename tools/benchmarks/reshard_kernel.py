@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard import native
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels import BLOCK, SLICE, CopyTable
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
 from rltrain.reshard.layout import Array
 
 RANKS = 8

@@ -12,9 +12,9 @@ from weight_sync_case import Case
 from weight_sync_timing import milliseconds, time_rounds
 
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels import SLICE, CopyTable
+from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
 from rltrain.reshard.layout import Array
-from rltrain.reshard.plan import RankPlan
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 ROUNDS = 16
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from weight_sync_case import Case, broadcast_lists
 
 from rltrain.reshard.element_types import ITEM_BYTES, wire_types
-from rltrain.reshard.match import elements
-from rltrain.reshard.plan import RankPlan
+from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 
 class Ours:
@@ -26,7 +26,7 @@ class Ours:
         source: Mapping[str, Tensor] | None,
         destination: Mapping[str, Tensor] | None,
     ) -> None:
-        from rltrain.reshard.execute import Resharding
+        from rltrain.reshard.execute.resharding import Resharding
 
         self.source, self.destination = source, destination
         self.resharding = Resharding(

@@ -29,8 +29,8 @@ from weight_sync_timing import Rival, describe_machine, milliseconds, time_round
 
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.planner import plan
+from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 RIVALS = ("ours", "refit", "gather_broadcast", "raw", "raw_buckets")
 REFIT_NEEDS = ("megatron", "einops", "pydantic")

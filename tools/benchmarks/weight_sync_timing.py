@@ -35,9 +35,9 @@ def time_rounds(
 
     A round runs each rival once, in an order that turns by one place per round. On the CPU there are two series: with
     the C library's allocator as it comes ("default"), where large blocks are given back to the system and come as new
-    pages, which cost more than the copies that fill them; and with all freed memory "kept", where what a rival allocates
-    costs it little. With CUDA memory comes from torch's cache and is always kept. Collective over: `group`, which is
-    gloo.
+    pages, which cost more than the copies that fill them; and with all freed memory "kept", where what a rival
+    allocates costs it little. With CUDA memory comes from torch's cache and is always kept. Collective over: `group`,
+    which is gloo.
     """
     if device.type != "cpu":
         return {"kept": _series(rivals, rounds, warm_up, group, device)}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
+from rltrain.reshard.kernels.slices import blocks_spanned, is_empty, quantises
 from rltrain.reshard.layout import Array
-from rltrain.reshard.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
-from rltrain.reshard.slices import blocks_spanned, is_empty, quantises
 
 _DTYPES = {
     ElementType.FLOAT32: torch.float32,
@@ -25,7 +25,7 @@ _NANS = {ElementType.FLOAT32: 0x7FFFFFFF, ElementType.BFLOAT16: 0x7FFF, ElementT
 
 
 class TorchCopies:
-    """As `NativeCopies` (kernels.py), on tensors instead of addresses."""
+    """As `NativeCopies` (copy_table.py), on tensors instead of addresses."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.reshard.layout import (
     BOX_FIELDS,
     PIECE,
@@ -27,8 +28,7 @@ from rltrain.reshard.layout import (
     Parameters,
     RankLayout,
 )
-from rltrain.reshard.match import boxes_of
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.plan.match import boxes_of
 
 BoolArray = NDArray[np.bool_]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.lines import Block
-from rltrain.reshard.planner import Planner
+from rltrain.reshard.plan.lines import Block
+from rltrain.reshard.plan.planner import Planner
 
 
 @dataclass(frozen=True)

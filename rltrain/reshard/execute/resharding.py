@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.agreement import Agreement
-from rltrain.reshard.binding import Binding, device_of
-from rltrain.reshard.blocks import SCALES_PARAMETER
 from rltrain.reshard.element_types import ITEM_BYTES, wire_types
-from rltrain.reshard.kernels import CopyTable
-from rltrain.reshard.lanes import Lanes
-from rltrain.reshard.match import elements
-from rltrain.reshard.pipeline import Pipeline, covered_seconds, total_seconds
-from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.report import SyncReport
-from rltrain.reshard.staging import Memory, Staging, allocate
-from rltrain.reshard.steps import BlockPlaces, make_steps, stage_streams
-from rltrain.reshard.wire import Link, Wire, make_wire
+from rltrain.reshard.execute.agreement import Agreement
+from rltrain.reshard.execute.binding import Binding, device_of
+from rltrain.reshard.execute.blocks import SCALES_PARAMETER
+from rltrain.reshard.execute.lanes import Lanes
+from rltrain.reshard.execute.pipeline import Pipeline, covered_seconds, total_seconds
+from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.execute.staging import Memory, Staging, allocate
+from rltrain.reshard.execute.steps import BlockPlaces, make_steps, stage_streams
+from rltrain.reshard.execute.wire import Link, Wire, make_wire
+from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 LARGE_BYTES = 2**18
 """On the CPU boxes of at least this size are sent and received in place where they can be: packing costs more there

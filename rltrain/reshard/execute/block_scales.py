@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.blocks import SCALES_PARAMETER, QuantizedLayouts, entries_of, touched_blocks
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels import CopyTable
+from rltrain.reshard.execute.blocks import SCALES_PARAMETER, QuantizedLayouts, entries_of, touched_blocks
+from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.kernels.quantize import scales_of
+from rltrain.reshard.kernels.slices import BLOCK, SLICE
 from rltrain.reshard.layout import PIECE, Array, IntArray, Parameters
-from rltrain.reshard.match import boxes_of, distinct, elements, overlaps
-from rltrain.reshard.quantize import scales_of
-from rltrain.reshard.slices import BLOCK, SLICE
+from rltrain.reshard.plan.match import boxes_of, distinct, elements, overlaps
 
 PLACE_IN_BLOCKS = np.dtype([(name, SLICE[name]) for name in ("amax_offset", "amax_stride", "row_phase", "col_phase")])
 """Fields of SLICE that say which entry of the amax table each element of a slice is quantised with."""

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import SyncError
+from rltrain.reshard.execute.rounds import Rounds, Streams, checksums, choose_rounds
+from rltrain.reshard.execute.steps import STAGES, StageStreams
 from rltrain.reshard.layout import IntArray
-from rltrain.reshard.rounds import Rounds, Streams, checksums, choose_rounds
-from rltrain.reshard.steps import STAGES, StageStreams
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rltrain.errors import UserError
-from rltrain.reshard.slices import SLICE
+from rltrain.reshard.kernels.slices import SLICE
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ ABI_VERSION = 1
 """RS_ABI_VERSION of csrc/reshard.h."""
 
 CUDA_TILE_BYTES = 32
-"""Bytes of a tile of the CUDA kernels, which the host computes (kernels_cuda)."""
+"""Bytes of a tile of the CUDA kernels, which the host computes (tiles.py)."""
 
 VARIABLE = "RLTRAIN_NATIVE"
 MODES = ("auto", "off", "require")

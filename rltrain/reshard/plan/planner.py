@@ -7,10 +7,10 @@ import numpy as np
 
 from rltrain.reshard.element_types import ITEM_BYTES, wire_types
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray, Layout
-from rltrain.reshard.lines import Dealt, Lines, Node, deal
-from rltrain.reshard.match import elements, fragments_of, offsets
-from rltrain.reshard.needs import Needs, needs_of, pieces_for
-from rltrain.reshard.plan import COPY, TRANSFER, RankPlan, Stage, Traffic
+from rltrain.reshard.plan.lines import Dealt, Lines, Node, deal
+from rltrain.reshard.plan.match import elements, fragments_of, offsets
+from rltrain.reshard.plan.needs import Needs, needs_of, pieces_for
+from rltrain.reshard.plan.rank_plan import COPY, TRANSFER, RankPlan, Stage, Traffic
 
 
 def plan(source: Layout, destination: Layout, rank: int, ranks_per_node: int) -> RankPlan:

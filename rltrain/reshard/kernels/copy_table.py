@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard import native
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.kernels_cpu import CpuCopies
-from rltrain.reshard.kernels_torch import TorchCopies
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.cpu import CpuCopies
+from rltrain.reshard.kernels.slices import ANY_TYPE, BLOCK, SLICE, Bases, alignment, check_bounds, check_slices
+from rltrain.reshard.kernels.torch_operations import TorchCopies
 from rltrain.reshard.layout import Array
-from rltrain.reshard.slices import ANY_TYPE, BLOCK, SLICE, Bases, alignment, check_bounds, check_slices
 
 __all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
 
@@ -31,7 +31,7 @@ _TYPES = {
 
 
 class NativeCopies(Protocol):
-    """A backend that works on addresses, `CpuCopies` or `CudaCopies` (kernels_cuda). What it is given was checked."""
+    """A backend that works on addresses, `CpuCopies` or `CudaCopies` (cuda.py). What it is given was checked."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         """`slices` [SLICE] is contiguous and belongs to the backend. CUDA: uploads the table to `device`."""
@@ -135,7 +135,7 @@ class CopyTable:
 def _backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
     match native.backend(device.type):
         case "cuda":
-            from rltrain.reshard.kernels_cuda import CudaCopies  # only where there is a device to use it
+            from rltrain.reshard.kernels.cuda import CudaCopies  # only where there is a device to use it
 
             return CudaCopies
         case "native":

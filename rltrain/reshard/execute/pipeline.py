@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from rltrain.reshard.kernels import CopyTable
-from rltrain.reshard.lanes import Lane, Lanes, Mark
-from rltrain.reshard.steps import StageSteps, Steps
-from rltrain.reshard.wire import Wire
+from rltrain.reshard.execute.lanes import Lane, Lanes, Mark
+from rltrain.reshard.execute.steps import StageSteps, Steps
+from rltrain.reshard.execute.wire import Wire
+from rltrain.reshard.kernels.copy_table import CopyTable
 
 Span = tuple[Mark, Mark]
 

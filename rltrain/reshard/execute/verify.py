@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
-from rltrain.reshard.blocks import SCALES_PARAMETER
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.golden import DTYPES
+from rltrain.reshard.execute.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
+from rltrain.reshard.execute.blocks import SCALES_PARAMETER
+from rltrain.reshard.execute.golden import DTYPES
+from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements, scales_of
+from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, IntArray, Layout
-from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.quantize import block_amax, inverse_scales_of, per_element, quantize_elements, scales_of
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 MAX_ELEMENTS = 2**18
 """Elements looked at at a time: few enough for the caches of a CPU. Each takes some tens of bytes meanwhile."""

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rltrain.reshard.element_types import ITEM_BYTES
+from rltrain.reshard.kernels.slices import BLOCK, quantises
 from rltrain.reshard.layout import Array
-from rltrain.reshard.slices import BLOCK, quantises
 
 TILE = np.dtype(
     [

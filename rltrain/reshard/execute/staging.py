@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.reshard.steps import Steps
+from rltrain.reshard.execute.steps import Steps
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ a tensor by a Python number, and of a Python number by a tensor, by a multiplica
 import torch
 from torch import Tensor
 
-from rltrain.reshard.slices import BLOCK
+from rltrain.reshard.kernels.slices import BLOCK
 
 MAX_FLOAT8 = 448.0
 SMALLEST_AMAX = 2.0**-100

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard import native
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.tiles import TILE, cut
 from rltrain.reshard.layout import Array
-from rltrain.reshard.tiles import TILE, cut
 
 _ARGUMENTS = (
     ctypes.c_void_p,  # tiles
@@ -29,7 +29,7 @@ assert TILE.itemsize == native.CUDA_TILE_BYTES
 
 
 class CudaCopies:
-    """A `NativeCopies` (kernels.py). Launches are asynchronous, on the current stream of the device.
+    """A `NativeCopies` (copy_table.py). Launches are asynchronous, on the current stream of the device.
 
     Set `num_blocks` lower to leave multiprocessors, of which two blocks fill one, to what runs beside a launch.
     """

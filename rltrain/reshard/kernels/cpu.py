@@ -6,15 +6,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rltrain.reshard import native
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.slices import SLICE
 from rltrain.reshard.layout import Array
-from rltrain.reshard.slices import SLICE
 
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
 
 
 class CpuCopies:
-    """A `NativeCopies` (kernels.py). It uses as many threads as torch does at the time of a launch."""
+    """A `NativeCopies` (copy_table.py). It uses as many threads as torch does at the time of a launch."""
 
     def __init__(self, slices: Array, device: torch.device) -> None:
         self._slices = slices

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rltrain.reshard.element_types import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray
-from rltrain.reshard.match import elements
+from rltrain.reshard.plan.match import elements
 
 ALIGNMENT = 16
 """Bytes. Runs begin at multiples of it in their streams, and in staging buffers."""

@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rltrain.reshard.element_types import TypeArray, wire_types
+from rltrain.reshard.execute.rounds import Cut, Messages, Rounds, Streams, cut, streams
+from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.layout import Array, IntArray
-from rltrain.reshard.plan import RankPlan
-from rltrain.reshard.rounds import Cut, Messages, Rounds, Streams, cut, streams
-from rltrain.reshard.slices import SLICE, quantises
+from rltrain.reshard.plan.rank_plan import RankPlan
 
 STAGES = ("direct", "fan_out")
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.blocks import SCALE_SUFFIX, SCALES_PARAMETER
 from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.execute.blocks import SCALE_SUFFIX, SCALES_PARAMETER
+from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray, Layout
-from rltrain.reshard.match import boxes_of, distinct, elements
-from rltrain.reshard.quantize import quantize_blocks
+from rltrain.reshard.plan.match import boxes_of, distinct, elements
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rltrain.errors import SyncError
-from rltrain.reshard.lanes import Lane, Mark
-from rltrain.reshard.staging import Memory
-from rltrain.reshard.steps import Message, StageSteps
+from rltrain.reshard.execute.lanes import Lane, Mark
+from rltrain.reshard.execute.staging import Memory
+from rltrain.reshard.execute.steps import Message, StageSteps
 
 
 @dataclass(frozen=True)

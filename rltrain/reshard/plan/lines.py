@@ -10,10 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.reshard.balance import share_out
 from rltrain.reshard.layout import Array, IntArray
-from rltrain.reshard.match import Fragments
-from rltrain.reshard.needs import Needs
+from rltrain.reshard.plan.balance import share_out
+from rltrain.reshard.plan.match import Fragments
+from rltrain.reshard.plan.needs import Needs
 
 
 @dataclass(frozen=True, eq=False)

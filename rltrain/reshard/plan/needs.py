@@ -8,7 +8,7 @@ import numpy as np
 
 from rltrain.reshard.element_types import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import Array, IntArray, Layout
-from rltrain.reshard.match import Fragments, elements, match, set_numbers
+from rltrain.reshard.plan.match import Fragments, elements, match, set_numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.errors import SyncError
 from rltrain.reshard.element_types import ElementType, TypeArray
 from rltrain.reshard.layout import IntArray
-from rltrain.reshard.plan import Parameters, RankPlan
+from rltrain.reshard.plan.rank_plan import Parameters, RankPlan
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,
