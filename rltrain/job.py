@@ -18,6 +18,7 @@ from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.errors import UserError
 from rltrain.reshard.families import read_architecture
+from rltrain.reshard.kernels import native
 from rltrain.roles.role import Job
 from rltrain.schedule import Order, build_order, check
 from rltrain.trainer import Trainer
@@ -30,6 +31,8 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
     world = join_world(RENDEZVOUS_TIMEOUT_S)
     logging.basicConfig(level=logging.WARNING, format=f"[rank {world.rank}] %(message)s")
+    if world.local_rank:
+        native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
         job, order = prepare(config_path, overrides, world)
         Trainer(job, order).run()
@@ -52,6 +55,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     check_against_architecture(config, grids, architecture)
     order = build_order(config, placement.roles)
     check(order, placement)
+    native.backend(world.device.type)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=world.timeout_s)

@@ -66,6 +66,14 @@ def test_the_job_refuses_with_one_message(wrong, words, overrides):
     assert str(REPOSITORY / "rltrain") not in done.stderr
 
 
+def test_a_wrong_choice_of_native_code_is_refused(overrides, monkeypatch):
+    monkeypatch.setenv("RLTRAIN_NATIVE", "yes")
+    done = try_to_train(CONFIG, *overrides)
+    assert done.returncode != 0
+    assert done.stderr.count("rltrain: RLTRAIN_NATIVE is 'yes'; expected one of auto, off, require") == 1, done.stderr
+    assert str(REPOSITORY / "rltrain") not in done.stderr
+
+
 def test_a_loss_that_is_not_a_number_ends_the_job(overrides):
     diverging = ["steps=9", "data.eval=null", "evaluation.stop_at=null", "placement={actor: 0-3}"]
     done = try_to_train(REPOSITORY / "configs/quickstart_sft.yaml", *overrides, *diverging, "actor.optimizer.lr=1e30")
