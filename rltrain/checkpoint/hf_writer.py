@@ -19,9 +19,9 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.errors import CheckpointError
 from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.execute.binding import DTYPES
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.families import Architecture, canonical_tensors, element_types
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
 

@@ -9,15 +9,10 @@ from torch import Tensor
 
 from rltrain.errors import SyncError
 from rltrain.reshard.element_types import ElementType, TypeArray
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import IntArray
 from rltrain.reshard.plan.rank_plan import Parameters, RankPlan
 
-DTYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
-}
 UNKNOWN = -1
 
 

@@ -14,15 +14,9 @@ from torch import Tensor
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute.blocks import SCALE_SUFFIX, SCALES_PARAMETER
 from rltrain.reshard.kernels.quantize import quantize_blocks
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray, Layout
 from rltrain.reshard.plan.match import boxes_of, distinct, elements
-
-DTYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
-}
 
 # As csrc/reshard.h has them: torch's own differ between devices. From bfloat16 to float32 a NaN keeps its bits.
 _NANS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}

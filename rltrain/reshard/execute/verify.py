@@ -17,9 +17,9 @@ from rltrain.errors import SyncMismatchError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
 from rltrain.reshard.execute.blocks import SCALES_PARAMETER
-from rltrain.reshard.execute.golden import DTYPES
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements, scales_of
 from rltrain.reshard.kernels.slices import BLOCK
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, IntArray, Layout
 from rltrain.reshard.plan.rank_plan import RankPlan
 

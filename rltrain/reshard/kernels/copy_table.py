@@ -12,22 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.cpu import CpuCopies
 from rltrain.reshard.kernels.slices import ANY_TYPE, BLOCK, SLICE, Bases, alignment, check_bounds, check_slices
 from rltrain.reshard.kernels.torch_operations import TorchCopies
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Array
 
 __all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
 
-_TYPES = {
-    torch.float32: ElementType.FLOAT32,
-    torch.bfloat16: ElementType.BFLOAT16,
-    torch.float16: ElementType.FLOAT16,
-    torch.float8_e4m3fn: ElementType.FLOAT8_E4M3,
-    torch.uint8: ANY_TYPE,
-}
+_TYPES: dict[torch.dtype, int] = {dtype: kind for kind, dtype in DTYPES.items()} | {torch.uint8: ANY_TYPE}
 
 
 class NativeCopies(Protocol):

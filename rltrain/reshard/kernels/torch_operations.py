@@ -10,14 +10,9 @@ from torch import Tensor
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
 from rltrain.reshard.kernels.slices import blocks_spanned, is_empty, quantises
+from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Array
 
-_DTYPES = {
-    ElementType.FLOAT32: torch.float32,
-    ElementType.BFLOAT16: torch.bfloat16,
-    ElementType.FLOAT16: torch.float16,
-    ElementType.FLOAT8_E4M3: torch.float8_e4m3fn,
-}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # torch's own NaNs differ between its vectorised and scalar code, and between CPUs and GPUs (csrc/reshard.h).
@@ -75,7 +70,7 @@ class TorchCopies:
 
     def _box(self, copy: np.void, side: str, *, as_bits: bool = False) -> Tensor:
         """The slice's elements in the memory of a side, [rows, cols]."""
-        dtype = _DTYPES[ElementType(copy[f"{side}_type"])]
+        dtype = DTYPES[ElementType(copy[f"{side}_type"])]
         elements = self._as(int(copy[f"{side}_base"]), _BITS[dtype.itemsize] if as_bits else dtype)
         # Sliced first: as_strided's own offset would count from the storage, which may hold other tensors before.
         start, stride = int(copy[f"{side}_offset"]), int(copy[f"{side}_stride"])
