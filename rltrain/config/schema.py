@@ -178,7 +178,7 @@ class Logging(Section):
 
 class WeightSync(Section):
     bucket_mb: Count | None = None
-    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. None: 16 on the CPU,
+    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. None: 8 on the CPU,
     where more leaves the caches, and 64 on GPUs."""
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""

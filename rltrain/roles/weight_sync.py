@@ -17,7 +17,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import engine_layout
 
-BUCKET_MB = {"cpu": 16, "cuda": 64}
+BUCKET_MB = {"cpu": 8, "cuda": 64}
 """Where the config leaves it open."""
 
 Tensors = Mapping[str, Tensor] | None
