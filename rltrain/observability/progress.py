@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 
 from rltrain.config.schema import Config
+from rltrain.observability.names import METRICS
 
 # Metric, label and format of what is shown, in this order. A metric that a run does not have is left out.
 SHOWN = (
@@ -122,6 +123,6 @@ def format_duration(seconds: float) -> str:
 def _timed_task(metric: str) -> str | None:
     """generate for perf/generate_s; None for a metric that is not a task's time."""
     is_task_time = metric.startswith("perf/") and metric.endswith("_s") and not metric.endswith("_per_s")
-    if not is_task_time or metric == "perf/step_time_s":
+    if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
         return None
     return metric.removeprefix("perf/").removesuffix("_s")

@@ -104,6 +104,7 @@ def test_only_task_times_are_summed() -> None:
     metrics = {
         "perf/update_s": 2.0,
         "perf/step_time_s": 9.0,
+        "perf/weight_sync_wire_s": 5.0,
         "perf/rollout_tokens_per_s": 5.0,
         "perf/weight_sync_s": 3.0,
     }

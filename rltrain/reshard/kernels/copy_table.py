@@ -59,7 +59,7 @@ class CopyTable:
         self._copies = _backend_class(device)(self._slices, device)
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Number i becomes base i: contiguous, of any shape, on the table's device.
+        """Number i becomes base i: contiguous, of any shape, in memory that the table's device can address.
 
         Its dtype is that of the slices that name it; a uint8 tensor serves every type. Only addresses are read again
         when the tensors have the dtypes and sizes of those bound before. They are kept alive until other ones are bound
@@ -71,7 +71,7 @@ class CopyTable:
             self._check(sizes)
         pointers = [tensor.data_ptr() for tensor in tensors]
         for number, tensor in enumerate(tensors):
-            if not tensor.is_contiguous() or tensor.device.type != self._device.type:
+            if not tensor.is_contiguous() or not self._reaches(tensor):
                 raise ValueError(
                     f"base {number} is on {tensor.device} with strides {tensor.stride()}: expected a contiguous tensor "
                     f"on {self._device}"
@@ -83,6 +83,11 @@ class CopyTable:
         else:
             self._copies.bind(pointers)
         self._bound = list(tensors)
+
+    def _reaches(self, tensor: Tensor) -> bool:
+        """Whether the table's device can address it: CUDA devices reach pinned memory of the host as well."""
+        same = tensor.device.type == self._device.type
+        return same or (self._device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned())
 
     def release(self) -> None:
         """Forget the tensors, so that their memory can be freed; nothing can be launched until the next `bind`."""
