@@ -3,10 +3,10 @@
     python tools/benchmarks/plan.py [--case NAME ...] [--network-gb-per-s 50] [--node-gb-per-s 450]
 
 Layouts need only shapes, so no weights, GPUs or other ranks are involved. Every case runs in a process of its own, so
-that its peak memory is its own; `plan_s` counts all that a rank does from the two configs to its own plan, for the
-slowest of the first and last ranks of both sides. Predicted are the seconds of the busiest sender or receiver between
-nodes at the given bandwidths per rank, beside the bound max(W / (T * rx), W / (N * tx)) of W bytes that N training
-ranks send to T inference ranks. The last line is one JSON object.
+that its peak memory is its own; `plan_s` are the processor's seconds for all that a rank does from the two configs to
+its own plan, for the slowest of the first and last ranks of both sides. Predicted are the seconds of the busiest sender
+or receiver between nodes at the given bandwidths per rank, beside the bound max(W / (T * rx), W / (N * tx)) of W bytes
+that N training ranks send to T inference ranks. The last line is one JSON object.
 """
 
 import argparse
@@ -82,14 +82,14 @@ def measure(name: str, links: Links, results: "multiprocessing.SimpleQueue[dict]
     before = peak_bytes()
     architecture = case.model()
     slowest, slices, planner = 0.0, 0, None
-    start = time.perf_counter()
+    start = time.process_time()
     source, destination = case.source(architecture), case.destination(architecture)
     planner = Planner(source, destination, RANKS_PER_NODE)
-    setup = time.perf_counter() - start
+    setup = time.process_time() - start
     for rank in sorted({source.ranks[0], source.ranks[-1], destination.ranks[0], destination.ranks[-1]}):
-        start = time.perf_counter()
+        start = time.process_time()
         made = planner.plan(rank)
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
         stages = (made.direct, made.fan_out)
         slices = max(slices, len(made.copies) + sum(len(s.sends) + len(s.receives) for s in stages))
     peak = peak_bytes()
