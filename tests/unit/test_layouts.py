@@ -24,6 +24,7 @@ from tests.model_shards import (
     megatron_shard,
     tiny_architecture,
 )
+from tests.unit.plan_simulation import engine_places, megatron_places
 from tools.benchmarks.model_shapes import deepseek_v3
 
 
@@ -99,22 +100,8 @@ def assert_megatron(architecture: Architecture, grid: Grid, **settings: Any) -> 
     full = full_tensors(architecture)
     layout = megatron_layout(architecture, grid, **settings)
     assert set(layout.tensors.names) == set(full)
-    ranks_per_stage = len(grid.ranks) // grid.pp
-    etp = grid.etp or grid.tp
     shards = []
-    for index, rank in enumerate(grid.ranks):
-        within = index % ranks_per_stage
-        place = Place(
-            grid.tp,
-            index % grid.tp,
-            grid.pp,
-            index // ranks_per_stage,
-            ep=grid.ep,
-            ep_rank=within // etp % grid.ep,
-            etp=etp,
-            etp_rank=within % etp,
-            **settings,
-        )
+    for rank, place in megatron_places(grid, **settings).items():
         shards.append(megatron_shard(architecture, full, place))
         assert_equal(filled(layout, rank, full), shards[-1])
     for one, part in zip(shards, layout.parts, strict=True):
@@ -175,11 +162,9 @@ def test_experts_of_engines(family: str, tp: int, ep: int, dp: int) -> None:
     full = full_tensors(architecture)
     grid = Grid(tuple(range(tp * dp)), tp=tp)
     layout = engine_layout(architecture, grid, expert_parallel=ep)
-    for rank in grid.ranks:
-        at, etp = rank % tp, tp // ep
-        place = Place(tp, at, ep=ep, ep_rank=at // etp, etp=etp, etp_rank=at % etp)
+    for rank, place in engine_places(grid, ep).items():
         assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
-        assert layout.on(rank) is layout.on(at)
+        assert layout.on(rank) is layout.on(place.tp_rank)
 
 
 def test_every_element_of_the_checkpoint_lies_somewhere() -> None:

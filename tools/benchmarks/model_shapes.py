@@ -83,11 +83,3 @@ def _qwen3(
         eos_token_ids=(151645, 151643),
         moe=moe,
     )
-
-
-SHAPES = {
-    "qwen3-8b": qwen3_8b,
-    "qwen3-32b": qwen3_32b,
-    "qwen3-30b-a3b": qwen3_30b_a3b,
-    "deepseek-v3": deepseek_v3,
-}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.reshard.element_types import ITEM_BYTES, wire_types
+from rltrain.reshard.element_types import wire_types
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
 from rltrain.reshard.execute.blocks import SCALES_PARAMETER
@@ -20,7 +20,7 @@ from rltrain.reshard.execute.staging import Memory, Staging, allocate
 from rltrain.reshard.execute.steps import BlockPlaces, make_steps, stage_streams
 from rltrain.reshard.execute.wire import Link, Wire, make_wire
 from rltrain.reshard.kernels.copy_table import CopyTable
-from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
 
 LARGE_BYTES = 2**18
@@ -170,7 +170,7 @@ class Resharding:
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)
-        return int((elements(self.plan.copies) * ITEM_BYTES[wire[self.plan.copies["tensor"]]]).sum())
+        return int(num_bytes(self.plan.copies, wire).sum())
 
     def _by_distance(self, sent: Counter[int]) -> tuple[int, int]:
         """(bytes to ranks of this node, bytes to other nodes)."""

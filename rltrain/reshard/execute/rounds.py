@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rltrain.reshard.element_types import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray
-from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.match import elements, num_bytes
 
 ALIGNMENT = 16
 """Bytes. Runs begin at multiples of it in their streams, and in staging buffers."""
@@ -47,7 +47,7 @@ def streams(transfers: Array, types: TypeArray) -> Streams:
     if len(item) and item.min() != item.max():
         transfers = transfers[np.lexsort((-item, transfers["peer"]))]
     wire = types[transfers["tensor"]]
-    size = elements(transfers) * ITEM_BYTES[wire]
+    size = num_bytes(transfers, types)
     peers, first = np.unique(transfers["peer"], return_index=True)
     end = np.cumsum(size)
     whole = np.diff(np.append((end - size)[first], end[-1:] if len(end) else 0))[: len(peers)]

@@ -107,14 +107,6 @@ class Lines:
     def blocks_sent_by(self, rank: int) -> list[Block]:
         return [block for line in self.all.values() for block in line.blocks_sent_by(rank)]
 
-    def loads(self) -> dict[int, int]:
-        """Bytes that each source rank sends."""
-        loads: dict[int, int] = {}
-        for line in self.all.values():
-            for rank, quota in zip(line.candidates.tolist(), np.diff(line.bounds).tolist(), strict=True):
-                loads[rank] = loads.get(rank, 0) + quota
-        return loads
-
     def _demand(self, node: Node, number: int, holders: IntArray) -> None:
         first = node.number * self._ranks_per_node
         here = holders[np.searchsorted(holders, first) : np.searchsorted(holders, first + self._ranks_per_node)]

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from rltrain.reshard.element_types import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import BOX_FIELDS, Array, CanonicalTensors, IntArray, Layout
 
 BOX = np.dtype([(name, np.int64) for name in BOX_FIELDS])
@@ -122,6 +123,12 @@ def boxes_of(pieces: Array) -> Array:
 def elements(boxes: Array) -> IntArray:
     counts: IntArray = boxes["rows"] * boxes["cols"]
     return counts
+
+
+def num_bytes(boxes: Array, types: TypeArray) -> IntArray:
+    """Of each box, where tensor i is of type `types[i]`."""
+    sizes: IntArray = elements(boxes) * ITEM_BYTES[types[boxes["tensor"]]]
+    return sizes
 
 
 def offsets(pieces: Array, boxes: Array) -> IntArray:

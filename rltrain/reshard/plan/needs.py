@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.reshard.element_types import ITEM_BYTES, TypeArray
+from rltrain.reshard.element_types import TypeArray
 from rltrain.reshard.layout import Array, IntArray, Layout
-from rltrain.reshard.plan.match import Fragments, elements, match, set_numbers
+from rltrain.reshard.plan.match import Fragments, match, num_bytes, set_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ def needs_of(layout: Layout, parts: Sequence[int], fragments: Fragments, wire: T
     return Needs(
         boxes=boxes,
         fragment=fragment,
-        weights=elements(boxes) * ITEM_BYTES[wire[boxes["tensor"]]],
+        weights=num_bytes(boxes, wire),
         starts=np.append(starts, len(boxes)),
         holder_set=classes // max(len(part_sets), 1),
         part_set=classes % max(len(part_sets), 1),

@@ -5,10 +5,10 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.reshard.element_types import ITEM_BYTES, wire_types
+from rltrain.reshard.element_types import wire_types
 from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray, Layout
 from rltrain.reshard.plan.lines import Dealt, Lines, Node, deal
-from rltrain.reshard.plan.match import elements, fragments_of, offsets
+from rltrain.reshard.plan.match import fragments_of, num_bytes, offsets
 from rltrain.reshard.plan.needs import Needs, needs_of, pieces_for
 from rltrain.reshard.plan.rank_plan import COPY, TRANSFER, RankPlan, Stage, Traffic
 
@@ -27,11 +27,11 @@ def traffic(source: Layout, destination: Layout, ranks_per_node: int) -> dict[tu
         pairs = [(rank, planner.bytes_of(made.copies))]
         for boxes, types in ((made.direct.receives, planner.wire), (made.fan_out.receives, destination.types)):
             peers, index = np.unique(boxes["peer"], return_inverse=True)
-            sizes = elements(boxes) * ITEM_BYTES[types[boxes["tensor"]]]
+            sizes = num_bytes(boxes, types)
             pairs += zip(peers.tolist(), np.bincount(index, weights=sizes).astype(np.int64).tolist(), strict=True)
-        for peer, num_bytes in pairs:
-            moved[peer, rank] = moved.get((peer, rank), 0) + num_bytes
-    return {pair: num_bytes for pair, num_bytes in moved.items() if num_bytes}
+        for peer, size in pairs:
+            moved[peer, rank] = moved.get((peer, rank), 0) + size
+    return {pair: size for pair, size in moved.items() if size}
 
 
 class Planner:
@@ -84,7 +84,7 @@ class Planner:
 
     def bytes_of(self, boxes: Array) -> int:
         """On the wire of `direct`."""
-        return int((elements(boxes) * ITEM_BYTES[self.wire[boxes["tensor"]]]).sum())
+        return int(num_bytes(boxes, self.wire).sum())
 
     def _nodes(self) -> dict[int, Node]:
         ranks_of: dict[int, dict[int, list[int]]] = {}
