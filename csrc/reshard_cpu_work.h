@@ -16,7 +16,7 @@ constexpr int64_t kTileBytes = 512 << 10;
 constexpr int64_t kTileQuantisedCols = 4096;
 constexpr int64_t kTileOverheadBytes = 256;  // what a tile costs beside its bytes
 constexpr int64_t kMinThreadChunks = 4;      // copied in about the time that it takes to start a thread
-constexpr int64_t kBandBytes = 16 << 10;
+constexpr int64_t kBandBytes = 64 << 10;
 constexpr int64_t kMinBandRows = 8;
 
 inline int64_t item_bytes(uint8_t type) { return type == RS_FLOAT32 ? 4 : type == RS_FLOAT8_E4M3 ? 1 : 2; }

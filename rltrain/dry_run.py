@@ -10,10 +10,14 @@ from rltrain.cluster.process_groups import group_lists
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.families import Architecture
+from rltrain.reshard.families.of_roles import role_architectures
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
-from rltrain.schedule import Order, build_order, check
+from rltrain.schedule.check import check
+from rltrain.schedule.legality import check_schedule
+from rltrain.schedule.order import Order
+from rltrain.schedule.steps import build_order
 from rltrain.training.layout import megatron_layout
 
 CONFIG_FILE = "config.json"
@@ -26,12 +30,14 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
     ranks_per_node = min(ranks_per_node, world_size)
     placement = resolve_placement(config.placement, world_size, ranks_per_node)
     grids = role_grids(config, placement)
-    order = build_order(config, placement.roles)
+    check_schedule(config, placement, grids)
+    order = build_order(config, placement)
     check(order, placement)
     architecture = None
     if Path(config.model.path, CONFIG_FILE).exists():
-        architecture = read_architecture(Path(config.model.path))
-        check_against_architecture(config, grids, architecture)
+        architectures = role_architectures(config, placement.roles)
+        check_against_architecture(config, grids, architectures)
+        architecture = architectures["actor"]
     sections = {
         f"Ranks: {world_size}, {ranks_per_node} per node": rank_map(placement, grids, world_size, ranks_per_node),
         "Pairs of roles": pair_modes(placement),

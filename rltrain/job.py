@@ -1,9 +1,6 @@
 """One process of the job: checks everything, joins the others, trains, and fails with one message for all."""
 
 import logging
-import os
-import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,20 +8,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rltrain.cluster.ending import end_process
 from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.cluster.process_groups import ProcessGroups, group_lists
-from rltrain.cluster.world import World, join_world, start_process_groups
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.watchdog import Watchdog
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, Bulletin, World, join_world, start_process_groups
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
 from rltrain.errors import UserError
-from rltrain.reshard.families import read_architecture
+from rltrain.reshard.families.of_roles import role_architectures
 from rltrain.reshard.kernels import native
 from rltrain.roles.role import Job
-from rltrain.schedule import Order, build_order, check
+from rltrain.schedule.check import check
+from rltrain.schedule.legality import check_schedule
+from rltrain.schedule.order import Order
+from rltrain.schedule.steps import build_order
 from rltrain.trainer import Trainer
 
 RENDEZVOUS_TIMEOUT_S = 300.0
-MESSAGE_GRACE_S = 5.0
 
 
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
@@ -34,43 +37,44 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     if world.local_rank:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
-        job, order = prepare(config_path, overrides, world)
+        job, order, watchdog = prepare(config_path, overrides, world)
         Trainer(job, order).run()
+        watchdog.stop()
     except UserError as error:
-        _fail(world, "rltrain: " + "\n  ".join([str(error), *getattr(error, "__notes__", ())]), status=2)
+        message = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+        end_process(world.store, f"rltrain: {message}", status=2)
     except Exception:
-        _fail(world, f"rltrain: rank {world.rank} failed:\n{traceback.format_exc()}", status=1)
+        end_process(world.store, f"rltrain: rank {world.rank} failed:\n{traceback.format_exc()}", status=1)
     dist.destroy_process_group()
     return 0
 
 
-def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[Job, Order]:
+def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[Job, Order, Watchdog]:
     """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
     config = load_config(config_path, overrides)
     check_config(config)
-    world = replace(world, timeout_s=config.cluster.timeout_s)
+    world = replace(world, timeouts=config.timeouts)
     placement = resolve_placement(config.placement, world.size, world.ranks_per_node)
     grids = role_grids(config, placement)
-    architecture = read_architecture(Path(config.model.path))
-    check_against_architecture(config, grids, architecture)
-    order = build_order(config, placement.roles)
+    architectures = role_architectures(config, placement.roles)
+    check_against_architecture(config, grids, architectures)
+    check_schedule(config, placement, grids)
+    order = build_order(config, placement)
     check(order, placement)
     native.backend(world.device.type)
+    bulletin = Bulletin(world, placement.ranks_by_role, guarded=True)
+    watchdog = start_watchdog(bulletin, config)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
-    groups = ProcessGroups(lists, backend=world.backend, timeout_s=world.timeout_s)
-    return Job(config, world, placement, grids, groups, architecture), order
+    releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
+    groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
+    patience = Patience(bulletin, config.timeouts.report_s)
+    return Job(config, world, placement, grids, groups, architectures, bulletin, patience), order, watchdog
 
 
-def _fail(world: World, message: str, status: int) -> None:
-    """Print `message` if no other rank has printed one yet, and end this process."""
-    if world.store.add("failures", 1) == 1:
-        print(f"\n{message}", file=sys.stderr, flush=True)
-        world.store.set("failure_printed", "1")
-    else:
-        deadline = time.monotonic() + MESSAGE_GRACE_S
-        while not world.store.check(["failure_printed"]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def start_watchdog(bulletin: Bulletin, config: Config) -> Watchdog:
+    """From here on no wait of this rank is without a limit."""
+    bulletin.heartbeat.start()
+    watchdog = Watchdog(bulletin.heartbeat, bulletin.observer, bulletin.world.store, Path(config.output_dir))
+    watchdog.start()
+    return watchdog

@@ -1,47 +1,26 @@
 """The run: builds the roles that this rank hosts and executes the order of tasks."""
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
 
-from rltrain.cluster.exchange import Exchange, Route
-from rltrain.cluster.residency import Residency
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin
+from rltrain.cluster.exchange import Exchange
+from rltrain.cluster.in_flight import InFlightSync
 from rltrain.errors import DivergenceError
+from rltrain.hosting import host_roles
 from rltrain.observability.metrics import MetricsWriter
 from rltrain.observability.progress import Progress
-from rltrain.observability.reporter import Reporter
-from rltrain.roles.actor import Actor
-from rltrain.roles.reference import Reference
+from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.trace import start_trace
 from rltrain.roles.reward import Reward
-from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
-from rltrain.schedule import Entry, Order
-
-ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Reference, Rollout, Reward)}
-
-SAMPLES = (
-    "group_ids",
-    "prompt_ids",
-    "lengths",
-    "truncated",
-    "tokens",
-    "response_mask",
-    "policy_version",
-    "rollout_logprobs",
-)
-
-# The fields of Experience that each transfer carries.
-TRANSFERS: dict[str, tuple[str, ...]] = {
-    "samples": SAMPLES,
-    "evaluation_samples": SAMPLES,
-    "scored": (*SAMPLES, "rewards"),
-    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
-}
+from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order
+from rltrain.transfers import Transfers
 
 
 def reporting_rank(job: Job, entry: Entry) -> int:
@@ -49,16 +28,15 @@ def reporting_rank(job: Job, entry: Entry) -> int:
     return job.grids[entry.roles[0]].owner(0)
 
 
-def build_reporter(job: Job, order: Order, bulletin: Bulletin) -> Reporter:
+def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) -> Reporter:
     expected: dict[int, Counter[int]] = defaultdict(Counter)
     for entry in order:
         if entry.kind == "task":
             expected[entry.step][reporting_rank(job, entry)] += 1
     logging_rank = job.grids["actor"].owner(0)
     is_logging = job.world.rank == logging_rank
-    return Reporter(
-        bulletin, expected, logging_rank, [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
-    )
+    sinks: list[Sink] = [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
+    return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish)
 
 
 class Trainer:
@@ -67,43 +45,48 @@ class Trainer:
     def __init__(self, job: Job, order: Order) -> None:
         self.job, self.order = job, order
         self.rank = job.world.rank
-        self.bulletin = Bulletin(job.world)
         self._agree_on_order()
-        self.bulletin.announce("building its roles")
+        job.heartbeat.begin("building its roles")
         self.hosted = set(job.placement.hosts(self.rank))
-        self.roles: dict[str, Role] = {name: ROLES[name](job) for name in job.placement.roles if name in self.hosted}
-        self.joint_tasks: dict[str, Callable[[int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
+        self.trace = start_trace(job.config, self.rank, job.placement.hosts(self.rank))
+        self.roles, self.residency = host_roles(job, order, self.trace)
+        self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
         if self.hosted & {"actor", "rollout"} and "rollout" in job.placement.roles:
             sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
-            self.joint_tasks["weight_sync"] = sync.weight_sync
-        self.residency = Residency({name: role for name, role in self.roles.items() if role.uses_device})
-        patience = Patience(self.bulletin, job.config.cluster.stall_report_s)
-        self.exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], patience)
-        self.wait_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "wait"}
-        self.post_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "post"}
-        self.reporter = build_reporter(job, order, self.bulletin)
-        self.stopped = False
+            self.joint_tasks[WEIGHT_SYNC] = sync.weight_sync
+        self.in_flight = self._in_flight()
+        serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
+        exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.patience, serve)
+        self.transfers = Transfers(job, order, exchange, self.roles)
+        self.reporter = build_reporter(job, order, self._memory_metrics)
+        self.end = len(order)
+        """Position at which training ends; later entries are executed only if they are final."""
 
     def run(self) -> None:
         """Every entry of this rank, in order."""
-        execute = {"task": self._task, "post": self._post, "wait": self._wait}
         try:
             for position, entry in enumerate(self.order):
-                if self.hosted.isdisjoint(entry.actors) or (self.stopped and not entry.final):
+                if self.hosted.isdisjoint(entry.actors) or (position > self.end and not entry.final):
                     continue
-                self.bulletin.announce(str(entry))
-                execute[entry.kind](entry, position)
-            self.exchange.retire(list(self.exchange.outbox))
+                if self.in_flight and "rollout" in self.hosted:
+                    self.in_flight.position = position
+                    if entry.name == WEIGHT_SYNC:
+                        self.in_flight.reach(position)
+                        continue
+                self._execute(position)
+            self.transfers.finish(end=self.end)
         except BaseException as error:
-            error.add_note(f"on rank {self.rank}, which {self.bulletin.activity(self.rank)}")
+            error.add_note(f"on rank {self.rank}, which {self.job.bulletin.activity(self.rank)}")
             self.reporter.abandon()
+            self.trace.close()
             raise
-        self.bulletin.announce("finished")
         self.reporter.close()
+        self.job.heartbeat.finish()
         for role in self.roles.values():
             role.close()
+        self.trace.close()
 
-    def decide_to_stop(self, step: int) -> None:
+    def decide_to_stop(self, step: int, chunk: int) -> None:
         """Everybody learns whether the evaluation just made reached its goal."""
         goal = self.job.config.evaluation.stop_at
         assert goal is not None, "the order has this task only where evaluation.stop_at is set"
@@ -111,14 +94,41 @@ class Trainer:
         reward_leader = self.job.grids["reward"].owner(0)
         if self.rank == reward_leader:
             reward: Reward = self.roles["reward"]  # type: ignore[assignment]
-            self.bulletin.put(verdict, reward.evaluation_score >= goal)
-        self.stopped = self.bulletin.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}")
+            self.job.bulletin.put(verdict, reward.evaluation_score >= goal)
+        if self.job.bulletin.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
+            self.end = self.order.index(Entry("task", "decide_to_stop", self.job.placement.roles, step))
 
-    def _task(self, entry: Entry, position: int) -> None:
-        self.residency.require(entry.roles)
+    def _execute(self, position: int) -> None:
+        entry = self.order[position]
+        role = "+".join(role for role in entry.actors if role in self.hosted)
+        is_out_of_turn = self.in_flight is not None and entry.name == WEIGHT_SYNC
+        self.job.heartbeat.begin(
+            entry.name if entry.kind == "task" else f"{entry.kind} {entry.name}",
+            role,
+            entry.step,
+            entry.chunk,
+            position=None if is_out_of_turn else position,
+            joined_by=entry.roles if entry.kind == "task" else (),
+        )
+        with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
+            {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)
+
+    def _join_sync(self, position: int) -> None:
+        """A weight sync that an engine joins where the actor has come to it, in the middle of something else."""
+        with self.job.heartbeat.meanwhile():
+            self._execute(position)
+        self.residency.changed("rollout", "weights")
+
+    def _task(self, position: int) -> None:
+        entry = self.order[position]
+        is_in_flight = self.in_flight is not None and entry.name == WEIGHT_SYNC
+        if not (is_in_flight and "rollout" in self.hosted):
+            self.residency.enter(position)
+        if self.in_flight and is_in_flight and self.rank == self.job.grids["actor"].owner(0):
+            self.in_flight.announce()
         start = time.perf_counter()
         task = self.joint_tasks.get(entry.name) or getattr(self.roles[entry.roles[0]], entry.name)
-        metrics: Metrics = task(entry.step) or {}
+        metrics: Metrics = task(entry.step, entry.chunk) or {}
         if self.job.world.device.type == "cuda":
             # A task's communication is over before the next task's begins.
             torch.cuda.synchronize()
@@ -126,31 +136,30 @@ class Trainer:
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
 
-    def _post(self, entry: Entry, position: int) -> None:
-        self.exchange.retire([p for p in self.exchange.outbox if self._waited_before(p, position)])
-        self.exchange.post(self._route(entry), self.roles[entry.roles[0]].shipments[entry.name])
+    def _memory_metrics(self) -> Metrics:
+        """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
+        leads = {name for name in self.hosted if self.job.grids[name].owner(0) == self.rank}
+        of_rank = {"host", "offload", "onload"} if "actor" in leads else set()
+        metrics = self.residency.metrics()
+        return {name: metrics[name] for name in metrics if re.split("[/_]", name)[1] in leads | of_rank}
 
-    def _wait(self, entry: Entry, position: int) -> None:
-        self.roles[entry.roles[1]].shipments[entry.name] = self.exchange.wait(self._route(entry))
-
-    def _route(self, entry: Entry) -> Route:
-        source, destination = entry.roles
-        return Route(
-            name=f"{entry.name}[{entry.step}] ({source} -> {destination})",
-            source=self.job.grids[source],
-            destination=self.job.grids[destination],
-            fields=TRANSFERS[entry.name],
-            position=self.post_position[entry.transfer],
-            num_blocks=self.job.config.prompt_blocks if destination == "actor" else 1,
+    def _in_flight(self) -> InFlightSync | None:
+        """For the actor, which announces syncs, and for engines, which join them between decode steps."""
+        if not self.job.config.syncs_in_flight:
+            return None
+        rollout = self.roles.get("rollout")
+        leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.grids["actor"].owner(0)
+        in_flight = InFlightSync(
+            self.order.syncs(), self.job.world.store, leader=leader, rank=self.rank, run=self._join_sync
         )
-
-    def _waited_before(self, posted: int, position: int) -> bool:
-        return self.wait_position[self.order[posted].transfer] < position
+        if isinstance(rollout, Rollout):
+            rollout.in_flight = in_flight
+        return in_flight
 
     def _agree_on_order(self) -> None:
         """Ranks with different orders would wait for each other forever: compare before anything else."""
-        self.bulletin.put(f"order/{self.rank}", self.order.digest())
-        first = self.bulletin.get("order/0", waiting_for="the order of tasks of rank 0")
+        self.job.bulletin.put(f"order/{self.rank}", self.order.digest())
+        first = self.job.bulletin.get("order/0", waiting_for="the order of tasks of rank 0")
         if first != self.order.digest():
             raise DivergenceError(
                 f"rank {self.rank} derived another order of tasks than rank 0: "

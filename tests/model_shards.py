@@ -106,7 +106,9 @@ def full_tensors(a: Architecture) -> Tensors:
     for i in range(a.num_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(a, is_sparse(a, i)).items()}
     shapes["model.norm.weight"] = (a.hidden_size,)
-    if not a.tied_embeddings:
+    if a.head == "value":
+        shapes["score.weight"] = (1, a.hidden_size)
+    elif not a.tied_embeddings:
         shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
     tensors, start = {}, 1
     for name, shape in shapes.items():
@@ -193,7 +195,9 @@ def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple:
             shard |= {f"{prefix}decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
         if chunk == num_chunks - 1:
             shard[f"{prefix}decoder.final_layernorm.weight"] = full["model.norm.weight"]
-            if not a.tied_embeddings:
+            if a.head == "value":
+                shard[f"{prefix}output_layer.weight"] = full["score.weight"]
+            elif not a.tied_embeddings:
                 shard[f"{prefix}output_layer.weight"] = np.split(padded(full["lm_head.weight"], vocab), tp)[rank]
             elif place.pp > 1:
                 embedding = full["model.embed_tokens.weight"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.losses import sample_index
+from rltrain.algorithms.losses import response_lengths, sample_index
 from rltrain.data.experience import Experience
 
 STD_EPS = 1e-6
@@ -32,12 +32,16 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool)
 
 
 def with_advantages(experience: Experience, *, normalize_std: bool) -> Experience:
-    """`experience` with its samples' group-relative advantages on every response token, 0 on prompt tokens.
+    """`experience` with its samples' group-relative advantages on every response token, 0 elsewhere.
 
-    Needs rewards; every group must be whole.
+    Needs rewards; every group must be whole. A sample without a token in the response mask is no member of its group.
     """
     if experience.rewards is None:
         raise ValueError(f"advantages need rewards; present: {experience.present()}")
-    per_sample = group_advantages(experience.rewards, experience.group_ids, normalize_std=normalize_std)
+    members = response_lengths(experience) > 0
+    per_sample = torch.zeros_like(experience.rewards)
+    per_sample[members] = group_advantages(
+        experience.rewards[members], experience.group_ids[members], normalize_std=normalize_std
+    )
     per_token = per_sample[sample_index(experience)].masked_fill(~experience.response_mask, 0)
     return experience.with_fields(advantages=per_token)

@@ -30,17 +30,25 @@ def kl_estimate(actor_logprobs: Tensor, reference_logprobs: Tensor, estimator: E
     return torch.expm1(log_ratio) - log_ratio
 
 
-def apply_kl_to_rewards(experience: Experience, kl: schema.Kl) -> Experience:
-    """Rewards less coef times the KL estimate summed over the response, to be called before advantages.
+def kl_penalty(experience: Experience, kl: schema.Kl) -> Tensor:
+    """[tokens] -coef times the KL estimate of response tokens, 0 elsewhere: a reward per token.
 
-    With one reward per sample, a penalty on every token and its sum on the sample give the same return. Needs rewards
-    and reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
+    Needs reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
     """
-    if experience.rewards is None or experience.reference_logprobs is None:
-        raise ValueError(f"KL in the reward needs rewards and reference_logprobs; present: {experience.present()}")
+    if experience.reference_logprobs is None:
+        raise ValueError(f"KL in the reward needs reference_logprobs; present: {experience.present()}")
     drawn = experience.rollout_logprobs if experience.actor_logprobs is None else experience.actor_logprobs
-    per_token = kl_estimate(drawn, experience.reference_logprobs, kl.estimator).masked_fill(
-        ~experience.response_mask, 0
-    )
-    per_sample = torch.zeros_like(experience.rewards).index_add(0, sample_index(experience), per_token)
-    return experience.with_fields(rewards=experience.rewards - kl.coef * per_sample)
+    estimate = kl_estimate(drawn, experience.reference_logprobs, kl.estimator)
+    return -kl.coef * estimate.masked_fill(~experience.response_mask, 0)
+
+
+def apply_kl_to_rewards(experience: Experience, kl: schema.Kl) -> Experience:
+    """Rewards with the KL penalty of the whole response added, to be called before group-relative advantages.
+
+    With one advantage per sample, a penalty on every token and its sum on the sample are the same. Needs rewards, and
+    what kl_penalty needs.
+    """
+    if experience.rewards is None:
+        raise ValueError(f"KL in the reward needs rewards; present: {experience.present()}")
+    penalty = kl_penalty(experience, kl)
+    return experience.with_fields(rewards=experience.rewards.index_add(0, sample_index(experience), penalty))

@@ -1,4 +1,4 @@
-"""What every loss function has in common: its signature, the global counts it divides by, the weight of each token."""
+"""What every loss function has in common: sums that are divided once, and what each token counts for in them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,37 +13,57 @@ Normalization = Literal["token_mean", "sequence_mean", "dr_grpo"]
 
 
 @dataclass(frozen=True)
-class GlobalCounts:
-    """Size of a whole mini-batch, summed over all data-parallel ranks and micro-batches."""
-
-    response_tokens: int
-    sequences: int
-
-
-@dataclass(frozen=True)
 class LossOutput:
-    """One micro-batch's share of the mini-batch's loss and metrics.
+    """One micro-batch's share of a mini-batch's loss and metrics, undivided: all are scalars.
 
-    `loss` and `sums` are scalars already divided by the global counts: their sum over all micro-batches and
-    data-parallel ranks is the mini-batch's value. `maxima` are combined by maximum. Only `loss` carries a gradient.
+    The mini-batch's loss is the sum of `loss` over all its micro-batches and data-parallel ranks over the sum of
+    `divisor`; so are the metrics in `sums`. Those in `token_sums` are divided by the number of response tokens instead,
+    and `maxima` are combined by maximum. The micro-batches of one mini-batch may therefore come at any time and in any
+    number. Only `loss` carries a gradient.
     """
 
     loss: Tensor
+    divisor: Tensor
     sums: dict[str, Tensor] = field(default_factory=dict)
+    token_sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[Experience, Tensor, Tensor, GlobalCounts], LossOutput]
-"""(micro-batch, logprobs [tokens], entropy [tokens], counts) -> LossOutput.
+LossFunction = Callable[..., LossOutput]
+"""(micro-batch, what the model says of each of its tokens: [tokens] each) -> LossOutput.
 
-The micro-batch's tensors are on the device of `logprobs`. `logprobs` and `entropy` stand at the index of the token
-they belong to; their values outside the response mask are ignored.
+A policy's loss function is given logprobs and entropy, a critic's values. The micro-batch's tensors are on their
+device. They stand at the index of the token they belong to; what they hold outside the response mask is ignored. A
+micro-batch of no samples gives zeros, under the same names.
 """
 
 
-def count(experience: Experience) -> GlobalCounts:
-    """The counts of these samples alone; add them up over data-parallel ranks to get global ones."""
-    return GlobalCounts(response_tokens=int(experience.response_mask.sum()), sequences=experience.num_samples)
+@dataclass(frozen=True)
+class TokenWeights:
+    """What the tokens of a micro-batch count for."""
+
+    factor: Tensor
+    """[tokens] fp32, by which each token's loss goes into the sum."""
+    divisor: Tensor
+    """Scalar that the micro-batch adds to the divisor."""
+
+
+def token_weights(experience: Experience, normalization: Normalization, max_response_tokens: int = 1) -> TokenWeights:
+    """Factors (0 outside the response) and divisor under a normalization. Samples without a response count nowhere.
+
+    token_mean: every response token of the mini-batch weighs the same. sequence_mean: every sequence weighs the same,
+    and so does every token within one. dr_grpo: every token weighs 1 / (sequences * max_response_tokens), which
+    removes the preference for short answers that dividing by a length gives (Liu et al. 2025, "Understanding
+    R1-Zero-Like Training"); the paper also leaves advantages undivided by the standard deviation.
+    """
+    mask = experience.response_mask.float()
+    if normalization == "token_mean":
+        return TokenWeights(mask, mask.sum())
+    lengths = response_lengths(experience)
+    num_sequences = (lengths > 0).sum().float()
+    if normalization == "dr_grpo":
+        return TokenWeights(mask, num_sequences * max_response_tokens)
+    return TokenWeights(mask / lengths.clamp(min=1).float()[sample_index(experience)], num_sequences)
 
 
 def sample_index(experience: Experience) -> Tensor:
@@ -58,23 +78,12 @@ def response_lengths(experience: Experience) -> Tensor:
     return zeros.index_add(0, sample_index(experience), experience.response_mask.to(zeros.dtype))
 
 
-def token_weights(
-    experience: Experience, counts: GlobalCounts, normalization: Normalization, max_response_tokens: int
-) -> Tensor:
-    """[tokens] fp32 factor of each token's loss in the mini-batch's loss; 0 outside the response.
-
-    token_mean: every response token of the mini-batch weighs the same. sequence_mean: every sequence weighs the same,
-    and so does every token within one. dr_grpo: every token weighs 1 / (sequences * max_response_tokens), which
-    removes the preference for short answers that dividing by a length gives (Liu et al. 2025, "Understanding
-    R1-Zero-Like Training"); the paper also leaves advantages undivided by the standard deviation.
-    """
-    mask = experience.response_mask.float()
-    if normalization == "token_mean":
-        return mask / max(counts.response_tokens, 1)
-    if normalization == "dr_grpo":
-        return mask / (max(counts.sequences, 1) * max_response_tokens)
-    lengths = response_lengths(experience).clamp(min=1).float()
-    return mask / (lengths[sample_index(experience)] * max(counts.sequences, 1))
+def of_response(experience: Experience, name: str) -> Tensor:
+    """[tokens] the named field, 0 outside the response. ValueError where the experience lacks it."""
+    values = getattr(experience, name)
+    if not isinstance(values, Tensor):
+        raise ValueError(f"the loss needs {name}; present: {experience.present()}")
+    return values.masked_fill(~experience.response_mask, 0)
 
 
 def masked_sum(values: Tensor, weights: Tensor) -> Tensor:

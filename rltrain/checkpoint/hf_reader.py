@@ -18,30 +18,37 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 
 
-def load_parameters(path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor]) -> None:
+def load_parameters(
+    path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor], *, config_key: str = "model.path"
+) -> None:
     """Fill `parameters` (names and local shapes of `layout.on(rank)`, any dtype and device) from the checkpoint folder.
 
-    Only the boxes that this rank holds are read. Padding is zeroed. CheckpointError where a file or tensor is missing,
-    damaged or of another shape, and where the checkpoint holds tensors that the model does not have.
+    Only the boxes that this rank holds are read. Padding is zeroed. A value model takes everything but its head from a
+    causal language model too: the head then starts at zero and the vocabulary's is not read. `config_key` is the key
+    that names the folder, for messages.
+
+    CheckpointError where a file or another tensor is missing, damaged or of another shape, and where the checkpoint
+    holds tensors that the model does not have.
     """
     mine = layout.on(rank)
     _check_parameters(mine.parameters, parameters)
-    checkpoint = _Checkpoint(path)
+    checkpoint = _Checkpoint(path, config_key)
     checkpoint.refuse_unused(layout, compare_tied_head=rank == layout.ranks[0])
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    pieces = checkpoint.stored(layout, mine.pieces)
     covered = np.zeros(len(flats), dtype=np.int64)
-    np.add.at(covered, mine.pieces["parameter"], mine.pieces["rows"] * mine.pieces["cols"])
+    np.add.at(covered, pieces["parameter"], pieces["rows"] * pieces["cols"])
     for flat, elements in zip(flats, covered, strict=True):
         if elements < flat.numel():
             flat.zero_()
-    for file, pieces in checkpoint.by_file(layout, mine.pieces):
+    for file, contents in checkpoint.by_file(layout, pieces):
         with checkpoint.open(file) as opened:
-            for piece in pieces:
-                name = layout.tensors.names[piece["tensor"]]
-                values = _read_box(opened, path / file, name, layout.tensors.shapes[piece["tensor"]], piece)
+            for piece in contents:
+                values = checkpoint.read_box(opened, file, layout, piece)
                 shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
                 flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
 
@@ -56,9 +63,12 @@ def _check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], paramet
 class _Checkpoint:
     """The safetensors files of a checkpoint folder and which tensor lies in which of them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, config_key: str) -> None:
+        self.path, self.config_key = path, config_key
         self.file_of = self._read_files()
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{what} (config key {self.config_key})")
 
     def _read_files(self) -> dict[str, str]:
         if (self.path / SINGLE_FILE).exists():
@@ -66,29 +76,26 @@ class _Checkpoint:
                 return dict.fromkeys(opened.keys(), SINGLE_FILE)
         index = self.path / INDEX_FILE
         if not index.exists():
-            raise CheckpointError(
+            raise self.error(
                 f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; expected the folder of a Hugging Face "
-                "checkpoint in safetensors format (config key model.path)"
+                "checkpoint in safetensors format"
             )
         try:
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): str(file) for name, file in files.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise CheckpointError(f"{index} is not a safetensors index: {problem!r} (config key model.path)") from None
+            raise self.error(f"{index} is not a safetensors index: {problem!r}") from None
 
     @contextmanager
     def open(self, file: str) -> Iterator[Any]:
         try:
             opened = safe_open(self.path / file, framework="pt")
         except FileNotFoundError:
-            raise CheckpointError(
-                f"{self.path / file} does not exist, but {INDEX_FILE} names it: the checkpoint is incomplete "
-                "(config key model.path)"
+            raise self.error(
+                f"{self.path / file} does not exist, but {INDEX_FILE} names it: the checkpoint is incomplete"
             ) from None
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(
-                f"{self.path / file} is damaged or cut short: {problem} (config key model.path)"
-            ) from None
+            raise self.error(f"{self.path / file} is damaged or cut short: {problem}") from None
         with opened:
             yield opened
 
@@ -97,17 +104,18 @@ class _Checkpoint:
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
         if HEAD in unused:
             # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
-            if compare_tied_head and not self._equal(EMBEDDING, HEAD):
-                raise CheckpointError(
+            tied = VALUE_HEAD not in layout.tensors.numbers
+            if tied and compare_tied_head and not self._equal(EMBEDDING, HEAD):
+                raise self.error(
                     f"{self.path}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set "
-                    "tie_word_embeddings to false there or remove the tensor (config key model.path)"
+                    "tie_word_embeddings to false there or remove the tensor"
                 )
             unused.remove(HEAD)
         if unused:
             names = ", ".join(sorted(unused)[:8])
-            raise CheckpointError(
+            raise self.error(
                 f"{self.path} holds {len(unused)} tensors that the model of its config.json does not have: {names}"
-                f"{', ...' if len(unused) > 8 else ''} (config key model.path)"
+                f"{', ...' if len(unused) > 8 else ''}"
             )
 
     def _equal(self, first: str, second: str) -> bool:
@@ -120,6 +128,12 @@ class _Checkpoint:
             starts = range(0, left.get_shape()[0], COMPARED_ROWS)
             return all(torch.equal(left[i : i + COMPARED_ROWS], right[i : i + COMPARED_ROWS]) for i in starts)
 
+    def stored(self, layout: Layout, pieces: Array) -> Array:
+        """`pieces` but for those of a value head that the checkpoint, being a language model's, does not have."""
+        if VALUE_HEAD in self.file_of or VALUE_HEAD not in layout.tensors.numbers:
+            return pieces
+        return pieces[pieces["tensor"] != layout.tensors.numbers[VALUE_HEAD]]
+
     def by_file(self, layout: Layout, pieces: Array) -> list[tuple[str, Array]]:
         """`pieces` by the file that holds their tensors; raises where a tensor is missing."""
         file_of_tensor: dict[int, str] = {}
@@ -127,30 +141,26 @@ class _Checkpoint:
             name = layout.tensors.names[tensor]
             if name not in self.file_of:
                 shape = list(layout.tensors.shapes[tensor])
-                raise CheckpointError(
-                    f"{self.path} lacks tensor {name}; its config.json asks for one of shape {shape} "
-                    "(config key model.path)"
-                )
+                raise self.error(f"{self.path} lacks tensor {name}; its config.json asks for one of shape {shape}")
             file_of_tensor[int(tensor)] = self.file_of[name]
         files = np.array([file_of_tensor[int(tensor)] for tensor in pieces["tensor"]])
         return [(str(file), pieces[files == file]) for file in np.unique(files)]
 
-
-def _read_box(opened: Any, file: Path, name: str, shape: tuple[int, ...], piece: Any) -> Tensor:
-    """[rows, cols] of one tensor."""
-    try:
-        stored = opened.get_slice(name)
-    except SafetensorError:
-        raise CheckpointError(
-            f"{file} lacks tensor {name} of shape {list(shape)}, which {INDEX_FILE} places there "
-            "(config key model.path)"
-        ) from None
-    if tuple(stored.get_shape()) != shape:
-        raise CheckpointError(
-            f"{file}: tensor {name} has shape {stored.get_shape()}; config.json asks for {list(shape)} "
-            "(config key model.path)"
-        )
-    rows = slice(int(piece["row"]), int(piece["row"] + piece["rows"]))
-    columns = slice(int(piece["col"]), int(piece["col"] + piece["cols"]))
-    box: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
-    return box
+    def read_box(self, opened: Any, file: str, layout: Layout, piece: Any) -> Tensor:
+        """[rows, cols] of one tensor."""
+        name, shape = layout.tensors.names[piece["tensor"]], layout.tensors.shapes[piece["tensor"]]
+        try:
+            stored = opened.get_slice(name)
+        except SafetensorError:
+            raise self.error(
+                f"{self.path / file} lacks tensor {name} of shape {list(shape)}, which {INDEX_FILE} places there"
+            ) from None
+        if tuple(stored.get_shape()) != shape:
+            asks = (
+                "a critic needs one score per token (num_labels 1):" if name == VALUE_HEAD else "config.json asks for"
+            )
+            raise self.error(f"{self.path / file}: tensor {name} has shape {stored.get_shape()}; {asks} {list(shape)}")
+        rows = slice(int(piece["row"]), int(piece["row"] + piece["rows"]))
+        columns = slice(int(piece["col"]), int(piece["col"] + piece["cols"]))
+        box: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
+        return box

@@ -20,7 +20,7 @@ from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.errors import CheckpointError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.families import Architecture, canonical_tensors, element_types
+from rltrain.reshard.families import NUM_LABELS, Architecture, canonical_tensors, element_types
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
@@ -83,6 +83,9 @@ def save_checkpoint(
 ) -> None:
     """Write the model into `directory`, with the config and tokenizer of the checkpoint folder `like`.
 
+    A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
+    that or a causal language model's.
+
     `dtype` None keeps that of `source_tensors`. Every rank writes its share, in files of at most `max_shard_bytes`
     unless one tensor is larger. All of it is written beside `directory`, which appears when it is complete; an
     existing one is replaced only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
@@ -113,7 +116,7 @@ def save_checkpoint(
                 save_file({name: mine[name].cpu() for name in file.tensors}, partial_directory / file.name, METADATA)
         if first:
             _write_index(partial_directory, files, layout.tensors, dtype)
-            _copy_settings(like, partial_directory, dtype)
+            _copy_settings(like, partial_directory, architecture, dtype)
         _barrier(group)
         if first:
             _replace(directory, partial_directory)
@@ -156,13 +159,25 @@ def _write_index(directory: Path, files: list[_File], tensors: CanonicalTensors,
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_settings(like: Path, directory: Path, dtype: torch.dtype) -> None:
+def _copy_settings(like: Path, directory: Path, architecture: Architecture, dtype: torch.dtype) -> None:
     config = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8"))
+    if architecture.head == "value":
+        config |= _value_settings(architecture)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COPIED_FILES:
         if (like / name).exists():
             shutil.copyfile(like / name, directory / name)
+
+
+def _value_settings(architecture: Architecture) -> dict[str, object]:
+    """What config.json says of a model with one score. transformers counts the labels by their names."""
+    family = "".join(word.capitalize() for word in architecture.family.split("_"))
+    return {
+        "architectures": [f"{family}ForSequenceClassification"],
+        "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
+        "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},
+    }
 
 
 def _replace(directory: Path, complete: Path) -> None:

@@ -5,7 +5,7 @@ the token counts of all groups. A message is a fixed-size header, sent even when
 bytes. Traffic is host memory over a gloo group of its own, so it never holds a device or meets other collectives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,12 +46,18 @@ class Route:
 
 
 class Exchange:
-    """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired."""
+    """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, patience: Patience) -> None:
+    `serve` is what this rank does for others while it waits, if anything.
+    """
+
+    def __init__(
+        self, rank: int, group: dist.ProcessGroup, patience: Patience, serve: Callable[[], None] | None = None
+    ) -> None:
         self.rank = rank
         self.group = group
         self.patience = patience
+        self.serve = serve
         self.outbox: dict[int, tuple[Route, list[dist.Work], list[Tensor]]] = {}
         self.to_self: dict[int, Shipment] = {}
 
@@ -93,7 +99,7 @@ class Exchange:
         works = [
             started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(part))) for rank, buffer in buffers.items()
         ]
-        self.patience.wait(works, f"wait {route.name}", list(buffers))
+        self.patience.wait(works, f"wait {route.name}", list(buffers), self.serve)
 
     def retire(self, transfers: Sequence[int]) -> None:
         """Wait until the sends of these positions have been received, and free their buffers."""
@@ -101,7 +107,7 @@ class Exchange:
             if position in self.outbox:
                 route, works, _ = self.outbox[position]
                 peers = [r for dp in range(route.destination.dp) for r in route.destination.replica(dp)]
-                self.patience.wait(works, f"delivery of {route.name}", peers)
+                self.patience.wait(works, f"delivery of {route.name}", peers, self.serve)
                 del self.outbox[position]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.roles import ROLES, split_roles
+from rltrain.config.roles import ROLES, TRAINING_ROLES, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import PlacementError
 
@@ -134,9 +134,10 @@ def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ..
 
 def _parallel_of(config: Config, role: str) -> tuple[Parallel, str]:
     """The parallel sizes of `role` and the config key that gives them."""
-    if role == "reference" and config.reference.parallel is not None:
-        return config.reference.parallel, "reference.parallel"
-    if role in ("actor", "reference"):
+    own = {"critic": config.critic.parallel, "reference": config.reference.parallel}.get(role)
+    if own is not None:
+        return own, f"{role}.parallel"
+    if role in TRAINING_ROLES:
         return config.actor.parallel, "actor.parallel"
     if role == "rollout":
         return config.rollout.parallel, "rollout.parallel"

@@ -1,10 +1,11 @@
 """Process groups from explicit rank lists. The only module that makes any.
 
-Every group of the job is made here, at start-up, in one global order. Equal rank lists share one communicator,
-whichever role or purpose they come from.
+Every group of the job is made here, at start-up, in one global order, and every later generation of a group whose
+communicator was released. Equal rank lists share one communicator, whichever role or purpose they come from.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import cast
 
@@ -13,9 +14,13 @@ import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import format_ranks
+from rltrain.cluster.reopenable_group import ReopenableGroup
 from rltrain.config.roles import TRAINING_ROLES
 
 RankList = tuple[int, ...]
+
+_numbers = itertools.count()
+"""All ranks make sets of groups in one order, so these tell them apart in the store."""
 
 WEIGHT_SYNC_PAIRS = (("actor", "rollout"),)
 
@@ -49,17 +54,28 @@ def group_lists(grids: Mapping[str, Grid], world_size: int | None = None) -> tup
     between which weights are synced: the union of their ranks. For the exchange: all `world_size` ranks (None: all
     ranks that host a role).
     """
-    lists: set[RankList] = set()
+    lists = {ranks for of_roles in role_group_lists(grids).values() for ranks in of_roles}
+    lists.add(_union(grids.values()) if world_size is None else tuple(range(world_size)))
+    return tuple(sorted(lists, key=_order))
+
+
+def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[RankList]]:
+    """Roles -> the rank lists that tasks use in which at least these take part, but for the exchange's."""
+    lists: dict[frozenset[str], set[RankList]] = {}
     for role, grid in grids.items():
-        lists.add(grid.ranks)
-        lists.update(grid.lists("pp", "cp", "tp"))
+        own = lists[frozenset({role})] = {grid.ranks, *grid.lists("pp", "cp", "tp")}
         if role in TRAINING_ROLES:
-            lists.update(ranks for field in model_group_lists(grid).values() for ranks in field)
+            own.update(ranks for field in model_group_lists(grid).values() for ranks in field)
     for pair in WEIGHT_SYNC_PAIRS:
         if all(role in grids for role in pair):
-            lists.add(_union(grids[role] for role in pair))
-    lists.add(_union(grids.values()) if world_size is None else tuple(range(world_size)))
-    return tuple(sorted(lists, key=lambda ranks: (len(ranks), ranks)))
+            lists[frozenset(pair)] = {_union(grids[role] for role in pair)}
+    return lists
+
+
+def lists_of_task(roles: Iterable[str], grids: Mapping[str, Grid]) -> set[RankList]:
+    """The rank lists that a task over `roles` may use; all of their members take part in it."""
+    taking_part = frozenset(roles)
+    return {ranks for users, lists in role_group_lists(grids).items() if users <= taking_part for ranks in lists}
 
 
 class Groups(dict[RankList, dist.ProcessGroup]):
@@ -78,30 +94,73 @@ class ProcessGroups:
     Where the backend is gloo both are the same group. A group's ranks are numbered in ascending world order.
     """
 
-    def __init__(self, lists: Iterable[RankList], *, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        lists: Iterable[RankList],
+        *,
+        backend: str,
+        timeout_s: float,
+        reopenable: Collection[RankList] = (),
+    ) -> None:
         """Make the groups. Collective over: all ranks, which give equal `lists` in equal order.
+
+        The communicators of `reopenable` lists on the compute backend can be released and made again later.
 
         All ranks make every call, since torch names a group by counting them; for a rank that is no member the call
         returns at once. With `use_local_synchronization` torch would name a group by how many groups a rank has
         already, which differs between the members of overlapping lists: they would wait for each other forever.
         """
+        self._number = next(_numbers)
+        self._reopenable: dict[RankList, ReopenableGroup] = {}
         self.compute = Groups()
         self.cpu = self.compute if backend == "gloo" else Groups()
         timeout = timedelta(seconds=timeout_s)
         for ranks in lists:
             _check(ranks)
-            self._make(self.compute, ranks, backend, timeout)
+            if ranks in reopenable:
+                self._make_reopenable(ranks, backend, timeout)
+            else:
+                self._make(self.compute, ranks, backend, timeout)
             if self.cpu is not self.compute:
                 self._make(self.cpu, ranks, "gloo", timeout)
 
     def __getitem__(self, ranks: RankList) -> dist.ProcessGroup:
         return self.compute[ranks]
 
+    @property
+    def reopenable(self) -> tuple[RankList, ...]:
+        """Those of this rank's groups whose communicators can be released."""
+        return tuple(self._reopenable)
+
+    def open(self, generations: Mapping[RankList, int]) -> None:
+        """Have these generations of reopenable groups. Collective over: all members of each list, at one task.
+
+        In the order in which all ranks make groups: in any other, members of overlapping lists could wait for each
+        other forever.
+        """
+        for ranks in sorted(generations, key=_order):
+            self._reopenable[ranks].open(generations[ranks])
+
+    def close(self, lists: Iterable[RankList]) -> None:
+        """Release the communicators of reopenable groups. Waits for nobody; their work must be done on the device."""
+        for ranks in lists:
+            self._reopenable[ranks].close()
+
+    def _make_reopenable(self, ranks: RankList, backend: str, timeout: timedelta) -> None:
+        if dist.get_rank() in ranks:
+            name = f"ranks {format_ranks(ranks)} of set {self._number} on {backend}"
+            group = ReopenableGroup(name, ranks, backend=backend, timeout=timeout)
+            self.compute[ranks] = self._reopenable[ranks] = group
+
     @staticmethod
     def _make(groups: Groups, ranks: RankList, backend: str, timeout: timedelta) -> None:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             groups[ranks] = cast(dist.ProcessGroup, group)
+
+
+def _order(ranks: RankList) -> tuple[int, RankList]:
+    return len(ranks), ranks
 
 
 def _check(ranks: RankList) -> None:

@@ -1,4 +1,4 @@
-"""Waits with a limit and a name: a stall is reported with what the awaited ranks are doing, and ends the job."""
+"""Waits with a limit and a name: what they wait for is reported, and the limit runs while the others do not get on."""
 
 import logging
 import threading
@@ -7,48 +7,76 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from rltrain.cluster.world import Bulletin
+from rltrain.cluster.judgement import what_it_does
+from rltrain.cluster.world import LOOK_S, Bulletin
 from rltrain.errors import StallError
 
 logger = logging.getLogger(__name__)
 
+SERVE_S = 0.005
+"""Between two calls of `serve`."""
+
 
 class Patience:
-    """How long to wait for other ranks, and whom to ask when it takes long."""
+    """How this rank waits for others, and reports what they do every `report_s`. For one thread at a time."""
 
-    def __init__(self, bulletin: Bulletin, stall_report_s: float) -> None:
+    def __init__(self, bulletin: Bulletin, report_s: float) -> None:
         self.bulletin = bulletin
-        self.stall_report_s = stall_report_s
-        self.timeout_s = bulletin.world.timeout_s
+        self.rank = bulletin.world.rank
+        self.report_s = report_s
 
-    def wait(self, works: Sequence[dist.Work], what: str, ranks: Sequence[int]) -> None:
-        """Wait for point-to-point `works` with `ranks`.
+    def wait(
+        self,
+        works: Sequence[dist.Work],
+        what: str,
+        ranks: Sequence[int],
+        serve: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait for point-to-point `works` with `ranks`, as `until` does.
 
-        The transport's own time-out would break the process group and name nobody, so a thread waits without one while
-        this one reports after `stall_report_s` and raises StallError after `timeout_s`.
+        The transport's own time-out would break the process group and name nobody, so a thread waits without one.
         """
         if not works:
             return
         finished = threading.Event()
         failures: list[RuntimeError] = []
         threading.Thread(target=_drain, args=(works, finished, failures), daemon=True, name=f"wait {what}").start()
-        self.until(finished.wait, what, ranks)
+        self.until(finished.wait, what, ranks, serve)
         if failures:
             raise StallError(f"{self._describe(what, ranks)}: the connection broke: {failures[0]}")
 
-    def until(self, arrived: Callable[[float], bool], what: str, ranks: Sequence[int]) -> None:
-        """Call `arrived(seconds)`, which waits that long and says whether it is done, until it is."""
-        start = time.monotonic()
-        while not arrived(min(self.stall_report_s, self.timeout_s)):
-            waited = time.monotonic() - start
-            message = f"{self._describe(what, ranks)} for {waited:.0f} s"
-            if waited >= self.timeout_s:
-                raise StallError(f"{message}; cluster.timeout_s is {self.timeout_s:.0f}")
-            logger.warning(message)
+    def until(
+        self,
+        arrived: Callable[[float], bool],
+        what: str,
+        ranks: Sequence[int],
+        serve: Callable[[], None] | None = None,
+    ) -> None:
+        """Call `arrived(seconds)`, which waits that long at most and says whether it is done, until it is.
+
+        `ranks` are those waited for, none for any other. `serve` is called in between, every few milliseconds: what
+        this rank does meanwhile, for others that need it. Raises StallError when nobody that this rank depends on has
+        shown progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
+        """
+        look_s = min(LOOK_S, self.report_s)
+        start = last_look = last_report = time.monotonic()
+        with self.bulletin.heartbeat.waiting(what, ranks):
+            while not arrived(SERVE_S if serve else look_s):
+                if serve:
+                    serve()
+                now = time.monotonic()
+                if now - last_report >= self.report_s:
+                    last_report = now
+                    logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
+                if now - last_look >= look_s:
+                    last_look = now
+                    self.bulletin.end_wait_in_vain(lambda: self._describe(what, ranks))
 
     def _describe(self, what: str, ranks: Sequence[int]) -> str:
-        activity = "; ".join(f"rank {rank} {self.bulletin.activity(rank)}" for rank in ranks)
-        return f"rank {self.bulletin.world.rank} waits at {what}: {activity}"
+        others = ranks or [rank for rank in range(self.bulletin.world.size) if rank != self.rank]
+        beats = self.bulletin.heartbeat.board.read(others)
+        activity = "; ".join(f"rank {rank} {what_it_does(beat)}" for rank, beat in sorted(beats.items()))
+        return f"rank {self.rank} waits at {what}: {activity}"
 
 
 def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[RuntimeError]) -> None:

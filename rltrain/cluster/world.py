@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,9 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rltrain.cluster.heartbeat import Heartbeat
+from rltrain.cluster.judgement import what_it_does
+from rltrain.cluster.observer import Observer
+from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
 
 POLL_S = 0.005
+LOOK_S = 1.0
+"""Between two looks at the heartbeats of the ranks waited for."""
+
+TRANSPORT_TIMEOUT_S = 7 * 24 * 3600.0
+"""Of process groups. Theirs would run while the awaited rank gets on, break the group and name nobody: it must never
+come before the limits of `timeouts`, which the watchdog and Patience keep."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,8 @@ class World:
     device: torch.device
     store: dist.Store
     timeout_s: float
+    """How long setting up may wait: meeting in the store, and the first connections of process groups."""
+    timeouts: Timeouts = Timeouts()
 
     @property
     def backend(self) -> str:
@@ -50,6 +63,7 @@ def join_world(timeout_s: float) -> World:
         device=device,
         store=dist.PrefixStore("rltrain", store),
         timeout_s=timeout_s,
+        timeouts=Timeouts(no_progress_s=timeout_s),
     )
 
 
@@ -60,16 +74,25 @@ def start_process_groups(world: World) -> None:
         store=dist.PrefixStore("process_groups", world.store),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=world.timeout_s),
+        timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S),
     )
 
 
 class Bulletin:
-    """Small JSON values that ranks leave for each other in the store: metrics, verdicts, what a rank is doing."""
+    """Small JSON values that ranks leave for each other in the store: metrics, verdicts; and this rank's heartbeat.
 
-    def __init__(self, world: World) -> None:
+    `members` are the ranks by role. In a `guarded` job a watchdog ends waits that are in vain; otherwise they end
+    themselves.
+    """
+
+    def __init__(
+        self, world: World, members: Mapping[str, Collection[int]] | None = None, guarded: bool = False
+    ) -> None:
         self.world = world
+        self.guarded = guarded
         self.store = dist.PrefixStore("bulletin", world.store)
+        self.heartbeat = Heartbeat(world.rank, world.store)
+        self.observer = Observer(self.heartbeat.board, world.size, world.timeouts, members or {})
 
     def put(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -78,12 +101,9 @@ class Bulletin:
         return self.store.check(list(keys))
 
     def get(self, key: str, waiting_for: str) -> Any:
-        """The value at `key`, once it is there; StallError naming `waiting_for` after the world's time limit."""
-        deadline = time.monotonic() + self.world.timeout_s
-        while not self.has(key):
-            if time.monotonic() > deadline:
-                raise StallError(f"rank {self.world.rank} waited {self.world.timeout_s:.0f} s for {waiting_for}")
-            time.sleep(POLL_S)
+        """The value at `key`, once any other rank has put it there; StallError naming `waiting_for` if none will."""
+        if not self.has(key):
+            self._wait_for(key, waiting_for)
         return json.loads(self.store.get(key))
 
     def forget(self, key: str) -> None:
@@ -91,12 +111,27 @@ class Bulletin:
 
     def announce(self, what: str) -> None:
         """Tell the others what this rank is doing from now on."""
-        self.put(f"doing/{self.world.rank}", [what, time.time()])
+        self.heartbeat.begin(what)
+        self.heartbeat.start()
 
     def activity(self, rank: int) -> str:
-        """What `rank` last announced, in words."""
-        key = f"doing/{rank}"
-        if not self.has(key):
-            return "has not started"
-        what, since = json.loads(self.store.get(key))
-        return f"is at {what} since {time.time() - since:.0f} s"
+        """What `rank` is doing, in words."""
+        beat = self.heartbeat.now() if rank == self.world.rank else self.heartbeat.board.read([rank])[rank]
+        return f"{what_it_does(beat)} since {max(time.time() - beat.since, 0):.0f} s"
+
+    def end_wait_in_vain(self, describe: Callable[[], str]) -> None:
+        """Raise StallError if nobody that this rank depends on gets on; `describe` says what it waits for, in words.
+
+        To be called every LOOK_S seconds of a wait inside `heartbeat.waiting`.
+        """
+        if not self.guarded and (stall := self.observer.find_stall(concerned=[self.world.rank])):
+            raise StallError(f"{describe()}: {stall}")
+
+    def _wait_for(self, key: str, waiting_for: str) -> None:
+        next_look = time.monotonic() + LOOK_S
+        with self.heartbeat.waiting(waiting_for, ()):
+            while not self.has(key):
+                time.sleep(POLL_S)
+                if time.monotonic() >= next_look:
+                    next_look += LOOK_S
+                    self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")

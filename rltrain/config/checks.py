@@ -6,7 +6,7 @@ Every refusal names the keys, the values given and what would be accepted; all r
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from rltrain.config.roles import ROLES, nearest, required_roles, split_roles, usable_roles
+from rltrain.config.roles import NOT_YET, ROLES, nearest, required_roles, split_roles, usable_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 
@@ -40,6 +40,8 @@ class ModelSizes(Protocol):
     @property
     def max_positions(self) -> int: ...
     @property
+    def vocab_size(self) -> int: ...
+    @property
     def num_experts(self) -> int: ...
     @property
     def mla(self) -> object | None: ...
@@ -57,19 +59,16 @@ def check_config(config: Config) -> None:
     _raise_if_any(placement, PlacementError if not others else ConfigError, others)
 
 
-def check_against_architecture(config: Config, grids: Mapping[str, GridSizes], architecture: ModelSizes) -> None:
-    """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than the
-    model takes. ConfigError."""
-    problems = [*_model_problems(config, architecture), *_data_parallel_problems(config, grids)]
-    for role in ("actor", "reference", "rollout"):
+def check_against_architecture(
+    config: Config, grids: Mapping[str, GridSizes], architectures: Mapping[str, ModelSizes]
+) -> None:
+    """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than a
+    model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
+    problems = list(_data_parallel_problems(config, grids))
+    for role in ("actor", "critic", "reference", "rollout"):
         if role in grids:
-            problems += _grid_problems(_parallel_key(config, role), grids[role], architecture)
-    longest, sizes = _longest_text(config)
-    if longest > architecture.max_positions:
-        problems.append(
-            f"{sizes}, but the model in model.path ({config.model.path}) has {architecture.max_positions} positions; "
-            "expected a sum of at most that"
-        )
+            problems += _model_problems(config, role, architectures)
+            problems += _grid_problems(_parallel_key(config, role), grids[role], architectures[role])
     _raise_if_any(problems, ConfigError)
 
 
@@ -85,7 +84,9 @@ def _role_problems(config: Config) -> Iterator[str]:
     placed = [(key, role) for key in config.placement for role in split_roles(key)]
     usable = [role for role in ROLES if role in usable_roles(config)]
     for key, role in placed:
-        if role not in ROLES:
+        if role in NOT_YET:
+            yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
+        elif role not in ROLES:
             closest = nearest(role, usable)
             hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
             yield f"placement.{key}: unknown role {role!r}; {hint}"
@@ -114,8 +115,9 @@ def _need(config: Config, role: str) -> str:
 
 def _parallel_problems(config: Config) -> Iterator[str]:
     sections = {"actor": config.actor.parallel, "rollout": config.rollout.parallel}
-    if config.reference.parallel is not None:
-        sections["reference"] = config.reference.parallel
+    for role, own in (("critic", config.critic.parallel), ("reference", config.reference.parallel)):
+        if own is not None:
+            sections[role] = own
     for role, parallel in sections.items():
         key = f"{role}.parallel"
         if parallel.cp > 1:
@@ -170,33 +172,56 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    if config.algorithm == "grpo" and config.rollout.sampling.temperature == 0:
+    if config.algorithm != "sft" and config.rollout.sampling.temperature == 0:
         yield (
-            "rollout.sampling.temperature: got 0; expected above 0: algorithm grpo learns from differing samples, "
-            "and greedy ones are equal"
+            f"rollout.sampling.temperature: got 0; expected above 0: algorithm {config.algorithm} learns from "
+            "differing samples, and greedy ones are equal"
         )
     if config.evaluation.stop_at is not None and config.data.eval is None:
         yield (
             f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "
             "data.eval, or null"
         )
-    optimizer = config.actor.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield f"actor.optimizer.min_lr: got {optimizer.min_lr}; expected at most actor.optimizer.lr {optimizer.lr}"
+    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.min_lr > optimizer.lr:
+            yield (
+                f"{role}.optimizer.min_lr: got {optimizer.min_lr}; expected at most {role}.optimizer.lr {optimizer.lr}"
+            )
+    if config.algorithm == "ppo" and config.critic.critic_only_steps >= config.steps:
+        yield (
+            f"critic.critic_only_steps: got {config.critic.critic_only_steps} of {config.steps} steps (config key "
+            "steps); expected fewer, so that the actor learns too"
+        )
 
 
 def _parallel_key(config: Config, role: str) -> str:
-    inherits = role == "reference" and config.reference.parallel is None
+    inherits = (role == "reference" and config.reference.parallel is None) or (
+        role == "critic" and config.critic.parallel is None
+    )
     return "actor.parallel" if inherits else f"{role}.parallel"
 
 
-def _model_problems(config: Config, architecture: ModelSizes) -> Iterator[str]:
-    found = f"model.path: the model in {config.model.path} has"
+def _model_problems(config: Config, role: str, architectures: Mapping[str, ModelSizes]) -> Iterator[str]:
+    architecture = architectures[role]
+    own = {"critic": config.critic.path, "reference": config.reference.path}.get(role)
+    key, path = (f"{role}.path", own) if own else ("model.path", config.model.path)
+    found = f"{key}: the model in {path} has"
     expected = "expected a dense model of family llama, qwen2 or qwen3: neither the trainer nor the embedded engine has"
     if architecture.num_experts:
         yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
     if architecture.mla is not None:
         yield f"{found} latent attention; {expected} it"
+    if architecture.vocab_size < architectures["actor"].vocab_size:
+        yield (
+            f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "
+            f"{architectures['actor'].vocab_size} of model.path, whose tokens it is to evaluate"
+        )
+    longest, sizes = _longest_text(config)
+    if longest > architecture.max_positions:
+        yield (
+            f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
+            "of at most that"
+        )
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, GridSizes]) -> Iterator[str]:
@@ -204,7 +229,7 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, GridSizes]) -> I
     batch = config.batch
     for role, grid in grids.items():
         groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
-        if role == "actor":
+        if role in ("actor", "critic"):
             groups //= config.prompt_blocks
             of += f" in {config.prompt_blocks} blocks for mini-batches" if config.prompt_blocks > 1 else ""
         if groups < grid.dp:

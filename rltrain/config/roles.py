@@ -11,6 +11,12 @@ ROLES = ("actor", "critic", "reference", "rollout", "reward", "env")
 TRAINING_ROLES = ("actor", "critic", "reference")
 """Roles whose model is Megatron's."""
 
+NOT_YET = {
+    "env": "environments come in a later version; a reward function scores responses until then",
+    "reward_model": "reward models come in a later version; role reward scores responses by a function",
+}
+"""Roles that a placement may not name, and why."""
+
 
 def split_roles(key: str) -> tuple[str, ...]:
     """The roles that a key of `placement` names: "actor, reference" -> ("actor", "reference")."""
@@ -21,7 +27,9 @@ def required_roles(config: Config) -> tuple[str, ...]:
     """Roles without which the run cannot be made."""
     if config.algorithm == "sft":
         return ("actor", "rollout", "reward") if config.data.eval else ("actor",)
-    return ("actor", "reference", "rollout", "reward") if config.loss.kl.coef else ("actor", "rollout", "reward")
+    critic = ("critic",) if config.algorithm == "ppo" else ()
+    reference = ("reference",) if config.loss.kl.coef else ()
+    return ("actor", *critic, *reference, "rollout", "reward")
 
 
 def usable_roles(config: Config) -> tuple[str, ...]:

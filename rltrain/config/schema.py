@@ -11,6 +11,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+DEFAULT_CHUNKS = 4
+
+Offload = Literal["auto"] | bool
+"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -50,13 +56,31 @@ class Optimizer(Section):
     clip_grad: NonNegative = 1.0
 
 
-class Actor(Section):
-    parallel: Parallel = Parallel()
+class Trained(Section):
+    """What the roles with an optimizer have in common."""
+
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: Count = 16384
     """Sequences are packed into micro-batches of at most this many tokens (one longer sequence stands alone)."""
     distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
+    offload: Offload = "auto"
+
+
+class Actor(Trained):
+    parallel: Parallel = Parallel()
+
+
+class Critic(Trained):
+    parallel: Parallel | None = None
+    """None: the actor's."""
+    path: str | None = None
+    """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
+    actor's starting checkpoint."""
+    critic_only_steps: NonNegativeInt = 0
+    """First steps in which the critic learns and the actor stays as it is."""
+    value_clip: Positive | None = 0.2
+    """How far a value may move from the one that advantages were made from before its loss is cut; null: no limit."""
 
 
 class Reference(Section):
@@ -65,6 +89,7 @@ class Reference(Section):
     path: str | None = None
     """None: the actor's starting checkpoint."""
     micro_batch_tokens: Count = 16384
+    offload: Offload = "auto"
 
 
 class Sampling(Section):
@@ -85,6 +110,7 @@ class Rollout(Section):
     """Slots of the KV cache: sequences decoded at once per engine."""
     max_context_tokens: Count = 4096
     """Prompt and response together."""
+    offload: Offload = "auto"
 
 
 class Reward(Section):
@@ -120,12 +146,21 @@ class Loss(Section):
     entropy_coef: NonNegative = 0.0
     old_logprobs: Literal["rollout", "actor"] = "actor"
     """The ratio's denominator: the engine's own log-probs, or the actor's recomputed before the first update."""
+    importance_cap: Positive | None = None
+    """Truncated importance sampling with old_logprobs: actor: every token's loss is weighed by its probability under
+    the actor over that under the engine that drew it, cut at this; null: no weights."""
     kl: Kl = Kl()
 
 
 class Advantages(Section):
     normalize_std: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
+    """grpo: divide group-centred rewards by the group's standard deviation."""
+    gamma: Fraction = 1.0
+    """ppo: discount per token."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """ppo: 0 trusts the critic's next value, 1 the rewards alone."""
+    whiten: bool = True
+    """ppo: advantages of a step's response tokens get mean 0 and standard deviation 1."""
 
 
 class PromptFile(Section):
@@ -173,6 +208,12 @@ class Wandb(Section):
 
 class Logging(Section):
     progress: bool = True
+    trace: bool = False
+    """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
+    samples: NonNegativeInt = 4
+    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward."""
+    sample_ids: bool = False
+    """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
     wandb: Wandb = Wandb()
 
 
@@ -186,15 +227,54 @@ class WeightSync(Section):
     """After every sync compare checksums of what both sides hold; the job ends if a tensor differs."""
 
 
-class Cluster(Section):
-    timeout_s: Positive = 1800.0
-    """Longest wait for another rank before the job ends with a message that names it: longer than any task takes."""
-    stall_report_s: Positive = 30.0
+class Schedule(Section):
+    """How the tasks of different steps and roles overlap. What is legal follows from the placement."""
+
+    mode: Literal["sequential", "pipelined", "asynchronous"] = "sequential"
+    """sequential: step by step. pipelined: prompt groups that are done are worked on while others still decode.
+    asynchronous: the rollout is up to max_staleness steps ahead of training."""
+    chunks: Count | None = None
+    """Parts of a step that travel on their own, in the order in which prompt groups get done. None: 4 when pipelined,
+    else 1."""
+    max_staleness: NonNegativeInt = 0
+    """Training step less policy version of any token trained on, at most."""
+    on_stale: Literal["drop", "mask", "correct"] = "drop"
+    """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
+    on with the weights of loss.importance_cap. Counted in either case."""
+    partial_rollouts: bool = False
+    """A generate task ends when enough prompt groups are done; the others go on in the next one."""
+    oversampling: Positive = 0.25
+    """With partial_rollouts: prompt groups in flight beyond those of a step, as a fraction of these."""
+    sync_every: Count = 1
+    """Steps from one weight sync to the next."""
+    in_flight_sync: bool = True
+    """asynchronous: engines take new weights between two decode steps; false: between two generate tasks."""
+
+
+class Residency(Section):
+    """Roles that share ranks give the device to each other in turn."""
+
+    communicators: Literal["keep", "release"] = "keep"
+    """release destroys the communicators of a role that leaves the device and makes them again when it returns."""
+    prefetch: bool = True
+    """Bring the next role's memory back while the present task ends, where it fits."""
+    allocator: Literal["torch", "torch_memory_saver"] = "torch"
+    """torch_memory_saver, where installed, releases physical memory under unchanged addresses."""
+
+
+class Timeouts(Section):
+    """Limits of waits for other ranks. They run only while the awaited rank shows no progress."""
+
+    no_progress_s: Positive = 1800.0
+    """The job ends with a message that names the rank, its role, task and step."""
+    report_s: Positive = 30.0
     """After this long a wait is reported, with what the awaited ranks are doing."""
+    tasks: dict[str, float] = Field(default_factory=dict)
+    """Limits of their own for tasks by name, such as {generate: 7200}."""
 
 
 class Config(Section):
-    algorithm: Literal["grpo", "sft"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -202,7 +282,9 @@ class Config(Section):
     """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all"."""
     model: Model
     data: Data
+    schedule: Schedule = Schedule()
     actor: Actor = Actor()
+    critic: Critic = Critic()
     reference: Reference = Reference()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
@@ -213,7 +295,8 @@ class Config(Section):
     weight_sync: WeightSync = WeightSync()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
-    cluster: Cluster = Cluster()
+    residency: Residency = Residency()
+    timeouts: Timeouts = Timeouts()
 
     @property
     def samples_per_group(self) -> int:
@@ -224,3 +307,50 @@ class Config(Section):
     def prompt_blocks(self) -> int:
         """Blocks of prompts of which each mini-batch takes one; 1 where it takes samples of every prompt."""
         return max(self.batch.mini_batches // self.samples_per_group, 1)
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Of these blocks, how many lie in one chunk; 1 where a block takes several chunks."""
+        return max(self.prompt_blocks // self.num_chunks, 1)
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts of a step that travel on their own."""
+        return self.schedule.chunks or (DEFAULT_CHUNKS if self.schedule.mode == "pipelined" else 1)
+
+    @property
+    def lead(self) -> int:
+        """Steps by which generation is ahead of training. Weights are up to sync_every - 1 steps old when they come."""
+        schedule = self.schedule
+        return schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
+
+    @property
+    def syncs_in_flight(self) -> bool:
+        """Whether engines take new weights between two decode steps."""
+        return self.lead > 0 and self.schedule.in_flight_sync
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
+        return self.schedule.mode == "pipelined" or self.syncs_in_flight
+
+    @property
+    def num_actor_updates(self) -> int:
+        """Optimizer steps of the actor in the whole run."""
+        first = self.critic.critic_only_steps if self.algorithm == "ppo" else 0
+        return max(self.steps - first, 1) * self.batch.mini_batches
+
+    @property
+    def needs_actor_logprobs(self) -> bool:
+        """Whether the actor evaluates the samples before its first update."""
+        return self.algorithm != "sft" and self.loss.old_logprobs == "actor"
+
+    @property
+    def accumulates_critic(self) -> bool:
+        """Whether gradients of a step's first chunks are made while its last ones decode."""
+        return self.num_chunks > 1 and self.batch.mini_batches == 1
+
+    @property
+    def accumulates_actor(self) -> bool:
+        """As for the critic, where advantages do not depend on chunks yet to come."""
+        return self.accumulates_critic and not (self.algorithm == "ppo" and self.advantages.whiten)

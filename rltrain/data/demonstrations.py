@@ -31,6 +31,7 @@ class Demonstrations:
         return demonstrate(
             self.dataset,
             [rows[position] for position in positions],
+            sample_ids=[step * self.prompts_per_step + position for position in positions],
             group_ids=positions,
             eos_token_id=self.eos_token_id,
             max_response_tokens=self.max_response_tokens,
@@ -41,6 +42,7 @@ def demonstrate(
     dataset: PromptDataset,
     rows: Sequence[int],
     *,
+    sample_ids: Sequence[int],
     group_ids: Sequence[int],
     eos_token_id: int,
     max_response_tokens: int,
@@ -62,6 +64,7 @@ def demonstrate(
         lengths.append(len(prompt) + len(response))
         truncated.append(len(response) < len(ended))
     return Experience(
+        sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
         group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
         prompt_ids=torch.tensor(list(rows), dtype=torch.int64),
         lengths=torch.tensor(lengths, dtype=torch.int64),

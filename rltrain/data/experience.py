@@ -12,6 +12,7 @@ Columns = dict[str, Tensor]
 
 # What each field holds per element, and whether there is one per sample or one per token.
 FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
+    "sample_ids": (torch.int64, "sample"),
     "group_ids": (torch.int64, "sample"),
     "prompt_ids": (torch.int64, "sample"),
     "lengths": (torch.int64, "sample"),
@@ -23,7 +24,9 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "rollout_logprobs": (torch.float32, "token"),
     "actor_logprobs": (torch.float32, "token"),
     "reference_logprobs": (torch.float32, "token"),
+    "values": (torch.float32, "token"),
     "advantages": (torch.float32, "token"),
+    "returns": (torch.float32, "token"),
 }
 
 
@@ -34,6 +37,8 @@ class Experience:
     Prompt tokens have response_mask False and log-probs 0. Samples of one prompt share a group id and stay together.
     """
 
+    sample_ids: Tensor
+    """[samples] a number of its own for every sample of a run."""
     group_ids: Tensor
     """[samples] the prompt group of this step, 0 .. prompts_per_step - 1."""
     prompt_ids: Tensor
@@ -50,7 +55,11 @@ class Experience:
     rewards: Tensor | None = None
     actor_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    """[tokens] the critic's estimate of the reward still to come before the token was drawn."""
     advantages: Tensor | None = None
+    returns: Tensor | None = None
+    """[tokens] what the values should have been."""
 
     @property
     def num_samples(self) -> int:

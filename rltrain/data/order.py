@@ -1,4 +1,4 @@
-"""Which rows a step uses: a pure function of the seed and the step, so that a resumed run needs no state."""
+"""The stream of prompts of a run: a pure function of the seed, so that a resumed run needs no state."""
 
 from functools import lru_cache
 
@@ -19,9 +19,10 @@ class PromptOrder:
     def rows_for_step(self, step: int, prompts_per_step: int) -> list[int]:
         """[prompts_per_step] rows of step 0, 1, ...; a row comes twice only where an epoch ends within the step."""
         first = step * prompts_per_step
-        return [self._row(position) for position in range(first, first + prompts_per_step)]
+        return [self.row(position) for position in range(first, first + prompts_per_step)]
 
-    def _row(self, position: int) -> int:
+    def row(self, position: int) -> int:
+        """The row at this position of the stream; step k uses positions k * prompts_per_step and following."""
         epoch, index = divmod(position, self.num_rows)
         return int(_permutation(self.num_rows, self.seed, epoch)[index]) if self.shuffle else index
 

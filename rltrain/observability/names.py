@@ -24,6 +24,19 @@ METRICS = (
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
+    Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.importance_cap"),
+    Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.importance_cap cuts"),
+    Metric("train/staleness_mean", "steps", "mean of step less policy version over the response tokens trained on"),
+    Metric("train/staleness_max", "steps", "the largest of them"),
+    Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),
+    Metric("train/stale_tokens", "tokens", "response tokens staler than schedule.max_staleness"),
+    Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),
+    Metric("critic/value_mean", "", "mean value of response tokens"),
+    Metric("critic/value_clipfrac", "fraction", "response tokens whose value critic.value_clip holds back"),
+    Metric("critic/return_mean", "", "mean return: what the values should have been"),
+    Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
+    Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
+    Metric("critic/lr", "", "the critic's learning rate"),
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
@@ -36,6 +49,7 @@ METRICS = (
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
     Metric("perf/step_time_s", "s", "from the end of the previous step to the end of this one"),
     Metric("perf/<task>_s", "s", "one task of the step, such as generate, score, update or weight_sync"),
+    Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
     Metric(
         "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
@@ -58,9 +72,20 @@ METRICS = (
     Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb"),
     Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
     Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
+    Metric(
+        "memory/<role>_resident_bytes",
+        "bytes",
+        "most that its weights, gradients, optimizer and cache held on the device, on the reporting rank as below",
+    ),
+    Metric(
+        "memory/<role>_residue_bytes", "bytes", "what was left on the device of nobody's after the role had left it"
+    ),
+    Metric("memory/host_bytes", "bytes", "host memory kept for what leaves the device, of all roles of the rank"),
+    Metric("memory/offload_s", "s", "tasks waiting for other roles to leave the device"),
+    Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )
 
-_PATTERNS = tuple(re.compile(re.escape(metric.name).replace("<task>", "[a-z_]+")) for metric in METRICS)
+_PATTERNS = tuple(re.compile(re.sub("<[a-z]+>", "[a-z_]+", metric.name)) for metric in METRICS)
 
 
 def is_documented(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from rltrain.cluster.world import Bulletin
@@ -21,8 +21,9 @@ class Sink(Protocol):
 class Reporter:
     """`expected` tells, per step, how many tasks of each reporting rank add metrics.
 
-    A rank publishes a step once its last task of that step has added its metrics. The logging rank passes a step to
-    the sinks once all its ranks have published, and looks for that whenever it adds something itself.
+    A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
+    logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
+    something itself.
     """
 
     def __init__(
@@ -31,20 +32,24 @@ class Reporter:
         expected: Mapping[int, Counter[int]],
         logging_rank: int,
         sinks: Collection[Sink],
+        at_publish: Callable[[], Metrics] = dict,
     ) -> None:
         self.bulletin = bulletin
         self.rank = bulletin.world.rank
         self.expected = expected
         self.logging_rank = logging_rank
         self.sinks = sinks
+        self.at_publish = at_publish
         self.pending: dict[int, Metrics] = {}
         self.num_added: Counter[int] = Counter()
         self.uncollected = sorted(expected) if self.rank == logging_rank else []
         self.previous_step_end = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Metrics of one task of this rank."""
-        self.pending.setdefault(step, {}).update(metrics)
+        """Metrics of one task of this rank. Seconds of a task that comes several times in the step add up."""
+        pending = self.pending.setdefault(step, {})
+        seconds = {name for name in pending.keys() & metrics.keys() if name.endswith("_s") and "_per_s" not in name}
+        pending.update({name: value + pending[name] if name in seconds else value for name, value in metrics.items()})
         self.num_added[step] += 1
         if self.num_added[step] == self.expected[step][self.rank]:
             self._publish(step)
@@ -67,7 +72,7 @@ class Reporter:
             sink.close()
 
     def _publish(self, step: int) -> None:
-        metrics = self.pending.pop(step)
+        metrics = self.pending.pop(step) | self.at_publish()
         if self.rank == self.logging_rank:
             now = time.perf_counter()
             metrics["perf/step_time_s"] = now - self.previous_step_end

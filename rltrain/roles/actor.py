@@ -7,21 +7,27 @@ import torch
 import torch.distributed as dist
 
 from rltrain.algorithms.advantages import with_advantages
-from rltrain.algorithms.grpo import grpo_loss
-from rltrain.algorithms.kl import apply_kl_to_rewards
+from rltrain.algorithms.correction import apply_staleness_limit
+from rltrain.algorithms.gae import moments, whiten, with_gae
+from rltrain.algorithms.kl import apply_kl_to_rewards, kl_penalty
 from rltrain.algorithms.losses import LossFunction
+from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.sft import sft_loss
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
-from rltrain.data.assignment import mini_batch_of
+from rltrain.cluster.exchange import Shipment
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.sample_log import SampleLog
+from rltrain.roles.staleness import StalenessCounts
+from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.training.forward import compute_logprobs
+from rltrain.training.memory import training_parts
 from rltrain.training.model import build_model, local_parameters
 from rltrain.training.trainable import TrainableModel
 
-# Measured under the weights that drew the samples, which only the first mini-batch still has.
-ON_POLICY_METRICS = ("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max")
+ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
+"""Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
 
 class Actor(Role):
@@ -29,80 +35,130 @@ class Actor(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        actor, world = self.config.actor, job.world
+        config, world = self.config, job.world
         self.layout = job.megatron_layout(self.name)
         model = build_model(
             job.architecture,
             self.grid,
             job.groups,
-            model=self.config.model,
-            parallel=actor.parallel,
+            model=config.model,
+            parallel=config.actor.parallel,
             device=world.device,
         )
+        model.on_micro_batch = job.heartbeat.advance
         self.parameters = local_parameters(model)
-        load_parameters(Path(self.config.model.path), self.layout, world.rank, self.parameters)
-        total_updates = self.config.steps * self.config.batch.mini_batches
-        self.model = TrainableModel(model, actor, total_updates=total_updates)
+        load_parameters(Path(config.model.path), self.layout, world.rank, self.parameters)
+        self.model = TrainableModel(model, config.actor, total_updates=config.num_actor_updates)
+        self.parts = training_parts(self.model)
         self.loss_function = self._loss_function()
-        self.temperature = 1.0 if self.config.algorithm == "sft" else self.config.rollout.sampling.temperature
-        self.demonstrations = Demonstrations(self.config) if self.config.algorithm == "sft" else None
-        self.experience: Experience | None = None
+        self.temperature = 1.0 if config.algorithm == "sft" else config.rollout.sampling.temperature
+        self.demonstrations = Demonstrations(config) if config.algorithm == "sft" else None
+        self.batch = StepBatch(config)
+        self.staleness = StalenessCounts()
+        self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{world.rank}.jsonl")
+        self.accumulate_s = 0.0
 
     def _loss_function(self) -> LossFunction:
         if self.config.algorithm == "sft":
             return sft_loss()
-        return grpo_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
+        return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
 
-    def demonstrate(self, step: int) -> None:
+    def demonstrate(self, step: int, chunk: int) -> None:
         """Take this replica's share of the step's demonstrations."""
         assert self.demonstrations is not None, "only algorithm: sft has this task"
-        self.experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)
+        self.batch.add(chunk, self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp))
 
-    def actor_logprobs(self, step: int) -> None:
+    def actor_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
-        columns = self.shipments["scored"].columns
+        columns = self.shipments["scored", step, chunk].columns
         columns["actor_logprobs"] = self.logprobs(Experience(**columns))
 
-    def advantages(self, step: int) -> None:
-        """Put together what the other roles sent, and turn rewards into advantages."""
-        columns = dict(self.shipments.pop("scored").columns)
-        if "reference_logprobs" in self.shipments:
-            reference = self.shipments.pop("reference_logprobs").columns
-            assert torch.equal(reference["group_ids"], columns["group_ids"]), "both follow the assignment of groups"
-            columns["reference_logprobs"] = reference["reference_logprobs"]
-        experience = Experience(**columns)
-        if self.config.loss.kl.coef and self.config.loss.kl.where == "reward":
-            experience = apply_kl_to_rewards(experience, self.config.loss.kl)
-        self.experience = with_advantages(experience, normalize_std=self.config.advantages.normalize_std)
-
-    def update(self, step: int) -> Metrics:
-        """One optimizer step per mini-batch. Collective over: the actor's ranks."""
-        assert self.experience is not None
-        experience, self.experience = self.experience, None
-        batch = self.config.batch
-        mini_batch = mini_batch_of(
-            experience.group_ids, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches
+    def advantages(self, step: int, chunk: int) -> None:
+        """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
+        scored = self.shipments.pop(("scored", step, chunk))
+        columns = dict(scored.columns)
+        for name in ("reference_logprobs", "values"):
+            if (name, step, chunk) in self.shipments:
+                received = self.shipments.pop((name, step, chunk)).columns
+                assert torch.equal(received["group_ids"], columns["group_ids"]), "both follow the assignment of groups"
+                columns[name] = received[name]
+        schedule = self.config.schedule
+        experience, counts = apply_staleness_limit(
+            Experience(**columns), step, schedule.max_staleness, schedule.on_stale
         )
+        if chunk == 0:
+            self.staleness = StalenessCounts()
+        self.staleness.add(counts)
+        experience = self._with_advantages(experience)
+        self.batch.add(chunk, experience)
+        if experience.returns is not None:
+            self._leave_returns(step, chunk, experience, scored.group_tokens)
+
+    def _with_advantages(self, experience: Experience) -> Experience:
+        kl, settings = self.config.loss.kl, self.config.advantages
+        penalized = bool(kl.coef) and kl.where == "reward"
+        if self.config.algorithm == "ppo":
+            token_rewards = kl_penalty(experience, kl) if penalized else None
+            return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
+        if penalized:
+            experience = apply_kl_to_rewards(experience, kl)
+        return with_advantages(experience, normalize_std=settings.normalize_std)
+
+    def _leave_returns(self, step: int, chunk: int, experience: Experience, group_tokens: torch.Tensor) -> None:
+        """For the critic, with the mask of what is trained on."""
+        columns = experience.columns()
+        names = ("group_ids", "lengths", "response_mask", "returns")
+        self.shipments["returns", step, chunk] = Shipment({name: columns[name] for name in names}, group_tokens)
+
+    def accumulate(self, step: int, chunk: int) -> None:
+        """Gradients of a chunk, while others still decode. Collective over: this replica."""
         start = time.perf_counter()
-        updates = [
-            self.model.train_batch(
-                experience.select(torch.nonzero(mini_batch == i).flatten()),
-                self.loss_function,
-                temperature=self.temperature,
-            )
-            for i in range(batch.mini_batches)
-        ]
-        metrics = {f"train/{name}": value for name, value in summarize(updates).items()}
-        metrics["perf/train_tokens_per_s"] = self._total_tokens(experience) / (time.perf_counter() - start)
+        self.model.accumulate(self.batch.chunks[chunk], self.loss_function, temperature=self.temperature)
+        self.accumulate_s += time.perf_counter() - start
+
+    def update(self, step: int, chunk: int) -> Metrics:
+        """One optimizer step per mini-batch. Collective over: the actor's ranks."""
+        start = time.perf_counter()
+        experience = self.batch.take()
+        if self.config.algorithm == "ppo" and self.config.advantages.whiten:
+            experience = self._whitened(experience)
+        if self.config.accumulates_actor:
+            updates = [self.model.step()]
+        else:
+            updates = [
+                self.model.train_batch(mini_batch, self.loss_function, temperature=self.temperature)
+                for mini_batch in self.batch.mini_batches(experience)
+            ]
+        seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
+        metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
+        metrics["perf/train_tokens_per_s"] = float(self._total(torch.tensor(experience.num_tokens))) / seconds
+        if self.config.algorithm != "sft":
+            metrics |= self._staleness_metrics()
+        self._log_sample_ids(step, experience)
         return metrics
 
-    def _total_tokens(self, experience: Experience) -> int:
-        """Tokens of all replicas. Collective over: the actor's ranks."""
-        tokens = torch.tensor(experience.num_tokens)
-        dist.all_reduce(tokens, group=self.job.groups.cpu[self.grid.ranks])
-        return int(tokens) * self.grid.dp // len(self.grid.ranks)
+    def _whitened(self, experience: Experience) -> Experience:
+        assert experience.advantages is not None
+        sums = self._total(moments(experience))
+        return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
-    def save_hf(self, step: int) -> None:
+    def _staleness_metrics(self) -> Metrics:
+        totals = self._total(self.staleness.sums())
+        longest = torch.tensor(self.staleness.longest)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.job.groups.cpu[self.grid.ranks])
+        return {f"train/{name}": value for name, value in StalenessCounts.metrics(totals, int(longest)).items()}
+
+    def _total(self, values: torch.Tensor) -> torch.Tensor:
+        """Their sum over all replicas, in host memory. Collective over: the actor's ranks."""
+        totals = values.double() * self.grid.dp / len(self.grid.ranks)  # every rank of a replica has the same
+        dist.all_reduce(totals, group=self.job.groups.cpu[self.grid.ranks])
+        return totals
+
+    def _log_sample_ids(self, step: int, experience: Experience) -> None:
+        if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():
+            self.sample_ids.append({"step": step, "sample_ids": experience.sample_ids.tolist()})
+
+    def save_hf(self, step: int, chunk: int) -> None:
         """Write <output_dir>/hf. Collective over: the actor's ranks."""
         save_checkpoint(
             Path(self.config.output_dir, "hf"),
@@ -123,14 +179,3 @@ class Actor(Role):
             temperature=self.temperature,
             max_tokens=self.config.actor.micro_batch_tokens,
         )
-
-
-def summarize(updates: list[Metrics]) -> Metrics:
-    """The step's metrics from its mini-batches': maxima for names ending in _max, means for the others."""
-    summary = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        summary[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-        if name in ON_POLICY_METRICS:
-            summary[name] = values[0]
-    return summary

@@ -1,36 +1,84 @@
 """The reference: the frozen policy that a KL penalty or metric compares the actor with."""
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.exchange import Shipment
+from rltrain.cluster.parts import Overlay, Part
 from rltrain.data.experience import Experience
+from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.training.forward import compute_logprobs
-from rltrain.training.model import build_model, local_parameters
+from rltrain.training.memory import model_parts
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+
+
+def uses_actor_modules(job: Job) -> bool:
+    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
+    parallel = job.config.reference.parallel or job.config.actor.parallel
+    return (
+        job.grids.get("reference") == job.grids["actor"]
+        and parallel == job.config.actor.parallel
+        and job.architectures["reference"] == job.architecture
+    )
 
 
 class Reference(Role):
+    """With the actor's ranks and layout its weights lie on the host, and take the place of the actor's for its task.
+
+    `actor` is this rank's, None where it has none.
+    """
+
     name = "reference"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)
-        config, world = self.config, job.world
-        self.model = build_model(
-            job.architecture,
+        self.model: LanguageModel
+        self.parts: dict[str, Part]
+        if actor is not None and uses_actor_modules(job):
+            self.model, self.parts = actor.model.model, {"weights": self._weights_over(actor)}
+        else:
+            self.model = self._own_model()
+            self.parts = model_parts(self.model)
+
+    def _own_model(self) -> LanguageModel:
+        config = self.config
+        model = build_model(
+            self.job.architectures[self.name],
             self.grid,
-            job.groups,
+            self.job.groups,
             model=config.model,
             parallel=config.reference.parallel or config.actor.parallel,
-            device=world.device,
+            device=self.job.world.device,
         ).eval()
-        layout = job.megatron_layout(self.name)
-        path = Path(config.reference.path or config.model.path)
-        load_parameters(path, layout, world.rank, local_parameters(self.model))
+        self._load(local_parameters(model))
+        return model
 
-    def reference_logprobs(self, step: int) -> None:
+    def _weights_over(self, actor: Actor) -> Overlay:
+        pinned = self.job.world.device.type == "cuda"
+        host = {
+            name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
+            for name, parameter in actor.parameters.items()
+        }
+        self._load(host)
+        return Overlay(actor.parts["weights"], list(actor.parameters.values()), list(host.values()))
+
+    def _load(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        path = self.config.reference.path
+        load_parameters(
+            Path(path or self.config.model.path),
+            self.job.megatron_layout(self.name),
+            self.job.world.rank,
+            parameters,
+            config_key="reference.path" if path else "model.path",
+        )
+
+    def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
-        scored = self.shipments.pop("scored")
+        scored = self.shipments.pop(("scored", step, chunk))
         columns = {name: scored.columns[name] for name in ("group_ids", "lengths")}
         columns["reference_logprobs"] = compute_logprobs(
             self.model,
@@ -38,4 +86,4 @@ class Reference(Role):
             temperature=self.config.rollout.sampling.temperature,
             max_tokens=self.config.reference.micro_batch_tokens,
         )
-        self.shipments["reference_logprobs"] = Shipment(columns, scored.group_tokens)
+        self.shipments["reference_logprobs", step, chunk] = Shipment(columns, scored.group_tokens)

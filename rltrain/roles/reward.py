@@ -1,15 +1,15 @@
 """The reward: scores responses against their prompts' labels."""
 
 import torch
-import torch.distributed as dist
 
-from rltrain.algorithms.losses import response_lengths
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorer import Sample, Scorer, Scores
+from rltrain.rewards.scorer import Sample, Scorer
+from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.sample_log import SampleLog
 
 
 class Reward(Role):
@@ -23,22 +23,33 @@ class Reward(Role):
             load_reward(reward),
             timeout_s=reward.timeout_s,
             num_workers=reward.num_workers,
-            budget_s=self.config.cluster.timeout_s / 2,
+            budget_s=self.config.timeouts.no_progress_s / 2,
         )
         self.evaluation_score = float("nan")
+        self.statistics = RewardStatistics()
+        self.log = SampleLog(self.config.output_dir, "samples.jsonl")
 
-    def score(self, step: int) -> Metrics:
-        """A reward for each response. Collective over: the reward's ranks."""
-        experience, metrics = self._score("samples", self.job.prompts.train)
-        self.shipments["scored"] = Shipment(experience.columns(), self.shipments.pop("samples").group_tokens)
+    def score(self, step: int, chunk: int) -> Metrics:
+        """A reward for each response. Collective over: the reward's ranks, with the step's last chunk."""
+        if chunk == 0:
+            self.statistics = RewardStatistics()
+        samples = self.shipments.pop(("samples", step, chunk))
+        experience = self._score(samples, self.job.prompts.train, self.statistics)
+        if chunk == 0 and self.job.world.rank == self.leader:
+            self._log_samples(step, experience)
+        self.shipments["scored", step, chunk] = Shipment(experience.columns(), samples.group_tokens)
+        if chunk < self.config.num_chunks - 1:
+            return {}
+        metrics = self.statistics.metrics(self.job.groups.cpu[self.grid.ranks])
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
-    def score_evaluation(self, step: int) -> Metrics:
+    def score_evaluation(self, step: int, chunk: int) -> Metrics:
         """The held-out score, known to all of the role. Collective over: the reward's ranks."""
         evaluation = self.job.prompts.evaluation
         assert evaluation is not None, "the order evaluates only where data.eval is set"
-        _, metrics = self._score("evaluation_samples", evaluation)
-        del self.shipments["evaluation_samples"]
+        statistics = RewardStatistics()
+        self._score(self.shipments.pop(("evaluation_samples", step, chunk)), evaluation, statistics)
+        metrics = statistics.metrics(self.job.groups.cpu[self.grid.ranks])
         self.evaluation_score = metrics["reward_mean"]
         return {"eval/score": self.evaluation_score, "eval/response_length_mean": metrics["response_length_mean"]}
 
@@ -46,50 +57,54 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(self, transfer: str, prompts: PromptDataset) -> tuple[Experience, Metrics]:
-        experience = Experience(**self.shipments[transfer].columns)
-        samples = []
-        for prompt_id, tokens, mask in zip(
-            experience.prompt_ids.tolist(),
-            experience.tokens.split(experience.lengths.tolist()),
-            experience.response_mask.split(experience.lengths.tolist()),
-            strict=True,
-        ):
-            response = self.job.prompts.decoder.decode(tokens[mask].tolist())
-            samples.append(Sample(prompts.prompt_text(prompt_id), response, prompts[prompt_id].label))
+    def _score(self, shipment: Shipment, prompts: PromptDataset, statistics: RewardStatistics) -> Experience:
+        experience = Experience(**shipment.columns)
+        samples = self._samples(experience, prompts)
         scores = self.scorer.score(samples)
         experience = experience.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))
-        return experience, self._metrics(experience, scores)
+        statistics.add(experience, scores)
+        return experience
 
-    def _metrics(self, experience: Experience, scores: Scores) -> Metrics:
-        """Means over all samples of the step. Collective over: the reward's ranks."""
+    def _log_samples(self, step: int, experience: Experience) -> None:
+        """Some samples of the step, for people to read."""
         assert experience.rewards is not None
-        rewards = experience.rewards.double()
-        lengths = response_lengths(experience).double()
-        sums = torch.tensor(
-            [
-                len(rewards),
-                rewards.sum(),
-                rewards.square().sum(),
-                lengths.sum(),
-                experience.truncated.sum(),
-                scores.num_errors,
-                scores.num_timeouts,
-            ],
-            dtype=torch.float64,
+        first = experience.select(torch.arange(min(self.config.logging.samples, experience.num_samples)))
+        versions = first.policy_version.split(first.lengths.tolist())
+        masks = first.response_mask.split(first.lengths.tolist())
+        self.log.append(
+            *(
+                {
+                    "step": step,
+                    "prompt": sample.prompt,
+                    "response": sample.response,
+                    "label": sample.label,
+                    "reward": float(reward),
+                    "length": int(mask.sum()),
+                    "policy_version_min": int(version[mask].min()),
+                    "policy_version_max": int(version[mask].max()),
+                }
+                for sample, reward, version, mask in zip(
+                    self._samples(first, self.job.prompts.train),
+                    experience.rewards[: first.num_samples],
+                    versions,
+                    masks,
+                    strict=True,
+                )
+            )
         )
-        longest = lengths.max() if len(lengths) else torch.zeros((), dtype=torch.float64)
-        group = self.job.groups.cpu[self.grid.ranks]
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-        count, total, squares, length_total, truncated, errors, timeouts = sums.tolist()
-        mean = total / count
-        return {
-            "reward_mean": mean,
-            "reward_std": max(squares / count - mean * mean, 0.0) ** 0.5,
-            "response_length_mean": length_total / count,
-            "response_length_max": float(longest),
-            "truncated_ratio": truncated / count,
-            "reward_errors": errors,
-            "reward_timeouts": timeouts,
-        }
+
+    def _samples(self, experience: Experience, prompts: PromptDataset) -> list[Sample]:
+        lengths = experience.lengths.tolist()
+        return [
+            Sample(
+                prompts.prompt_text(prompt_id),
+                self.job.prompts.decoder.decode(tokens[mask].tolist()),
+                prompts[prompt_id].label,
+            )
+            for prompt_id, tokens, mask in zip(
+                experience.prompt_ids.tolist(),
+                experience.tokens.split(lengths),
+                experience.response_mask.split(lengths),
+                strict=True,
+            )
+        ]

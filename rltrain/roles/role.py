@@ -7,9 +7,12 @@ from typing import ClassVar
 
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.grid import Grid
+from rltrain.cluster.heartbeat import Heartbeat
+from rltrain.cluster.parts import Part
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.world import World
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.world import Bulletin, World
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
@@ -29,13 +32,25 @@ class Job:
     placement: Placement
     grids: Mapping[str, Grid]
     groups: ProcessGroups
-    architecture: Architecture
+    architectures: Mapping[str, Architecture]
+    """By role."""
+    bulletin: Bulletin
+    patience: Patience
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return self.bulletin.heartbeat
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the policy."""
+        return self.architectures["actor"]
 
     def megatron_layout(self, role: str) -> Layout:
         """Where the parameters of a role trained by Megatron lie; every rank of the job can tell."""
         transformer_engine = uses_transformer_engine(self.config.model.transformer_impl, self.world.device)
         return megatron_layout(
-            self.architecture,
+            self.architectures[role],
             self.grids[role],
             dtype=self.config.model.dtype,
             transformer_engine=transformer_engine,
@@ -47,20 +62,23 @@ class Job:
 
 
 class Role:
-    """A part in the run, played by the ranks of its grid. Its tasks are methods `task(step) -> Metrics | None`.
+    """A part in the run, played by the ranks of its grid. Its tasks are methods `task(step, chunk) -> Metrics | None`.
 
-    `shipments` holds, by transfer name, what was received for a task and what a task leaves to be sent.
+    `shipments` holds, by transfer, step and chunk, what was received for a task and what a task leaves to be sent.
     """
 
     name: ClassVar[str]
     uses_device: ClassVar[bool] = True
     """Whether it holds device memory that other roles of a rank may need."""
 
+    parts: Mapping[str, Part]
+    """What it holds on the device, by the names of cluster.memory_plan; only where uses_device."""
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self.config = job.config
         self.grid = job.grids[self.name]
-        self.shipments: dict[str, Shipment] = {}
+        self.shipments: dict[tuple[str, int, int], Shipment] = {}
 
     @property
     def leader(self) -> int:
@@ -71,12 +89,6 @@ class Role:
     def dp(self) -> int:
         """This rank's data-parallel index."""
         return self.grid.coordinates(self.job.world.rank).dp
-
-    def onload(self) -> None:
-        """Called before a task of this role on a rank that other roles share."""
-
-    def offload(self) -> None:
-        """Called before other roles' tasks on a rank that other roles share."""
 
     def close(self) -> None:
         """Called once after the last task."""

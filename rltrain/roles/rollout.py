@@ -1,23 +1,38 @@
 """The rollout: engines that draw responses from the policy."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from rltrain.cluster.exchange import Shipment
-from rltrain.data.experience import Experience
+from rltrain.cluster.in_flight import InFlightSync
+from rltrain.cluster.parts import Part
+from rltrain.cluster.polling import poll
+from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.data.prompts import PromptDataset
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
+from rltrain.rollout.drawing import Drawing, Quota
 from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.groups import DrawnGroup, Prompt, PromptGroups
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.packing import pack_groups
 from rltrain.rollout.seeds import request_seed
+from rltrain.rollout.turns import Turns
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
 class Rollout(Role):
-    """One engine per data-parallel replica; prompt group g of a step goes to engine g mod dp."""
+    """One engine per data-parallel replica.
+
+    Prompt groups are numbered by their position in the run's stream of prompts, of which step k takes the
+    batch.prompts_per_step from position k * prompts_per_step on; with partial rollouts, the next as many to get done.
+    """
 
     name = "rollout"
 
@@ -27,10 +42,11 @@ class Rollout(Role):
         self.layout = engine_layout(job.architecture, self.grid, dtype=config.model.dtype)
         dtype = getattr(torch, config.model.dtype)
         self.parameters = allocate_parameters(self.layout, world.rank, dtype=dtype, device=world.device)
+        self.engine_ranks = self.grid.replica(self.dp)
         self.engine = EmbeddedEngine(
             job.architecture,
             self.parameters,
-            tp_group=job.groups[self.grid.replica(self.dp)] if self.grid.tp > 1 else None,
+            tp_group=job.groups[self.engine_ranks] if self.grid.tp > 1 else None,
             max_running_requests=config.rollout.max_running_requests,
             max_context_tokens=config.rollout.max_context_tokens,
             dtype=dtype,
@@ -38,100 +54,163 @@ class Rollout(Role):
             tokenizer=job.prompts.decoder,
         )
         self.engine.begin_update()  # its weights are zeros until the first weight sync
+        self.parts = {
+            "weights": Part(self.parameters.values),
+            "kv_cache": Part(self.engine.cache_tensors, forget=self.leave),
+        }
+        self.in_flight: InFlightSync | None = None
+        """Set where weights may change between decode steps."""
+        self.turns = Turns(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
+        self.training = self._training()
+        self.step_start_s = 0.0
+        self.step_response_tokens = 0
         if world.rank == self.leader:
             job.prompts.report_dropped()
 
-    def offload(self) -> None:
+    def leave(self) -> None:
+        """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
+        self.training.groups.suspend()
         self.engine.release_cache()
 
-    def generate(self, step: int) -> Metrics:
-        """Draw the step's responses from the training prompts. Collective over: the rollout's ranks."""
-        sampling, batch = self.config.rollout.sampling, self.config.batch
-        prompts = self.job.prompts
-        rows = prompts.order.rows_for_step(step, batch.prompts_per_step)
-        params = self._sampling_params(sampling.temperature, sampling.top_p, sampling.top_k)
-        return self._generate("samples", prompts.train, rows, batch.samples_per_prompt, params, step)
+    def generate(self, step: int, chunk: int) -> Metrics:
+        """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""
+        if chunk == 0:
+            self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
+            self.training.longest_step_s = 0.0
+        self._enter(step, chunk)
+        quota = Quota(*self._log(step, chunk), horizon=partial(self._horizon, step))
+        finished, drawn = self.training.run(quota)
+        self._ship("samples", step, chunk, finished, drawn)
+        self.step_response_tokens += sum(group.num_response_tokens for group in finished)
+        if chunk < self.config.num_chunks - 1:
+            return {}
+        seconds = time.perf_counter() - self.step_start_s
+        return {
+            "perf/rollout_tokens_per_s": self.step_response_tokens / seconds,
+            "rollout/response_tokens": self.step_response_tokens,
+            "perf/decode_step_max_s": self.training.longest_step_s,
+        }
 
-    def generate_evaluation(self, step: int) -> Metrics:
-        """Decode every held-out prompt greedily. Collective over: the rollout's ranks."""
+    def generate_evaluation(self, step: int, chunk: int) -> None:
+        """Decode every held-out prompt greedily. Collective over: this engine's ranks."""
         evaluation = self.job.prompts.evaluation
         assert evaluation is not None, "the order evaluates only where data.eval is set"
-        rows = range(len(evaluation))
-        params = self._sampling_params(temperature=0.0, top_p=1.0, top_k=0)
-        self._generate("evaluation_samples", evaluation, rows, 1, params, step)
-        return {}
+        self.training.groups.suspend()
+        num_prompts, log = len(evaluation), f"evaluation {step}"
+        drawing = self._drawing(
+            PromptGroups(
+                self.engine,
+                self._sampling_params(GREEDY),
+                partial(self._prompt, evaluation, 1, lambda position: (step, position)),
+                num_samples=1,
+            ),
+            FixedDeal(self.dp, self.grid.dp),
+            per_chunk=num_prompts,
+            log_of=lambda position: log,
+        )
+        self._ship("evaluation_samples", step, chunk, *drawing.run(Quota(log, 0, horizon=lambda: num_prompts)))
 
-    def _sampling_params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
+    def _training(self) -> Drawing:
+        """The stream of training prompts."""
+        batch, sampling = self.config.batch, self.config.rollout.sampling
+        prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
+        deal: Deal = FixedDeal(self.dp, self.grid.dp)
+        if self.config.shares_prompts:
+            deal = SharedDeal(self.job.world.store)
+        return self._drawing(
+            PromptGroups(
+                self.engine,
+                self._sampling_params(sampling.model_dump(include={"temperature", "top_p", "top_k"})),
+                partial(
+                    self._prompt,
+                    prompts.train,
+                    batch.samples_per_prompt,
+                    lambda position: (position // per_step, prompts.order.row(position)),
+                ),
+                num_samples=batch.samples_per_prompt,
+            ),
+            deal,
+            per_chunk=per_step // self.config.num_chunks,
+            log_of=lambda position: self._log(position // per_step, 0)[0],
+        )
+
+    def _drawing(self, groups: PromptGroups, deal: Deal, *, per_chunk: int, log_of: Callable[[int], str]) -> Drawing:
+        return Drawing(
+            groups,
+            deal,
+            Tickets(self.job.world.store, per_chunk, num_readers=len(self.grid.ranks)),
+            self.turns,
+            self.job.patience,
+            ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
+            log_of=log_of,
+            sync_is_due=lambda: self.in_flight is not None and self.in_flight.is_due(),
+            sync=lambda: self.in_flight.join() if self.in_flight else None,
+            advance=self.job.heartbeat.advance,
+        )
+
+    def _enter(self, step: int, chunk: int) -> None:
+        """Ranks of an engine meet before its first decode step: their leader may still have a sync to join."""
+        if self.in_flight is None or self.turns.group is None:
+            return
+        key = f"enter/{self.engine_ranks[0]}/{step}/{chunk}"
+        if self.turns.is_leader:
+            self.job.bulletin.put(key, True)
+        poll(
+            self.job.patience,
+            lambda: self.job.bulletin.has(key) or None,
+            f"generate[{step}.{chunk}] of its engine",
+            self.engine_ranks[:1],
+            serve=self.in_flight.join_if_due,
+        )
+
+    def _log(self, step: int, chunk: int) -> tuple[str, int]:
+        """Where the groups of a chunk are entered: which log, and which chunk of it."""
+        if self.config.schedule.partial_rollouts:
+            return "run", step * self.config.num_chunks + chunk
+        return f"step {step}", chunk
+
+    def _horizon(self, step: int) -> int:
+        """The first position that may not be begun during this step's generate."""
+        config, per_step = self.config, self.config.batch.prompts_per_step
+        horizon = (step + 1) * per_step
+        if config.schedule.partial_rollouts:
+            horizon += math.ceil(config.schedule.oversampling * per_step)
+        elif config.syncs_in_flight and self._is_fresh_enough_for(step + 1):
+            horizon += per_step  # slots that this step's last responses leave idle
+        return min(horizon, config.steps * per_step)
+
+    def _is_fresh_enough_for(self, step: int) -> bool:
+        version = self.engine.policy_version
+        return version is not None and version >= step - self.config.schedule.max_staleness
+
+    def _prompt(
+        self, dataset: PromptDataset, num_samples: int, at: Callable[[int], tuple[int, int]], position: int
+    ) -> Prompt:
+        """The requests of the group at `position`, for which `at` gives step and row."""
+        step, row = at(position)
+        prompt = dataset.prompt_tokens(row)
+        requests = tuple(
+            Request(position * num_samples + sample, prompt, request_seed(self.config.seed, step, row, sample))
+            for sample in range(num_samples)
+        )
+        return Prompt(position, row, requests)
+
+    def _ship(
+        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[DrawnGroup]
+    ) -> None:
+        """Leave what this engine drew to be sent; groups are numbered by their place among those of the chunk."""
+        number = {group.position: index for index, group in enumerate(finished)}
+        experience = pack_groups(drawn, [number[group.position] for group in drawn])
+        group_tokens = torch.tensor([group.num_tokens for group in finished])
+        self.shipments[transfer, step, chunk] = Shipment(experience.columns(), group_tokens)
+
+    def _sampling_params(self, how: Mapping[str, float]) -> SamplingParams:
         sampling = self.config.rollout.sampling
         return SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            temperature=how["temperature"],
+            top_p=how["top_p"],
+            top_k=int(how["top_k"]),
             max_response_tokens=sampling.max_response_tokens,
             stop_token_ids=self.job.architecture.eos_token_ids,
             stop=sampling.stop,
         )
-
-    def _generate(
-        self,
-        transfer: str,
-        prompts: PromptDataset,
-        rows: Sequence[int],
-        num_samples: int,
-        params: SamplingParams,
-        step: int,
-    ) -> Metrics:
-        start = time.perf_counter()
-        groups = range(self.dp, len(rows), self.grid.dp)
-        requests = [
-            Request(
-                id=group * num_samples + sample,
-                prompt=prompts.prompt_tokens(rows[group]),
-                seed=request_seed(self.config.seed, step, rows[group], sample),
-            )
-            for group in groups
-            for sample in range(num_samples)
-        ]
-        completions = self.engine.generate(requests, params)
-        experience = pack(requests, completions, rows, num_samples)
-        group_tokens, response_tokens = self._totals(experience, len(rows))
-        self.shipments[transfer] = Shipment(experience.columns(), group_tokens)
-        seconds = time.perf_counter() - start
-        return {"perf/rollout_tokens_per_s": response_tokens / seconds, "rollout/response_tokens": response_tokens}
-
-    def _totals(self, experience: Experience, num_groups: int) -> tuple[torch.Tensor, int]:
-        """([groups] tokens of every group of the step, response tokens). Collective over: the rollout's ranks."""
-        totals = torch.zeros(num_groups + 1, dtype=torch.int64)
-        if self.job.world.rank in self.grid.owners():
-            totals.index_add_(0, experience.group_ids, experience.lengths)
-            totals[-1] = experience.response_mask.sum()
-        dist.all_reduce(totals, group=self.job.groups.cpu[self.grid.ranks])
-        return totals[:-1], int(totals[-1])
-
-
-def pack(
-    requests: Sequence[Request], completions: Sequence[Completion], rows: Sequence[int], num_samples: int
-) -> Experience:
-    """Requests and their completions, in equal order, as Experience. `rows` [groups] are the prompts' dataset rows."""
-    groups = [request.id // num_samples for request in requests]
-    lengths = [len(r.prompt) + len(c.tokens) for r, c in zip(requests, completions, strict=True)]
-    tokens: list[int] = []
-    mask: list[bool] = []
-    versions: list[int] = []
-    logprobs: list[float] = []
-    for request, completion in zip(requests, completions, strict=True):
-        padding = len(request.prompt)
-        tokens += [*request.prompt, *completion.tokens]
-        mask += [False] * padding + [True] * len(completion.tokens)
-        versions += [0] * padding + list(completion.policy_versions)
-        logprobs += [0.0] * padding + list(completion.logprobs)
-    return Experience(
-        group_ids=torch.tensor(groups, dtype=torch.int64),
-        prompt_ids=torch.tensor([rows[group] for group in groups], dtype=torch.int64),
-        lengths=torch.tensor(lengths, dtype=torch.int64),
-        truncated=torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool),
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
-        policy_version=torch.tensor(versions, dtype=torch.int32),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-    )

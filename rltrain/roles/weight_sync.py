@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.reshard.execute.golden import golden_sync
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.execute.resharding import Resharding
@@ -29,7 +30,7 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.rollout = actor, rollout
         self.config = job.config.weight_sync
-        self.timeout = timedelta(seconds=job.config.cluster.timeout_s)
+        self.timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
         world = job.world
         self.source = job.megatron_layout("actor")
         self.destination = engine_layout(job.architecture, job.grids["rollout"], dtype=job.config.model.dtype)
@@ -42,10 +43,10 @@ class WeightSync:
             bucket_bytes=(self.config.bucket_mb or BUCKET_MB[world.device.type]) * 2**20,
             device=world.device,
             ranks_per_node=world.ranks_per_node,
-            timeout_s=job.config.cluster.timeout_s,
+            timeout_s=TRANSPORT_TIMEOUT_S,
         )
 
-    def weight_sync(self, step: int) -> Metrics:
+    def weight_sync(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
 
         Collective over: the union of both roles' ranks.

@@ -19,7 +19,7 @@ from rltrain.training.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, its local logits [tokens, columns]) -> (loss scalar, anything to keep)."""
+"""(micro-batch, its local logits [tokens, columns], or values [tokens]) -> (loss scalar, anything to keep)."""
 
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
@@ -44,13 +44,14 @@ def run_schedule(
     """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
 
     `model` is a LanguageModel or its data-parallel wrapper. Losses are summed: nothing is divided by the number of
-    micro-batches. Collective over: the model-parallel group of this replica, plus data parallelism with `backward`.
+    micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
     """
     language_model = cast(LanguageModel, unwrap_model(model))
     groups, config = language_model.pg_collection, language_model.config
 
     def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
+        language_model.on_micro_batch()
         hidden_or_logits = model(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
@@ -60,7 +61,7 @@ def run_schedule(
 
         def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, kept = outputs(batch, logits[0, : batch.num_tokens])
-            # Megatron divides the summed gradients by this count; the losses come normalised.
+            # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
             return loss, torch.zeros((), dtype=torch.int), kept
 
         return hidden_or_logits, last_stage

@@ -1,7 +1,7 @@
-"""megatron-core's GPTModel for the families of reshard.families, on explicit process groups."""
+"""megatron-core's GPTModel for the families of reshard.families, with either head, on explicit process groups."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
@@ -17,7 +17,13 @@ from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.rotary import inverse_frequencies
 from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.groups import process_group_collection
-from rltrain.training.layers import block_spec, mark_parallel_weights, uses_transformer_engine
+from rltrain.training.layers import (
+    ValueHead,
+    add_final_norm,
+    block_spec,
+    mark_parallel_weights,
+    uses_transformer_engine,
+)
 from rltrain.training.layout import padded_vocab_size
 from rltrain.training.platform import adapt_to_platform
 
@@ -29,7 +35,8 @@ class LanguageModel(GPTModel):
     """One rank's part of the model: a pipeline stage's layers, sharded over tensor parallelism.
 
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths). Returns hidden
-    states, or on the last stage the logits [1, tokens, padded vocabulary / tp].
+    states, or on the last stage the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
+    head, the values [1, tokens], fp32 and whole on every tensor-parallel rank.
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -46,19 +53,27 @@ class LanguageModel(GPTModel):
     ) -> None:
         collection = process_group_collection(grid, groups)
         stage = collection.pp.rank()
+        last_stage, value_head = stage == grid.pp - 1, architecture.head == "value"
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, architecture.num_layers // grid.pp, transformer_engine),
             vocab_size=padded_vocab_size(architecture.vocab_size, grid.tp),
             max_sequence_length=architecture.max_positions,
             pre_process=stage == 0,
-            post_process=stage == grid.pp - 1,
+            # Megatron would allocate a vocabulary projection with the last stage of a value model.
+            post_process=last_stage and not value_head,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
             pg_collection=collection,
         )
+        if last_stage and value_head:
+            self.post_process = True
+            add_final_norm(self.decoder)
+            self.output_layer = ValueHead(config, collection.tp)
         self.architecture = architecture
         self.device = device
+        self.on_micro_batch: Callable[[], None] = lambda: None
+        """Called with every micro-batch that begins, so that others see the model getting on."""
         self.transformer_engine = transformer_engine
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:

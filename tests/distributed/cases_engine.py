@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.engine import Completion, SamplingParams
 from tests.rollout_models import load_engine, ragged_requests
 
 SAMPLINGS = (
@@ -18,19 +19,35 @@ SAMPLINGS = (
 
 
 def engine_completions(
-    path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None
+    path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None, *, interrupted: bool = False
 ) -> list[dict[str, list[Any] | str]]:
-    """Completions of every sampling mode, with fewer slots than requests."""
+    """Completions of every sampling mode, with fewer slots than requests; where `interrupted`, with a suspension."""
     engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5)
-    return [
-        {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "finish_reason": done.finish_reason}
-        for sampling in SAMPLINGS
-        for done in engine.generate(ragged_requests(), sampling)
-    ]
+    results = []
+    for sampling in SAMPLINGS:
+        completions = (
+            draw_interrupted(engine, sampling) if interrupted else engine.generate(ragged_requests(), sampling)
+        )
+        results += [
+            {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "finish_reason": done.finish_reason}
+            for done in completions
+        ]
+    return results
+
+
+def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[Completion]:
+    """As `generate` of `ragged_requests`, but suspended after some steps, with new requests between them."""
+    requests = ragged_requests()
+    engine.submit(requests[:6], sampling)
+    completions = [done for _ in range(4) for done in engine.step()]
+    engine.submit(requests[6:], sampling)
+    completions += [done for _ in range(3) for done in engine.step()]
+    completions += engine.generate(engine.suspend(), sampling)
+    return sorted(completions, key=lambda done: done.id)
 
 
 def generate_with_tensor_parallelism(paths: list[str], sizes: list[int]) -> list[list[dict[str, list[Any] | str]]]:
-    """This rank's completions for every checkpoint and tensor-parallel size, in that order."""
+    """This rank's completions for every size and checkpoint, in that order; of the last one also interrupted."""
     torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator
     world = tuple(range(dist.get_world_size()))
     results = []
@@ -39,4 +56,5 @@ def generate_with_tensor_parallelism(paths: list[str], sizes: list[int]) -> list
         groups = {ranks: dist.new_group(ranks) for ranks in grid.lists("tp")}
         mine = next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
         results += [engine_completions(Path(path), grid, dist.get_rank(), mine) for path in paths]
+        results.append(engine_completions(Path(paths[-1]), grid, dist.get_rank(), mine, interrupted=True))
     return results

@@ -101,6 +101,7 @@ def _train_one_step() -> None:
 
 def _experience() -> Experience:
     return Experience(
+        sample_ids=torch.arange(2),
         group_ids=torch.arange(2),
         prompt_ids=torch.arange(2),
         lengths=torch.tensor([3, 4]),

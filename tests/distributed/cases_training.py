@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rltrain.algorithms.losses import GlobalCounts, LossOutput, masked_max, masked_sum, token_weights
+from rltrain.algorithms.losses import LossOutput, masked_max, masked_sum, token_weights
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups, group_lists
@@ -93,7 +93,7 @@ def _families(paths: dict[str, Path], groups: ProcessGroups) -> Results:
         layout = f"rank{index % 4}"
         if dist.get_rank() not in GRIDS[layout].ranks:
             continue
-        model = _model(path, layout, groups)
+        model = load_model(path, layout, groups)
         expected = load_file(path / "expected.safetensors")["logits"]
         yield (
             f"family/{name}",
@@ -108,29 +108,27 @@ def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             grid = GRIDS[layout]
             if dist.get_rank() in grid.ranks:
                 layout_parameters = megatron_layout(read_architecture(paths[name]), grid).on(dist.get_rank()).parameters
-                model = _model(paths[name], layout, groups)
+                model = load_model(paths[name], layout, groups)
                 actual = {key: tuple(value.shape) for key, value in local_parameters(model).items()}
                 yield f"names/{name}/{layout}", actual == dict(layout_parameters)
 
 
 def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
-    """A loss that is not finite on one rank, and a rank without samples, end the update on all of them."""
+    """A loss that is not finite on one rank ends the update on all of them."""
     for layout in ("tp2_dp2", "pp2_dp2"):
-        trainable = _trainable(_model(paths["qwen3"], layout, groups))
+        trainable = make_trainable(load_model(paths["qwen3"], layout, groups))
         before = [parameter.detach().clone() for parameter in trainable.model.parameters()]
-        experience = _share(_experience(paths["qwen3"]), layout)
+        experience = share_of(load_experience(paths["qwen3"]), layout)
         first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
-        yield f"nan/{layout}", _error(trainable, experience, _spoiled if first else negative_log_likelihood)
-        yield f"nan_gradient/{layout}", _error(trainable, experience, _steep if first else negative_log_likelihood)
+        yield f"nan/{layout}", error_of(trainable, experience, _spoiled if first else negative_log_likelihood)
+        yield f"nan_gradient/{layout}", error_of(trainable, experience, _steep if first else negative_log_likelihood)
         yield (
             f"weights_kept/{layout}",
             all(torch.equal(a, b) for a, b in zip(before, trainable.model.parameters(), strict=True)),
         )
-        some = experience if first else experience.select(torch.empty(0, dtype=torch.int64))
-        yield f"empty/{layout}", _error(trainable, some, negative_log_likelihood)
 
 
-def _error(trainable: TrainableModel, experience: Experience, loss: Callable[..., LossOutput]) -> str:
+def error_of(trainable: TrainableModel, experience: Experience, loss: Callable[..., LossOutput]) -> str:
     try:
         trainable.train_batch(experience, loss)
     except (DivergenceError, ConfigError) as error:
@@ -148,11 +146,11 @@ def _train(
     recompute: str = "none",
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    model = _model(path, layout, groups, recompute=recompute, dtype=dtype)
-    experience = _share(_experience(path), layout)
+    model = load_model(path, layout, groups, recompute=recompute, dtype=dtype)
+    experience = share_of(load_experience(path), layout)
     expected = load_file(path / "expected.safetensors")
     start = compute_logprobs(model, experience, temperature=TEMPERATURE, max_tokens=max_tokens)
-    trainable = _trainable(model, max_tokens=max_tokens, distributed_optimizer=distributed_optimizer)
+    trainable = make_trainable(model, max_tokens=max_tokens, distributed_optimizer=distributed_optimizer)
     steps = [
         trainable.train_batch(experience, negative_log_likelihood, temperature=TEMPERATURE) for _ in range(NUM_STEPS)
     ]
@@ -163,17 +161,20 @@ def _train(
         "expected_loss": float(expected["loss"]),
         "expected_grad_norm": float(expected["grad_norm"]),
         "end_logprobs": end.tolist(),
+        "response_tokens": int(load_experience(path).response_mask.sum()),
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
     }
 
 
-def negative_log_likelihood(
-    experience: Experience, logprobs: Tensor, entropy: Tensor, counts: GlobalCounts
-) -> LossOutput:
-    weights = token_weights(experience, counts, "token_mean", 1)
-    loss = -masked_sum(logprobs, weights) - ENTROPY_COEF * masked_sum(entropy, weights)
-    sums = {"entropy": masked_sum(entropy.detach(), weights), "sequences": loss.new_tensor(experience.num_samples)}
-    return LossOutput(loss, sums, {"worst": masked_max(-logprobs, experience.response_mask)})
+def negative_log_likelihood(experience: Experience, logprobs: Tensor, entropy: Tensor) -> LossOutput:
+    weights = token_weights(experience, "token_mean")
+    return LossOutput(
+        loss=-masked_sum(logprobs, weights.factor) - ENTROPY_COEF * masked_sum(entropy, weights.factor),
+        divisor=weights.divisor,
+        sums={"samples_per_response_token": weights.divisor.new_tensor(experience.num_samples)},
+        token_sums={"entropy": masked_sum(entropy.detach(), weights.factor)},
+        maxima={"worst": masked_max(-logprobs, experience.response_mask)},
+    )
 
 
 def _spoiled(*arguments: Any) -> LossOutput:
@@ -187,7 +188,7 @@ def _steep(*arguments: Any) -> LossOutput:
     return replace(output, loss=output.loss + (output.loss - output.loss.detach()).sqrt())
 
 
-def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
+def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
     architecture, grid = read_architecture(path), GRIDS[layout]
     model = build_model(
         architecture,
@@ -201,7 +202,9 @@ def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> L
     return model
 
 
-def _trainable(model: LanguageModel, max_tokens: int = 10_000, distributed_optimizer: bool = True) -> TrainableModel:
+def make_trainable(
+    model: LanguageModel, max_tokens: int = 10_000, distributed_optimizer: bool = True
+) -> TrainableModel:
     settings = schema.Actor(
         optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
         micro_batch_tokens=max_tokens,
@@ -210,9 +213,9 @@ def _trainable(model: LanguageModel, max_tokens: int = 10_000, distributed_optim
     return TrainableModel(model, settings, total_updates=NUM_STEPS)
 
 
-def _experience(path: Path) -> Experience:
+def load_experience(path: Path) -> Experience:
     columns = load_file(path / "experience.safetensors")
-    return Experience(**columns)
+    return Experience(**{**columns, "sample_ids": torch.arange(len(columns["lengths"]))})
 
 
 def _samples(experience: Experience, layout: str) -> Tensor:
@@ -220,19 +223,19 @@ def _samples(experience: Experience, layout: str) -> Tensor:
     return torch.arange(grid.coordinates(dist.get_rank()).dp, experience.num_samples, grid.dp)
 
 
-def _share(experience: Experience, layout: str) -> Experience:
+def share_of(experience: Experience, layout: str) -> Experience:
     return experience.select(_samples(experience, layout))
 
 
 def _share_tokens(values: Tensor, path: Path, layout: str) -> Tensor:
-    experience = _experience(path)
-    return _share(experience.with_fields(rollout_logprobs=values), layout).rollout_logprobs
+    experience = load_experience(path)
+    return share_of(experience.with_fields(rollout_logprobs=values), layout).rollout_logprobs
 
 
 @torch.no_grad()
 def _logits(model: LanguageModel, path: Path, max_tokens: int) -> Tensor:
     """[tokens, vocabulary] in the experience's token order."""
-    experience = _experience(path)
+    experience = load_experience(path)
     batches = make_micro_batches(model, experience, max_tokens)
     kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
     whole = torch.empty(experience.num_tokens, kept[0].size(1))

@@ -1,4 +1,4 @@
-"""Tensor parallelism changes neither tokens nor log-probs, also with more ranks than KV heads."""
+"""Tensor parallelism changes neither tokens nor log-probs, also with more ranks than KV heads, nor do interruptions."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
     )
     single = [engine_completions(path, Grid((0,)), 0, None) for path in paths]
     for results in by_rank:
-        for generated, expected in zip(results, single * len(SIZES), strict=True):
+        for generated, expected in zip(results, [*single, single[-1]] * len(SIZES), strict=True):
             for done, reference in zip(generated, expected, strict=True):
                 assert done["tokens"] == reference["tokens"]
                 assert done["finish_reason"] == reference["finish_reason"]

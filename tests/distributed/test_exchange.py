@@ -20,5 +20,5 @@ def test_a_late_rank_is_reported_by_name_and_does_no_harm():
 def test_a_missing_rank_ends_the_wait_with_its_name():
     message = run_distributed(f"{CASES}:missing_source", 2)[1]
     assert "rank 1 waits at wait samples[7]: rank 0 is at generate[7] (rollout)" in message
-    assert "cluster.timeout_s" in message
+    assert "timeouts.no_progress_s" in message
     assert "after 1 s" in message

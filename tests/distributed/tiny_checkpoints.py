@@ -1,5 +1,6 @@
 """Tiny checkpoints of every model family, made by transformers, with samples and what transformers makes of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoints(folder: Path) -> dict[str, str]:
+def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS) -> dict[str, str]:
     """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
-    return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in CHECKPOINTS}
+    return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in names}
 
 
 def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:

@@ -59,6 +59,7 @@ def test_no_samples() -> None:
 
 def test_a_sample_s_advantage_stands_on_its_response_tokens_only() -> None:
     experience = Experience(
+        sample_ids=torch.tensor([0, 1]),
         group_ids=torch.tensor([3, 3]),
         prompt_ids=torch.tensor([0, 0]),
         lengths=torch.tensor([3, 2]),
@@ -71,3 +72,20 @@ def test_a_sample_s_advantage_stands_on_its_response_tokens_only() -> None:
     )
     advantages = with_advantages(experience, normalize_std=False).advantages
     assert advantages is not None and advantages.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0]
+
+
+def test_a_sample_without_response_is_no_member_of_its_group() -> None:
+    experience = Experience(
+        sample_ids=torch.arange(3),
+        group_ids=torch.tensor([0, 0, 0]),
+        prompt_ids=torch.zeros(3, dtype=torch.int64),
+        lengths=torch.tensor([2, 2, 2]),
+        truncated=torch.zeros(3, dtype=torch.bool),
+        tokens=torch.zeros(6, dtype=torch.int64),
+        response_mask=torch.tensor([False, True, False, False, False, True]),
+        policy_version=torch.zeros(6, dtype=torch.int32),
+        rollout_logprobs=torch.zeros(6),
+        rewards=torch.tensor([2.0, 100.0, 0.0]),
+    )
+    advantages = with_advantages(experience, normalize_std=False).advantages
+    assert advantages is not None and advantages.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, -1.0]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.algorithms.kl import apply_kl_to_rewards, kl_estimate
+from rltrain.algorithms.kl import apply_kl_to_rewards, kl_estimate, kl_penalty
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
@@ -48,6 +48,7 @@ def test_k3_is_never_negative_and_exact_for_tiny_differences() -> None:
 
 def experience_with_rewards(actor_logprobs: torch.Tensor | None) -> Experience:
     return Experience(
+        sample_ids=torch.tensor([0, 1]),
         group_ids=torch.tensor([0, 0]),
         prompt_ids=torch.tensor([0, 0]),
         lengths=torch.tensor([3, 2]),
@@ -60,6 +61,19 @@ def experience_with_rewards(actor_logprobs: torch.Tensor | None) -> Experience:
         reference_logprobs=torch.tensor([-500.0, -1.5, -2.25, 500.0, -2.0]),
         rewards=torch.tensor([1.0, 0.0]),
     )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [0, 0.5, 0.25, 0, -1]),
+        ("k2", [0, 0.125, 0.03125, 0, 0.5]),
+        ("k3", [0, math.exp(-0.5) - 0.5, math.exp(-0.25) - 0.75, 0, math.e - 2]),
+    ],
+)
+def test_penalty_of_each_response_token(estimator: Any, expected: list[float]) -> None:
+    penalty = kl_penalty(experience_with_rewards(None), schema.Kl(coef=0.1, estimator=estimator, where="reward"))
+    assert penalty.tolist() == pytest.approx([-0.1 * value for value in expected], abs=1e-7)
 
 
 def test_penalty_is_summed_over_the_response() -> None:

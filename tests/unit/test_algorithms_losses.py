@@ -8,22 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.grpo import clipped_policy_loss, grpo_loss
-from rltrain.algorithms.losses import (
-    GlobalCounts,
-    LossFunction,
-    LossOutput,
-    count,
-    masked_max,
-    sample_index,
-    token_weights,
-)
+from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, sample_index, token_weights
+from rltrain.algorithms.policy import clipped_policy_loss, policy_loss
 from rltrain.algorithms.sft import sft_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
 MAX_RESPONSE_TOKENS = 7
-NORMALIZATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 
 
 def make_experience(seed: int, prompt_lengths: list[int], response_lengths: list[int]) -> Experience:
@@ -36,6 +27,7 @@ def make_experience(seed: int, prompt_lengths: list[int], response_lengths: list
         return -torch.rand(num_tokens, generator=generator) * 2
 
     return Experience(
+        sample_ids=torch.arange(len(lengths)),
         group_ids=torch.arange(len(lengths)) // 2,
         prompt_ids=torch.arange(len(lengths)),
         lengths=torch.tensor(lengths, dtype=torch.int64),
@@ -61,7 +53,7 @@ def plain_k(kind: str, actor: float, reference: float) -> float:
     return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[kind]
 
 
-def plain_grpo(
+def plain_policy_loss(
     experience: Experience, logprobs: torch.Tensor, entropy: torch.Tensor, loss: schema.Loss
 ) -> dict[str, float]:
     """The loss and its metrics by loops over sequences and tokens, on Python floats."""
@@ -79,6 +71,7 @@ def plain_grpo(
     mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
     totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
     totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}
+    totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0}
     all_tokens = sum(mask)
     for start, end in zip(offsets, offsets[1:], strict=False):
         positions = [i for i in range(start, end) if mask[i]]
@@ -91,11 +84,16 @@ def plain_grpo(
             new, ent, old_i, rollout, reference, advantage = rows[i]
             ratio = math.exp(new - old_i)
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
-            objective = min(ratio * advantage, clipped * advantage)
+            probability_ratio = math.exp(old_i - rollout)
+            weight = 1.0 if loss.importance_cap is None else min(probability_ratio, loss.importance_cap)
+            objective = weight * min(ratio * advantage, clipped * advantage)
             kl = plain_k(loss.kl.estimator, new, reference)
             penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
             totals["loss"] += (-objective - loss.entropy_coef * ent + penalty) / divisor
+            totals["pg_loss"] -= objective / divisor
             totals["kl_loss"] += kl / divisor
+            totals["tis_weight"] += weight / all_tokens
+            totals["tis_clipped"] += (probability_ratio > (loss.importance_cap or math.inf)) / all_tokens
             totals["ppo_kl"] += (old_i - new) / all_tokens
             totals["pg_clipfrac"] += (clipped * advantage < ratio * advantage) / all_tokens
             totals["entropy"] += ent / all_tokens
@@ -114,24 +112,45 @@ LOSSES = [
     schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
+    schema.Loss(importance_cap=1.1),
+    schema.Loss(importance_cap=2.0, normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
 ]
 
 
+def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]:
+    """Loss and metrics of the mini-batch `experience`, of whose micro-batches `outputs` are."""
+    divisor, num_tokens = sum(o.divisor.item() for o in outputs) or 1, int(experience.response_mask.sum()) or 1
+    result = {"loss": sum(o.loss.item() for o in outputs) / divisor}
+    result |= {name: sum(o.sums[name].item() for o in outputs) / divisor for name in outputs[0].sums}
+    result |= {name: sum(o.token_sums[name].item() for o in outputs) / num_tokens for name in outputs[0].token_sums}
+    return result | {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima}
+
+
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
-def test_grpo_equals_plain_python(loss: schema.Loss) -> None:
+def test_policy_loss_equals_plain_python(loss: schema.Loss) -> None:
     experience = make_experience(0, [3, 1, 2, 4], [5, 1, 7, 2])
     logprobs, entropy = current_values(experience)
-    out = grpo_loss(loss, MAX_RESPONSE_TOKENS)(experience, logprobs, entropy, count(experience))
-    expected = plain_grpo(experience, logprobs.detach(), entropy.detach(), loss)
-    assert out.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
-    names = ["ppo_kl", "pg_clipfrac", "entropy", "reference_kl", "train_rollout_logprob_abs_diff"]
+    actual = means([policy_loss(loss, MAX_RESPONSE_TOKENS)(experience, logprobs, entropy)], experience)
+    expected = plain_policy_loss(experience, logprobs.detach(), entropy.detach(), loss)
+    names = {"loss", "pg_loss", "ppo_kl", "pg_clipfrac", "entropy", "reference_kl", "ratio_max"}
+    names |= {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
     if loss.kl.coef and loss.kl.where == "loss":
-        names.append("kl_loss")
-    for name in names:
-        assert out.sums[name].item() == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    assert set(out.sums) == {*names, "pg_loss"}
-    assert out.maxima["train_rollout_logprob_abs_diff_max"].item() == pytest.approx(expected["abs_diff_max"], rel=1e-5)
-    assert out.maxima["ratio_max"].item() == pytest.approx(expected["ratio_max"], rel=1e-5)
+        names.add("kl_loss")
+    if loss.importance_cap is not None:
+        names |= {"tis_weight", "tis_clipped"}
+    expected["train_rollout_logprob_abs_diff_max"] = expected.pop("abs_diff_max")
+    assert actual == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
+
+
+def test_importance_weights_are_left_out_where_the_ratio_has_them_already() -> None:
+    experience = make_experience(0, [3, 1], [5, 7])
+    logprobs, entropy = current_values(experience)
+    capped, plain = (
+        policy_loss(schema.Loss(old_logprobs="rollout", importance_cap=cap), 7)(experience, logprobs, entropy)
+        for cap in (1.1, None)
+    )
+    assert capped.loss.item() == plain.loss.item()
+    assert set(capped.token_sums) == set(plain.token_sums)
 
 
 def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
@@ -140,7 +159,7 @@ def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
 
 
 def accumulate(
-    function: LossFunction, experience: Experience, parts: list[list[int]], counts: GlobalCounts
+    function: LossFunction, experience: Experience, parts: list[list[int]]
 ) -> tuple[list[LossOutput], torch.Tensor, torch.Tensor]:
     """Outputs per part and the gradients for logprobs and entropy, each part evaluated on its own as a rank would."""
     logprobs, entropy = current_values(experience)
@@ -148,7 +167,7 @@ def accumulate(
     for part in parts:
         samples = torch.tensor(part, dtype=torch.int64)
         index = torch.isin(sample_index(experience), samples)
-        output = function(experience.select(samples), logprobs[index], entropy[index], counts)
+        output = function(experience.select(samples), logprobs[index], entropy[index])
         output.loss.backward()
         outputs.append(output)
     entropy_gradient = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
@@ -167,18 +186,14 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
     shape: list[tuple[int, int]], cuts: list[int], loss: schema.Loss | None, seed: int
 ) -> None:
     experience = make_experience(seed, [p for p, _ in shape], [r for _, r in shape])
-    function = sft_loss() if loss is None else grpo_loss(loss, MAX_RESPONSE_TOKENS)
-    counts = count(experience)
-    whole, gradient, entropy_gradient = accumulate(function, experience, [list(range(len(shape)))], counts)
+    function = sft_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
+    whole, gradient, entropy_gradient = accumulate(function, experience, [list(range(len(shape)))])
     parts = split(experience, [min(c, len(shape)) for c in cuts])
-    pieces, pieces_gradient, pieces_entropy_gradient = accumulate(function, experience, parts, counts)
-    torch.testing.assert_close(sum(p.loss for p in pieces), whole[0].loss, rtol=1e-5, atol=1e-6)
-    for name, value in whole[0].sums.items():
-        torch.testing.assert_close(sum(p.sums[name] for p in pieces), value, rtol=1e-5, atol=1e-6)
-    for name, value in whole[0].maxima.items():
-        assert max(p.maxima[name].item() for p in pieces) == value.item()
-    torch.testing.assert_close(pieces_gradient, gradient, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(pieces_entropy_gradient, entropy_gradient, rtol=1e-5, atol=1e-7)
+    pieces, pieces_gradient, pieces_entropy_gradient = accumulate(function, experience, parts)
+    assert means(pieces, experience) == pytest.approx(means(whole, experience), rel=1e-5, abs=1e-6)
+    assert sum(p.divisor.item() for p in pieces) == whole[0].divisor.item()
+    torch.testing.assert_close(pieces_gradient, gradient, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pieces_entropy_gradient, entropy_gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
@@ -189,10 +204,10 @@ def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
         for name in ("rollout_logprobs", "actor_logprobs", "reference_logprobs", "advantages")
     }
     experience = experience.with_fields(**double)
-    function, counts = grpo_loss(loss, MAX_RESPONSE_TOKENS), count(experience)
+    function = policy_loss(loss, MAX_RESPONSE_TOKENS)
     logprobs, entropy = (v.detach().double().requires_grad_() for v in current_values(experience))
     assert torch.autograd.gradcheck(
-        lambda lp, ent: function(experience, lp, ent, counts).loss, (logprobs, entropy), eps=1e-6, atol=1e-6
+        lambda lp, ent: function(experience, lp, ent).loss, (logprobs, entropy), eps=1e-6, atol=1e-6
     )
 
 
@@ -218,13 +233,30 @@ def test_clip_binds_only_where_it_lowers_the_objective(
     assert value.grad is not None and value.grad.item() == pytest.approx(gradient)
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_weights_of_known_lengths(normalization: Any) -> None:
-    experience = make_experience(0, [1, 1], [1, 3])
-    weights = token_weights(experience, GlobalCounts(response_tokens=8, sequences=4), normalization, 10)
-    per_token = {"token_mean": [1 / 8, 1 / 8], "sequence_mean": [1 / 4, 1 / 12], "dr_grpo": [1 / 40, 1 / 40]}
-    first, second = per_token[normalization]
-    torch.testing.assert_close(weights, torch.tensor([0, first, 0, second, second, second]))
+@pytest.mark.parametrize(
+    ("normalization", "factors", "divisor"),
+    [("token_mean", (1, 1), 4), ("sequence_mean", (1, 1 / 3), 2), ("dr_grpo", (1, 1), 2 * 10)],
+)
+def test_weights_of_known_lengths(normalization: Any, factors: tuple[float, float], divisor: float) -> None:
+    """The third sample has no response: it is no sequence."""
+    experience = make_experience(0, [1, 1, 2], [1, 3, 0])
+    weights = token_weights(experience, normalization, max_response_tokens=10)
+    first, second = factors
+    torch.testing.assert_close(weights.factor, torch.tensor([0.0, first, 0, second, second, second, 0, 0]))
+    assert weights.divisor.item() == divisor
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, None], ids=range(len(LOSSES) + 1))
+def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) -> None:
+    experience = make_experience(0, [2], [3])
+    function = sft_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
+    some = function(experience, *current_values(experience))
+    none = function(experience.select(torch.zeros(0, dtype=torch.int64)), torch.zeros(0), torch.zeros(0))
+    assert (none.loss.item(), none.divisor.item()) == (0, 0)
+    for kind in ("sums", "token_sums", "maxima"):
+        assert {name: value.item() for name, value in getattr(none, kind).items()} == dict.fromkeys(
+            getattr(some, kind), 0
+        )
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
@@ -232,17 +264,17 @@ def test_values_outside_the_response_reach_neither_loss_nor_gradient(loss: schem
     experience = make_experience(5, [2, 3], [3, 2])
     outside = ~experience.response_mask
     logprobs, entropy = (v.detach() for v in current_values(experience))
-    function, counts = grpo_loss(loss, MAX_RESPONSE_TOKENS), count(experience)
-    expected = function(experience, logprobs, entropy, counts)
+    function = policy_loss(loss, MAX_RESPONSE_TOKENS)
+    expected = function(experience, logprobs, entropy)
     names = ("rollout_logprobs", "actor_logprobs", "reference_logprobs", "advantages")
     poisoned = experience.with_fields(**{n: getattr(experience, n).masked_fill(outside, -1000.0) for n in names})
     for poison in (float("nan"), float("-inf"), -1000.0):
         bad_logprobs = logprobs.masked_fill(outside, poison).requires_grad_()
         bad_entropy = entropy.masked_fill(outside, poison).requires_grad_()
-        output = function(poisoned, bad_logprobs, bad_entropy, counts)
+        output = function(poisoned, bad_logprobs, bad_entropy)
         output.loss.backward()
         assert output.loss.item() == expected.loss.item()
-        assert {k: v.item() for k, v in output.sums.items()} == {k: v.item() for k, v in expected.sums.items()}
+        assert means([output], experience) == means([expected], experience)
         assert bad_logprobs.grad is not None and bool((bad_logprobs.grad[outside] == 0).all())
         assert bool(bad_logprobs.grad.isfinite().all())
 
@@ -251,13 +283,13 @@ def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
     experience = make_experience(1, [1, 2], [4, 4])
     assert experience.actor_logprobs is not None and experience.advantages is not None
     logprobs = experience.actor_logprobs.clone().requires_grad_()
-    output = grpo_loss(schema.Loss(), 8)(experience, logprobs, torch.zeros_like(logprobs), count(experience))
-    assert not any(v.requires_grad for v in (output.sums | output.maxima).values())
+    entropy = torch.zeros_like(logprobs).requires_grad_()
+    output = policy_loss(schema.Loss(importance_cap=1.5), 8)(experience, logprobs, entropy)
+    assert not any(v.requires_grad for v in (output.sums | output.token_sums | output.maxima).values())
+    plain = means([policy_loss(schema.Loss(), 8)(experience, logprobs, entropy)], experience)
     mean_advantage = experience.advantages[experience.response_mask].mean().item()
-    assert output.loss.item() == pytest.approx(-mean_advantage, rel=1e-5)
-    assert output.sums["ppo_kl"].item() == 0
-    assert output.sums["pg_clipfrac"].item() == 0
-    assert output.maxima["ratio_max"].item() == 1
+    assert plain["loss"] == pytest.approx(-mean_advantage, rel=1e-5)
+    assert (plain["ppo_kl"], plain["pg_clipfrac"], plain["ratio_max"]) == (0, 0, 1)
 
 
 def test_a_missing_field_is_named() -> None:
@@ -265,18 +297,17 @@ def test_a_missing_field_is_named() -> None:
     values = {name: getattr(experience, name) for name in experience.present() if name != "actor_logprobs"}
     logprobs, entropy = current_values(experience)
     with pytest.raises(ValueError, match="needs actor_logprobs"):
-        grpo_loss(schema.Loss(), 8)(Experience(**values), logprobs, entropy, count(experience))
+        policy_loss(schema.Loss(), 8)(Experience(**values), logprobs, entropy)
 
 
 def test_sft_loss_is_mean_negative_log_likelihood_of_the_response() -> None:
     experience = make_experience(2, [2, 1], [1, 2])
     logprobs = torch.tensor([-9.0, -9.0, -1.0, -9.0, -2.0, -6.0], requires_grad=True)
     entropy = torch.tensor([9.0, 9.0, 0.5, 9.0, 1.0, 1.5])
-    output = sft_loss()(experience, logprobs, entropy, count(experience))
+    output = sft_loss()(experience, logprobs, entropy)
     output.loss.backward()
-    assert output.loss.item() == pytest.approx(3.0)
-    assert output.sums["entropy"].item() == pytest.approx(1.0)
-    torch.testing.assert_close(logprobs.grad, torch.tensor([0, 0, -1 / 3, 0, -1 / 3, -1 / 3]))
+    assert means([output], experience) == pytest.approx({"loss": 3.0, "entropy": 1.0})
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0, -1, 0, -1, -1]))
 
 
 def test_maximum_of_nothing_is_zero() -> None:

@@ -12,9 +12,17 @@ from rltrain.errors import ConfigError, PlacementError
 from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
+PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
 SIZES = SimpleNamespace(
-    num_layers=4, num_heads=8, num_kv_heads=2, ffn_hidden_size=48, max_positions=4096, num_experts=0, mla=None
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_hidden_size=48,
+    max_positions=4096,
+    vocab_size=100,
+    num_experts=0,
+    mla=None,
 )
 
 
@@ -23,10 +31,12 @@ def make_config(**sections) -> Config:
     return Config.model_validate({**required, **sections})
 
 
-def check_in_world_of_8(sizes=SIZES, **sections) -> None:
+def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
+    """With models of these sizes; `own` has those of roles that have another one."""
     config = make_config(**sections)
     placement = resolve_placement(config.placement, world_size=8, ranks_per_node=8)
-    check_against_architecture(config, role_grids(config, placement), sizes)
+    architectures = dict.fromkeys(placement.roles, sizes) | (own or {})
+    check_against_architecture(config, role_grids(config, placement), architectures)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,9 @@ def check_in_world_of_8(sizes=SIZES, **sections) -> None:
         {"data": EVAL, "evaluation": {"stop_at": 0.5}},
         {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
         {"rollout": {"max_context_tokens": 2048}},
+        PPO,
+        {**PPO, "batch": {"samples_per_prompt": 1}},
+        {**PPO, "steps": 3, "critic": {"critic_only_steps": 2}},
     ],
 )
 def test_configs_that_work_are_accepted(sections):
@@ -69,7 +82,18 @@ def test_configs_that_work_are_accepted(sections):
             "placement.actor,rollout,reward,reference: role reference has nothing to do in algorithm sft;",
         ),
         ({"placement": {**GRPO, "critic": 0}}, "placement.critic: role critic has nothing to do in algorithm grpo"),
-        ({"placement": {**GRPO, "env": 0}}, "placement.env: role env has nothing to do in algorithm grpo"),
+        (
+            {"placement": {**GRPO, "env": 0}},
+            "placement.env: role env cannot be placed: environments come in a later version",
+        ),
+        (
+            {"placement": {**GRPO, "reward_model": 0}},
+            "role reward_model cannot be placed: reward models come in a later version; role reward scores responses",
+        ),
+        (
+            {"algorithm": "ppo"},
+            "placement.critic: the role is not placed, but algorithm ppo needs it; expected critic: ranks",
+        ),
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
         ({"placement": {**GRPO, "qq": 0}}, "unknown role 'qq'; expected one of actor, reference, rollout, reward"),
     ],
@@ -108,6 +132,12 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
         ({"evaluation": {"stop_at": 0.5}}, "evaluation.stop_at: got 0.5 without data.eval"),
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
+        ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
+        ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),
+        (
+            {**PPO, "steps": 3, "critic": {"critic_only_steps": 3}},
+            "critic.critic_only_steps: got 3 of 3 steps (config key steps); expected fewer, so that the actor learns",
+        ),
         (
             {"rollout": {"max_context_tokens": 2047}},
             "rollout.max_context_tokens: got 2047; expected at least data.max_prompt_tokens 1024 + "
@@ -201,6 +231,25 @@ def test_models_that_only_layouts_know_are_refused(family, refusals):
 
 def test_dense_models_are_accepted():
     check_in_world_of_8(tiny_architecture("qwen3", max_positions=4096))
+
+
+def test_a_model_of_its_own_is_checked_under_its_own_key():
+    small = SimpleNamespace(**{**vars(SIZES), "vocab_size": 99, "max_positions": 100})
+    with pytest.raises(ConfigError) as refused:
+        check_in_world_of_8(own={"critic": small}, **PPO, critic={"path": "c"})
+    assert "critic.path: the model in c has a vocabulary of 99; expected at least the 100 of model.path" in str(
+        refused.value
+    )
+    assert "but the model in critic.path (c) has 100 positions" in str(refused.value)
+    assert "model.path (m)" not in str(refused.value)
+
+
+def test_a_critic_without_sizes_of_its_own_has_those_of_the_actor():
+    with pytest.raises(ConfigError, match=re.escape("actor.parallel.pp: got 3, which does not divide")) as refused:
+        check_in_world_of_8(
+            **{**PPO, "placement": {**PPO["placement"], "actor,critic": "0-2"}}, actor={"parallel": {"pp": 3}}
+        )
+    assert "mistakes" not in str(refused.value), "said once for both roles"
 
 
 def test_feed_forward_units_must_divide_too():

@@ -117,8 +117,15 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("seed: true", ":8: seed: got true; expected a whole number"),
         ("output_dir: 3", "output_dir: got 3; expected text in quotes"),
         ("output_dir: no", "output_dir: got false; expected text in quotes"),
-        ("algorithm: ppo", 'algorithm: got "ppo"; expected one of grpo, sft'),
-        ("actor: 3", "actor: got 3; expected a section with the keys parallel, optimizer"),
+        ("algorithm: dpo", 'algorithm: got "dpo"; expected one of grpo, ppo, sft'),
+        ("actor: 3", "actor: got 3; expected a section with the keys optimizer, micro_batch_tokens"),
+        (
+            "schedule: {mode: async}",
+            'schedule.mode: got "async"; expected one of sequential, pipelined, asynchronous',
+        ),
+        ("schedule: {chunks: 0}", "schedule.chunks: got 0; expected a whole number, at least 1"),
+        ("schedule: {stale: drop}", "schedule.stale: unknown key"),
+        ("critic: {offload: sometimes}", 'critic.offload: got "sometimes"; expected'),
         (
             "actor:\n  optimizer:\n    beta1: 2",
             ":10: actor.optimizer.beta1: got 2; expected a number, above 0 and at most 1",

@@ -8,6 +8,7 @@ import torch
 
 from rltrain.config import schema
 from rltrain.data.demonstrations import Demonstrations, demonstrate
+from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import CheckpointError, DataError
@@ -42,16 +43,31 @@ def config(folder: Path, *, prompts_per_step: int = 4) -> schema.Config:
     )
 
 
+def demonstrate_rows(
+    dataset: PromptDataset, rows: list[int], *, sample_ids: list[int] | None = None, limit: int = 100
+) -> Experience:
+    numbers = range(len(rows))
+    return demonstrate(
+        dataset,
+        rows,
+        sample_ids=sample_ids or numbers,
+        group_ids=numbers,
+        eos_token_id=EOS,
+        max_response_tokens=limit,
+    )
+
+
 def texts(dataset: PromptDataset, tokens: torch.Tensor) -> str:
     return str(dataset.encoder.tokenizer.decode(tokens))
 
 
 def test_prompt_response_and_end_of_sequence(dataset: PromptDataset) -> None:
-    experience = demonstrate(dataset, [1, 0], group_ids=[0, 1], eos_token_id=EOS, max_response_tokens=100)
+    experience = demonstrate_rows(dataset, [1, 0], sample_ids=[8, 9])
     assert experience.lengths.tolist() == [1 + 1 + 1, 2 + 3 + 1]
     assert texts(dataset, experience.tokens) == "cw<eos>abxyz<eos>"
     assert experience.response_mask.tolist() == [False, True, True, False, False, True, True, True, True]
     assert experience.prompt_ids.tolist() == [1, 0]
+    assert experience.sample_ids.tolist() == [8, 9]
     assert experience.group_ids.tolist() == [0, 1]
     assert experience.truncated.tolist() == [False, False]
     assert experience.rollout_logprobs.tolist() == [0.0] * 9
@@ -59,7 +75,7 @@ def test_prompt_response_and_end_of_sequence(dataset: PromptDataset) -> None:
 
 
 def test_an_end_of_sequence_in_the_text_is_not_doubled(dataset: PromptDataset) -> None:
-    experience = demonstrate(dataset, [2], group_ids=[0], eos_token_id=EOS, max_response_tokens=100)
+    experience = demonstrate_rows(dataset, [2])
     assert texts(dataset, experience.tokens) == "defguv<eos>"
     assert experience.tokens[-1] == EOS
 
@@ -68,14 +84,14 @@ def test_an_end_of_sequence_in_the_text_is_not_doubled(dataset: PromptDataset) -
     ("limit", "text", "truncated"), [(4, "abxyz<eos>", False), (3, "abxyz", True), (1, "abx", True)]
 )
 def test_long_responses_are_cut(dataset: PromptDataset, limit: int, text: str, truncated: bool) -> None:
-    experience = demonstrate(dataset, [0], group_ids=[0], eos_token_id=EOS, max_response_tokens=limit)
+    experience = demonstrate_rows(dataset, [0], limit=limit)
     assert texts(dataset, experience.tokens) == text
     assert experience.truncated.tolist() == [truncated]
     assert int(experience.response_mask.sum()) == limit
 
 
 def test_no_rows(dataset: PromptDataset) -> None:
-    experience = demonstrate(dataset, [], group_ids=[], eos_token_id=EOS, max_response_tokens=4)
+    experience = demonstrate_rows(dataset, [])
     assert (experience.num_samples, experience.num_tokens) == (0, 0)
 
 
@@ -86,6 +102,8 @@ def test_parts_share_a_step_without_overlap(tmp_path: Path, num_parts: int) -> N
     parts = [demonstrations.for_step(7, part=part, num_parts=num_parts) for part in range(num_parts)]
     groups = torch.cat([part.group_ids for part in parts])
     assert sorted(groups.tolist()) == [0, 1, 2, 3]
+    ids = torch.cat([part.sample_ids for part in parts])[groups.argsort()]
+    assert ids.tolist() == [28, 29, 30, 31], "four a step, for seven steps before"
     rows = torch.cat([part.prompt_ids for part in parts])[groups.argsort()]
     assert rows.tolist() == demonstrations.for_step(7).prompt_ids.tolist()
     assert sorted(rows.tolist()) == [0, 1, 2, 3]

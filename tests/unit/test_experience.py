@@ -13,6 +13,7 @@ def make_experience(lengths, group_ids=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     return Experience(
+        sample_ids=torch.randperm(100 + len(lengths), generator=generator)[: len(lengths)],
         group_ids=torch.tensor(group_ids if group_ids is not None else range(len(lengths)), dtype=torch.int64),
         prompt_ids=torch.arange(len(lengths)) * 7,
         lengths=torch.tensor(lengths, dtype=torch.int64),

@@ -110,6 +110,18 @@ def test_canonical_tensors_of_experts_are_those_of_files(family: str, tmp_path: 
     assert len(tensors.names) == len(expected)
 
 
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_value_models_have_the_tensors_of_sequence_classification(family: str, tied: bool, tmp_path: Path) -> None:
+    config = MODELS[family][0](**SIZES, tie_word_embeddings=tied, num_labels=1)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        state = transformers.AutoModelForSequenceClassification.from_config(config).state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    tensors = canonical_tensors(read_architecture(tmp_path).value_model())
+    assert dict(zip(tensors.names, tensors.shapes, strict=True)) == expected
+
+
 def test_reads_experts_and_latent_attention(tmp_path: Path) -> None:
     configs = {family: config(**{**SIZES, **sizes}) for family, (config, _, sizes) in SPARSE_MODELS.items()}
     found = {}
@@ -282,6 +294,8 @@ def test_missing_and_damaged_configs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         read_architecture(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected a JSON object \(config key critic\.path\)"):
+        read_architecture(tmp_path, config_key="critic.path")
     values = {key: value for key, value in OLD_CONFIG.items() if key != "intermediate_size"}
     with pytest.raises(CheckpointError, match="intermediate_size is absent; expected an integer"):
         read_architecture(write_config(tmp_path, **values))

@@ -85,6 +85,15 @@ def test_engine_layout(family: str, tied: bool, tp: int, dp: int) -> None:
         assert_equal(filled(layout, rank, full), expected)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *SPARSE_FAMILIES])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}], ids=str)
+def test_value_models_of_megatron(family: str, tied: bool, sizes: dict[str, int]) -> None:
+    """The score row, whole, is on every rank of the last stage, which holds no copy of the embeddings."""
+    architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=4).value_model()
+    assert_megatron(architecture, Grid(tuple(range(2, 6)), **sizes))
+
+
 def test_kv_heads_that_tensor_parallelism_exceeds() -> None:
     architecture = tiny_architecture(num_heads=8, num_kv_heads=2, head_dim=4)
     full = full_tensors(architecture)

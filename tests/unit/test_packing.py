@@ -11,6 +11,7 @@ lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 def experience_of(lengths: list[int]) -> Experience:
     num_tokens, num_samples = sum(lengths), len(lengths)
     return Experience(
+        sample_ids=torch.arange(num_samples),
         group_ids=torch.arange(num_samples),
         prompt_ids=torch.arange(num_samples) + 100,
         lengths=torch.tensor(lengths),

@@ -1,39 +1,494 @@
-"""Roles that share a rank take turns; a role alone on its rank is left in peace."""
+"""Roles that share a rank take turns on its device: parts leave and come back, as the order of tasks says."""
 
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.cluster.device_memory import DeviceMemory, device_memory
+from rltrain.cluster.host_memory import HostRegion
+from rltrain.cluster.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, needs_of
+from rltrain.cluster.parts import Overlay, Part
 from rltrain.cluster.residency import Residency
+from rltrain.cluster.storage_memory import memory_saver
+from rltrain.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 
-class FakeRole:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    step: int = 0
+    final: bool = False
+    kind: str = "task"
 
-    def onload(self):
-        self.log.append(f"+{self.name}")
-
-    def offload(self):
-        self.log.append(f"-{self.name}")
-
-
-def make(*names):
-    log: list[str] = []
-    return Residency({name: FakeRole(log, name) for name in names}), log
+    @property
+    def roles(self):
+        parts = NEEDS[self.name].parts if self.name in NEEDS else {("reward", "")}
+        return tuple(sorted({role for role, _ in parts}))
 
 
-def test_roles_take_turns():
-    residency, log = make("actor", "rollout")
-    for task in (["actor", "rollout"], ["rollout"], ["actor"], ["actor"]):
-        residency.require(task)
-    assert log == ["-actor", "-rollout", "+actor"]
+STEP = ("weight_sync", "generate", "score", "reference_logprobs", "actor_logprobs", "advantages", "update")
+PARTS = {
+    "actor": ("weights", "master_weights", "optimizer", "gradients"),
+    "critic": ("weights", "master_weights", "optimizer", "gradients"),
+    "reference": ("weights",),
+    "rollout": ("weights", "kv_cache"),
+}
 
 
-def test_roles_of_other_ranks_do_not_matter():
-    residency, log = make("actor", "reference")
-    residency.require(["actor", "rollout"])
-    residency.require(["rollout"])
-    assert log == ["-reference"]
+def order_of(num_steps, names=STEP, final="save_hf"):
+    entries = [Entry(name, step) for step in range(num_steps) for name in names]
+    return [*entries, Entry(final, num_steps, final=True)]
+
+
+class RoomyMemory(DeviceMemory):
+    """Says that there is room to fetch ahead, and notes in which order moves are finished."""
+
+    def __init__(self, spare):
+        super().__init__(CPU)
+        self.spare = spare
+
+    def spare_bytes(self, task):
+        return self.spare
+
+
+def tensors_of(role):
+    """Two storages per part, the second with a view; always the same values."""
+    torch.manual_seed(len(role))
+    return {part: [torch.randn(7), (matrix := torch.randn(3, 5)), matrix.view(5, 3)[2:]] for part in PARTS[role]}
+
+
+class Tensors(dict):
+    """Printing a tensor whose storage is empty ends the process, which a failing test's report must not."""
+
+    def __repr__(self):
+        return f"<tensors of {sorted(self)}>"
+
+
+def make(roles, order, *, offload="auto", spare=0):
+    """(residency, tensors by (role, part), moves that it makes from now on)."""
+    tensors, moves = Tensors(), []
+
+    def span(name, category):
+        moves.append((category, name))
+        return DeviceMemory(CPU).copies()
+
+    residency = Residency(order, dict.fromkeys(roles, offload), RoomyMemory(spare), span=span)
+    for role in roles:
+        mine = tensors_of(role)
+        tensors.update({(role, part): mine[part] for part in mine})
+        residency.admit(role, {part: Part(lambda kept=kept: kept) for part, kept in mine.items()})
+    return residency, tensors, moves
+
+
+def on_device(tensors):
+    """The parts whose storages hold something; none is there by half."""
+    sizes = {key: [tensor.untyped_storage().nbytes() for tensor in kept] for key, kept in tensors.items()}
+    assert all(all(size) or not any(size) for size in sizes.values())
+    return {key for key, size in sizes.items() if all(size)}
+
+
+# --- What is on the device -------------------------------------------------------------------------------------------
+
+
+def test_a_task_has_what_it_needs_and_nothing_else_is_there():
+    order = order_of(2)
+    residency, tensors, _ = make(("actor", "reference", "rollout"), order)
+    assert on_device(tensors) == set(), "a role leaves once it is built, to make room for the next"
+    for position, entry in enumerate(order):
+        before = on_device(tensors)
+        residency.enter(position)
+        assert on_device(tensors) == (NEEDS[entry.name].parts if entry.name in NEEDS else before)
+
+
+def test_nothing_moves_for_a_task_that_needs_nothing():
+    residency, _, moves = make(("actor", "rollout"), order_of(1, ("generate", "score")))
+    residency.enter(0)
+    moves.clear()
+    residency.enter(1)
+    assert moves == []
 
 
 def test_a_role_alone_on_its_rank_stays():
-    residency, log = make("actor")
-    residency.require(["rollout"])
-    assert log == []
+    residency, tensors, moves = make(("actor",), order_of(2))
+    for position in range(len(order_of(2))):
+        residency.enter(position)
+    assert moves == [] and on_device(tensors) == set(tensors)
+
+
+@pytest.mark.parametrize(("offload", "leaves"), [(True, True), (False, False)])
+def test_the_config_decides_over_the_placement(offload, leaves):
+    order = order_of(1)
+    roles = ("actor",) if leaves else ("actor", "rollout")
+    residency, tensors, _ = make(roles, order, offload=offload)
+    residency.enter(STEP.index("actor_logprobs"))
+    stays = {("actor", "weights")} if leaves else set(tensors)
+    assert on_device(tensors) == stays
+
+
+def test_a_role_that_stays_beside_one_that_leaves():
+    order = order_of(1)
+    kept = tensors_of("rollout")["weights"]
+    residency = Residency(order, {"actor": False, "rollout": True}, DeviceMemory(CPU))
+    residency.admit("actor", {})
+    residency.admit("rollout", {"weights": Part(lambda: kept)})
+    assert residency.leaving == {"rollout"} and residency.parts["rollout", "weights"].place != "device"
+
+
+# --- What it holds ---------------------------------------------------------------------------------------------------
+
+
+def test_contents_come_back_bit_for_bit_after_five_steps_and_views_stay_valid():
+    order = order_of(5)
+    residency, tensors, _ = make(("actor", "rollout"), order)
+    expected = tensors_of("actor")
+    for position, entry in enumerate(order):
+        residency.enter(position)
+        if entry.name == "update":
+            for part in ("weights", "master_weights", "optimizer"):
+                for tensor, value in zip(tensors["actor", part], expected[part], strict=True):
+                    assert torch.equal(tensor, value)
+                for values in (tensors["actor", part], expected[part]):
+                    for tensor in values[:2]:
+                        tensor.add_(1)
+
+
+def test_what_a_task_rewrites_is_dropped_and_comes_back_as_zeros():
+    order = order_of(2)
+    residency, tensors, _ = make(("actor", "rollout"), order)
+    for position, entry in enumerate(order):
+        residency.enter(position)
+        for key in {"weight_sync": [("rollout", "weights")], "update": [("actor", "gradients")]}.get(entry.name, ()):
+            assert all(not tensor.any() for tensor in tensors[key])
+            tensors[key][0].fill_(float("nan"))
+    for role, part in [("rollout", "weights"), ("rollout", "kv_cache"), ("actor", "gradients")]:
+        assert residency.parts[role, part].host_bytes == 0
+
+
+def test_rollout_weights_are_copied_where_a_generate_without_a_sync_comes_next():
+    order = [Entry("weight_sync"), Entry("generate"), Entry("update"), Entry("generate", 1), Entry("weight_sync", 2)]
+    residency, tensors, _ = make(("actor", "rollout"), order)
+    weights = tensors["rollout", "weights"][0]
+    residency.enter(0)
+    weights.fill_(3)
+    for position in (1, 2):
+        residency.enter(position)
+    assert residency.parts["rollout", "weights"].place == "host"
+    residency.enter(3)
+    assert torch.equal(weights, torch.full((7,), 3.0))
+
+
+def test_gradients_between_two_uses_in_one_step_are_kept():
+    order = [Entry("accumulate"), Entry("generate"), Entry("update"), Entry("generate", 1), Entry("accumulate", 1)]
+    residency, tensors, _ = make(("actor", "rollout"), order)
+    gradient = tensors["actor", "gradients"][0]
+    residency.enter(0)
+    gradient.fill_(5)
+    residency.enter(1)
+    residency.enter(2)
+    assert torch.equal(gradient, torch.full((7,), 5.0))
+    residency.enter(3)
+    residency.enter(4)
+    assert not gradient.any()
+
+
+def test_what_the_host_has_is_not_copied_again():
+    tensor = torch.ones(4)
+    part = Part(lambda: [tensor])
+    part.save()
+    host = part._region.slabs[0]
+    host.zero_()
+    part.save()
+    assert not host.any()
+    part.changed()
+    part.save()
+    assert torch.equal(host[:16].view(torch.float32), tensor)
+
+
+def test_only_what_changed_is_copied_again(monkeypatch):
+    saved = []
+    save = Part.save
+    monkeypatch.setattr(Part, "save", lambda part: (saved.append(part.host_is_current), save(part)))
+    order = order_of(3)
+    residency, _, _ = make(("actor", "reference", "rollout"), order)
+    changes = defaultdict(list)
+    for position, entry in enumerate(order):
+        saved.clear()
+        residency.enter(position)
+        changes[entry.name].append(saved.count(False))
+    assert changes["weight_sync"] == [0, 2, 2], "after an update: master weights and optimizer states"
+    assert changes["generate"] == [0, 1, 1], "and, since the sync needed them, weights"
+    assert changes["actor_logprobs"] == [0, 0, 0], "the reference never changes"
+
+
+def test_pinned_memory_is_taken_once():
+    order = order_of(5)
+    residency, _, _ = make(("actor", "rollout"), order)
+    addresses = []
+    for position, entry in enumerate(order):
+        residency.enter(position)
+        if entry.name == "generate":
+            part = residency.parts["actor", "optimizer"]
+            addresses.append([slab.data_ptr() for slab in part._region.slabs])
+    assert len(addresses[0]) == 1 and addresses == [addresses[0]] * 5
+
+
+def test_a_part_that_grows_after_the_first_use_is_kept_whole():
+    states = []
+    part = Part(lambda: states)
+    part.save()
+    part.leave()
+    part.allocate()
+    part.fill()
+    states += [torch.arange(5.0), torch.arange(9.0)]
+    part.changed()
+    part.save()
+    part.leave()
+    assert [state.untyped_storage().nbytes() for state in states] == [0, 0]
+    part.allocate()
+    part.fill()
+    assert torch.equal(states[0], torch.arange(5.0)) and torch.equal(states[1], torch.arange(9.0))
+
+
+def test_tensors_that_share_a_storage_are_moved_once():
+    flat = torch.arange(12.0)
+    part = Part(lambda: [flat[:4], flat[4:].view(2, 4), flat])
+    assert part.size_bytes == flat.nbytes
+    part.save()
+    part.leave()
+    assert part.allocated_bytes == 0 and part.size_bytes == flat.nbytes
+    part.allocate()
+    part.fill()
+    assert torch.equal(flat, torch.arange(12.0)) and part.host_bytes == 64
+
+
+def test_a_dropped_part_that_a_task_reads_is_refused():
+    part = Part(lambda: [torch.ones(2)])
+    with pytest.raises(RuntimeError, match="cannot leave"):
+        part.leave()
+    part.leave(drop=True)
+    part.allocate()
+    with pytest.raises(RuntimeError, match="dropped is needed by a task that does not rewrite it"):
+        part.fill()
+
+
+def test_what_only_its_owner_can_free_is_forgotten_when_dropped():
+    cache = [torch.ones(8)]
+    part = Part(lambda: cache, forget=cache.clear)
+    assert part.device_bytes == 32
+    part.leave(drop=True)
+    part.allocate()
+    part.fill(rewritten=True)
+    assert cache == [] and part.device_bytes == 0
+
+
+# --- One model's memory for two sets of weights ----------------------------------------------------------------------
+
+
+def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
+    flat = torch.arange(10.0)
+    tensors = [flat[:4].view(2, 2), flat[5:]]
+    order = order_of(2, ("actor_logprobs", "reference_logprobs", "update"))
+    residency = Residency(order, {"actor": "auto", "reference": "auto"}, DeviceMemory(CPU), guests=["reference"])
+    weights = Part(lambda: tensors)
+    residency.admit("actor", {"weights": weights, **{part: Part(list) for part in PARTS["actor"][1:]}})
+    residency.admit("reference", {"weights": Overlay(weights, tensors, [-torch.ones(2, 2), -torch.ones(5)])})
+    for position, entry in enumerate(order):
+        residency.enter(position)
+        if entry.name == "reference_logprobs":
+            assert flat.tolist() == [-1.0] * 4 + [0.0] + [-1.0] * 5
+        else:
+            step = entry.step
+            assert torch.equal(flat, torch.arange(10.0) + step)
+            if entry.name == "update":
+                flat.add_(1)
+
+
+def test_an_overlay_is_never_written_to():
+    flat = torch.zeros(4)
+    overlay = Overlay(Part(lambda: [flat]), [flat], [torch.ones(4)])
+    with pytest.raises(RuntimeError, match="constant"):
+        overlay.changed()
+    with pytest.raises(RuntimeError, match="away"):
+        overlay.allocate()
+
+
+# --- Fetching ahead --------------------------------------------------------------------------------------------------
+
+
+def test_the_next_tasks_parts_are_fetched_while_there_is_room():
+    order = order_of(1, ("generate", "score", "reference_logprobs", "actor_logprobs"))
+    for spare, early in ((0, set()), (88, {("reference", "weights")})):
+        residency, tensors, _ = make(("actor", "reference", "rollout"), order, spare=spare)
+        residency.enter(0)
+        assert on_device(tensors) - NEEDS["generate"].parts == early
+        residency.enter(1)
+        residency.enter(2)
+        assert ("reference", "weights") in on_device(tensors)
+
+
+def test_fetching_ahead_changes_no_content():
+    order = order_of(3)
+    results = []
+    for spare in (0, 2**40):
+        residency, tensors, _ = make(("actor", "reference", "rollout"), order, spare=spare)
+        seen = []
+        for position, entry in enumerate(order):
+            residency.enter(position)
+            for key in sorted(NEEDS[entry.name].parts if entry.name in NEEDS else ()):
+                seen.append([tensor.tolist() for tensor in tensors[key]])
+            for key in sorted(NEEDS[entry.name].writes if entry.name in NEEDS else ()):
+                tensors[key][0].add_(position)
+        results.append(seen)
+    assert results[0] == results[1]
+
+
+def test_nothing_is_fetched_over_what_is_in_use():
+    flat = torch.arange(4.0)
+    order = order_of(1, ("actor_logprobs", "reference_logprobs"))
+    residency = Residency(order, {"actor": "auto", "reference": "auto"}, RoomyMemory(2**40), guests=["reference"])
+    weights = Part(lambda: [flat])
+    residency.admit("actor", {"weights": weights})
+    residency.admit("reference", {"weights": Overlay(weights, [flat], [torch.ones(4)])})
+    residency.enter(0)
+    assert torch.equal(flat, torch.arange(4.0))
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
+
+TASKS = sorted(NEEDS) + sorted(HOST_TASKS)
+
+
+@given(st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 2)), max_size=12), st.data())
+def test_a_part_is_dropped_only_if_whoever_uses_it_next_rewrites_it(tasks, data):
+    """Whether the next user is the next in the order or, after an early end, the next that is executed all the same."""
+    order = [Entry(name, step, final=data.draw(st.booleans())) for name, step in sorted(tasks, key=lambda t: t[1])]
+    plan = MemoryPlan(order, PARTS)
+    keys = {key for needs in NEEDS.values() for key in needs.parts}
+    for position in range(len(order)):
+        for key in keys:
+            rest = [(i, e) for i, e in enumerate(order) if i > position and key in needs_of(e.name).parts]
+            readers = []
+            for users in (rest, [(i, e) for i, e in rest if e.final]):
+                if users:
+                    i, user = users[0]
+                    before = [e for e in order[:i] if key in needs_of(e.name).parts]
+                    fresh = key[1] == "gradients" and (not before or before[-1].step != user.step)
+                    readers.append(key not in needs_of(user.name).rewrites and not fresh)
+            assert plan.may_drop(key, position) == (not any(readers))
+
+
+def test_a_task_whose_needs_nobody_wrote_down_is_refused():
+    with pytest.raises(ValueError, match="task dream"):
+        MemoryPlan([Entry("dream")], ["reward"])
+
+
+def test_what_is_resident_when_can_be_told_without_a_device():
+    plan = MemoryPlan(order_of(1, ("weight_sync", "score", "generate")), ("actor", "rollout"))
+    resident = dict(plan.residents(leaving={"rollout"}))
+    assert sorted(resident) == [0, 2, 3]
+    assert ("rollout", "weights") in resident[2] and ("rollout", "weights") not in resident[3]
+    assert all(("actor", "weights") in parts for parts in resident.values())
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_peak_and_residue_per_role_are_reported_once():
+    order = order_of(1)
+    residency, _, _ = make(("actor", "rollout"), order)
+    residency.metrics()
+    for position in range(len(STEP)):
+        residency.enter(position)
+    metrics = residency.metrics()
+    part_bytes = 4 * (7 + 15)
+    assert metrics["memory/actor_resident_bytes"] == 4 * part_bytes
+    assert metrics["memory/rollout_resident_bytes"] == 2 * part_bytes
+    assert metrics["memory/actor_residue_bytes"] == metrics["memory/rollout_residue_bytes"] == 0
+    assert metrics["memory/host_bytes"] == 3 * (64 + 64), "weights, master weights and optimizer of the actor"
+    assert metrics["memory/offload_s"] > 0 and metrics["memory/onload_s"] > 0
+    again = residency.metrics()
+    assert again["memory/offload_s"] == 0 and "memory/actor_residue_bytes" not in again
+
+
+# --- Another allocator -----------------------------------------------------------------------------------------------
+
+
+class FakeSaver:
+    """torch_memory_saver's calls, noted."""
+
+    def __init__(self):
+        self.calls = []
+
+    def pause(self, tag):
+        self.calls.append(("pause", tag))
+
+    def resume(self, tag):
+        self.calls.append(("resume", tag))
+
+    @contextmanager
+    def region(self, tag):
+        self.calls.append(("region", tag))
+        yield
+
+
+def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
+    """The first departure frees storages that lie elsewhere; from then on addresses stay."""
+    saver, order = FakeSaver(), [Entry(name, step) for step in range(4) for name in ("generate", "reference_logprobs")]
+    weights = [torch.arange(6.0)]
+    residency = Residency(order, {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
+    residency.admit("reference", {"weights": Part(lambda: weights)})
+    residency.admit("rollout", {"weights": Part(list), "kv_cache": Part(list)})
+    assert weights[0].untyped_storage().nbytes() == 0
+    addresses = []
+    for position, entry in enumerate(order):
+        residency.enter(position)
+        away = entry.name == "generate"
+        assert residency.parts["reference", "weights"].allocated_bytes == (0 if away else 24)
+        if not away:
+            addresses.append(weights[0].data_ptr())
+            assert torch.equal(weights[0], torch.arange(6.0))
+    calls = [call for call, tag in saver.calls if tag == "reference.weights"]
+    assert calls == ["region", *["pause", "resume", "region"] * 3]
+    assert len(set(addresses)) == 1
+
+
+def test_torch_memory_saver_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    with pytest.raises(ConfigError, match=r"residency.allocator is torch_memory_saver, which is not installed"):
+        memory_saver()
+
+
+# --- Host memory -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.data())
+def test_a_host_region_grows_and_keeps_its_bytes_in_order(sizes, data):
+    region = HostRegion(CPU)
+    whole: list[int] = []
+    for size in sizes:
+        region.reserve(len(whole) + size)
+        content = torch.randint(256, (size,), dtype=torch.uint8)
+        first = 0
+        for piece in region.pieces(len(whole), size):
+            piece.copy_(content[first : first + len(piece)])
+            first += len(piece)
+        whole += content.tolist()
+    begin = data.draw(st.integers(0, len(whole)))
+    size = data.draw(st.integers(0, len(whole) - begin))
+    assert [int(b) for piece in region.pieces(begin, size) for b in piece] == whole[begin : begin + size]
+    with pytest.raises(ValueError, match="host region"):
+        list(region.pieces(len(whole), 1))
+
+
+def test_a_gpus_memory_is_not_taken_for_one_whose_copies_need_no_wait():
+    with pytest.raises(ValueError, match=r"device_memory\(device\)"):
+        DeviceMemory(torch.device("cuda", 0))
+    assert type(device_memory(CPU)) is DeviceMemory

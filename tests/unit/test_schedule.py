@@ -1,126 +1,270 @@
-"""The order of tasks: what it contains, and that check() finds exactly the orders that cannot finish."""
+"""The order of tasks in every mode: what it contains and in which order, and when engines may join a weight sync."""
 
-import random
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rltrain.cluster.placement import resolve_placement
-from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
-from rltrain.schedule import Entry, Order, build_order, check, is_evaluation_step, program
-
-GRPO_ROLES = ("actor", "reference", "rollout", "reward")
+from rltrain.schedule.order import Entry, Order, program
+from rltrain.schedule.steps import build_order, is_evaluation_step
+from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
 
 
-def make_config(**changes):
-    values = {
-        "steps": 3,
-        "placement": {"actor": 0},
-        "model": {"path": "m"},
-        "data": {"train": {"path": "t"}, "eval": {"path": "e"}},
-    }
-    return Config.model_validate(values | changes)
-
-
-def sequential_order(steps=2):
-    return build_order(make_config(steps=steps), GRPO_ROLES)
-
-
-def names(order, step):
-    return [(entry.kind, entry.name) for entry in order if entry.step == step]
-
-
-def test_a_grpo_step_reads_like_the_algorithm():
-    assert [name for kind, name in names(sequential_order(), 1) if kind == "task"] == [
-        "weight_sync",
-        "generate",
-        "score",
-        "reference_logprobs",
-        "actor_logprobs",
-        "advantages",
-        "update",
+def tasks(order: Iterable[Entry]) -> list[str]:
+    """Such as "generate 1.2" for chunk 2 of step 1; transfers left out."""
+    return [
+        f"{entry.name} {entry.step}" + (f".{entry.chunk}" if entry.chunk else "")
+        for entry in order
+        if entry.kind == "task"
     ]
 
 
+def position(order: Order, name: str, step: int, chunk: int = 0) -> int:
+    return next(i for i, e in enumerate(order) if (e.kind, e.name, e.step, e.chunk) == ("task", name, step, chunk))
+
+
+def steps_of(order: Order, name: str) -> list[int]:
+    return [entry.step for entry in order if entry.name == name and entry.kind == "task"]
+
+
+# --- sequential
+
+
+def test_a_grpo_step_reads_like_the_algorithm():
+    step = [str(entry) for entry in order_of() if entry.step == 1]
+    assert step == [
+        "weight_sync[1] (actor+rollout)",
+        "generate[1] (rollout)",
+        "post samples[1] (rollout -> reward)",
+        "wait samples[1] (rollout -> reward)",
+        "score[1] (reward)",
+        "post scored[1] (reward -> actor)",
+        "post scored[1] (reward -> reference)",
+        "wait scored[1] (reward -> reference)",
+        "reference_logprobs[1] (reference)",
+        "post reference_logprobs[1] (reference -> actor)",
+        "wait scored[1] (reward -> actor)",
+        "actor_logprobs[1] (actor)",
+        "wait reference_logprobs[1] (reference -> actor)",
+        "advantages[1] (actor)",
+        "update[1] (actor)",
+    ]
+
+
+def test_a_ppo_step_asks_the_critic_before_the_advantages_and_trains_it_on_the_returns():
+    step = [str(entry) for entry in order_of(algorithm="ppo", placement=PPO) if entry.step == 1]
+    assert step[step.index("score[1] (reward)") + 1 :] == [
+        "post scored[1] (reward -> actor)",
+        "post scored[1] (reward -> critic)",
+        "wait scored[1] (reward -> critic)",
+        "values[1] (critic)",
+        "post values[1] (critic -> actor)",
+        "wait scored[1] (reward -> actor)",
+        "actor_logprobs[1] (actor)",
+        "wait values[1] (critic -> actor)",
+        "advantages[1] (actor)",
+        "post returns[1] (actor -> critic)",
+        "wait returns[1] (actor -> critic)",
+        "update_critic[1] (critic)",
+        "update[1] (actor)",
+    ]
+
+
+def test_the_actor_stays_as_it_is_in_critic_only_steps():
+    order = order_of(algorithm="ppo", placement=PPO, critic={"critic_only_steps": 2})
+    assert steps_of(order, "update") == [2]
+    assert steps_of(order, "update_critic") == [0, 1, 2]
+    assert steps_of(order, "advantages") == [0, 1, 2], "the critic learns from their returns"
+
+
+def test_the_actor_gathers_no_gradients_either_in_critic_only_steps():
+    order = order_of(
+        algorithm="ppo",
+        placement=PPO,
+        critic={"critic_only_steps": 2},
+        advantages={"whiten": False},
+        schedule={"mode": "pipelined", "chunks": 2},
+    )
+    assert steps_of(order, "accumulate") == [2, 2]
+    assert steps_of(order, "accumulate_critic") == [0, 0, 1, 1, 2, 2]
+
+
 def test_old_logprobs_from_the_rollout_need_no_recomputation():
-    order = build_order(make_config(loss={"old_logprobs": "rollout"}), GRPO_ROLES)
-    assert not [entry for entry in order if entry.name == "actor_logprobs"]
+    assert "actor_logprobs" not in {entry.name for entry in order_of(loss={"old_logprobs": "rollout"})}
 
 
 def test_sft_needs_the_rollout_only_for_evaluations():
-    order = build_order(make_config(algorithm="sft"), ("actor", "rollout", "reward"))
-    assert names(order, 1) == [("task", "demonstrate"), ("task", "update")]
-    assert ("task", "weight_sync") in names(order, 0)
+    order = order_of(algorithm="sft", placement={"actor": 0, "rollout": 1, "reward": 2})
+    assert tasks(entry for entry in order if entry.step == 1) == ["demonstrate 1", "update 1"]
+    assert steps_of(order, "weight_sync") == steps_of(order, "generate_evaluation") == [0, 3]
 
 
 def test_evaluations_frame_the_run_and_come_at_the_interval():
     config = make_config(steps=7, evaluation={"interval": 3})
     assert [step for step in range(8) if is_evaluation_step(config, step)] == [0, 3, 6, 7]
-    assert not is_evaluation_step(make_config(data={"train": {"path": "t"}}), 0)
+    assert not is_evaluation_step(make_config(**NO_EVALUATION), 0)
 
 
 def test_early_stopping_is_decided_by_all_roles_together():
-    order = build_order(make_config(evaluation={"stop_at": 0.5}), GRPO_ROLES)
+    order = order_of(evaluation={"stop_at": 0.5})
     decisions = [entry for entry in order if entry.name == "decide_to_stop"]
     assert [entry.step for entry in decisions] == [0, 3]
-    assert all(entry.roles == GRPO_ROLES for entry in decisions)
+    assert all(entry.roles == ("actor", "reference", "rollout", "reward") for entry in decisions)
     assert [entry.name for entry in order if entry.final] == ["save_hf"]
 
 
+# --- pipelined
+
+
+def test_while_one_chunk_is_worked_on_the_next_one_decodes():
+    """The rollout's next task stands after that of everybody else's on the chunk before, so nobody need wait."""
+    order = order_of(steps=1, schedule={"mode": "pipelined", "chunks": 2}, **NO_EVALUATION)
+    assert tasks(order) == [
+        "weight_sync 0",
+        *["generate 0", "score 0", "reference_logprobs 0", "actor_logprobs 0", "advantages 0", "accumulate 0"],
+        *["generate 0.1", "score 0.1", "reference_logprobs 0.1"],
+        *["actor_logprobs 0.1", "advantages 0.1", "accumulate 0.1"],
+        "update 0",
+        "save_hf 1",
+    ]
+
+
+def test_pipelined_steps_have_four_chunks_unless_told():
+    order = order_of(steps=1, schedule={"mode": "pipelined"})
+    assert [entry.chunk for entry in order if entry.name == "generate"] == [0, 1, 2, 3]
+
+
+def test_gradients_wait_for_the_whole_step_where_it_has_several_mini_batches():
+    order = order_of(schedule={"mode": "pipelined"}, batch={"mini_batches": 2})
+    assert not {"accumulate", "accumulate_critic"} & {entry.name for entry in order}
+
+
+def test_gradients_wait_for_the_whole_step_where_its_advantages_are_whitened():
+    order = order_of(algorithm="ppo", placement=PPO, schedule={"mode": "pipelined", "chunks": 2})
+    assert "accumulate" not in {entry.name for entry in order}
+    assert steps_of(order, "accumulate_critic") == [0, 0, 1, 1, 2, 2], "values need no whitening"
+
+
+def test_a_critic_that_does_not_accumulate_gets_all_returns_before_its_update():
+    order = order_of(
+        steps=1,
+        algorithm="ppo",
+        placement=PPO,
+        batch={"mini_batches": 2},
+        schedule={"mode": "pipelined", "chunks": 2},
+    )
+    update = position(order, "update_critic", 0)
+    assert [str(entry) for entry in order[update - 2 : update]] == [
+        "wait returns[0] (actor -> critic)",
+        "wait returns[0.1] (actor -> critic)",
+    ]
+
+
+# --- asynchronous
+
+
+def asynchronous(max_staleness: int, sync_every: int = 1, steps: int = 6, **sections) -> Order:
+    schedule = {"mode": "asynchronous", "max_staleness": max_staleness, "sync_every": sync_every}
+    return order_of(steps=steps, schedule=schedule, **{**NO_EVALUATION, **sections})
+
+
+def test_generation_is_ahead_of_training_by_the_staleness_allowed():
+    order = asynchronous(1, steps=3, placement={"actor": 0, "rollout": 1, "reward": 2})
+    assert tasks(order) == [
+        *["weight_sync 0", "generate 0", "score 0", "generate 1", "score 1"],
+        *["actor_logprobs 0", "advantages 0", "update 0", "weight_sync 1"],
+        *["generate 2", "score 2", "actor_logprobs 1", "advantages 1", "update 1"],
+        *["actor_logprobs 2", "advantages 2", "update 2", "save_hf 3"],
+    ]
+
+
+def test_no_staleness_is_the_sequential_order():
+    assert asynchronous(0) == order_of(steps=6, **NO_EVALUATION)
+    assert asynchronous(0).digest() == order_of(steps=6, **NO_EVALUATION).digest()
+
+
+@pytest.mark.parametrize(("max_staleness", "sync_every"), [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 5)])
+def test_samples_are_never_older_than_allowed_and_get_there(max_staleness, sync_every):
+    """Every generate finds weights no older than the limit; with enough steps the limit is reached."""
+    version, ages = -1, []
+    for entry in asynchronous(max_staleness, sync_every, steps=12):
+        if entry.name == "weight_sync":
+            version = entry.step
+        if entry.name == "generate":
+            ages.append(entry.step - version)
+    assert max(ages) == max_staleness
+    assert len(ages) == 12
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_every_step_is_generated_and_trained_on_once_and_in_turn(max_staleness):
+    order = asynchronous(max_staleness)
+    for name in ("generate", "score", "advantages", "update"):
+        assert steps_of(order, name) == list(range(6))
+    for step in range(6):
+        assert position(order, "generate", step) < position(order, "score", step) < position(order, "update", step)
+
+
+def test_weights_that_nobody_would_use_are_not_sent():
+    assert steps_of(asynchronous(2), "weight_sync") == [0, 1, 2, 3], "version 3 draws the last step, 5"
+    assert steps_of(asynchronous(3, sync_every=2), "weight_sync") == [0, 2]
+    assert steps_of(asynchronous(2, data={"train": {"path": "t"}, "eval": {"path": "e"}}), "weight_sync")[-1] == 6
+
+
+def test_a_reward_that_shares_ranks_with_training_scores_when_training_needs_it():
+    """Otherwise training would wait for responses to a step that comes later."""
+    shared = asynchronous(2, placement={"actor,reward": 0, "rollout": 1})
+    apart = asynchronous(2, placement={"actor": 0, "rollout,reward": 1})
+    assert position(shared, "score", 3) > position(shared, "update", 2)
+    assert position(apart, "score", 3) < position(apart, "update", 1)
+
+
+def test_the_exchange_holds_no_more_steps_than_the_lead():
+    """Posts less waits of one transfer, anywhere in the order."""
+    held, most = 0, 0
+    for entry in asynchronous(3, steps=12):
+        if entry.name == "scored" and entry.roles[1] == "actor":
+            held += {"post": 1, "wait": -1}[entry.kind]
+            most = max(most, held)
+    assert most == 3 + 1
+
+
+# --- what ranks make of it
+
+
 def test_a_rank_executes_the_entries_of_its_roles_only():
-    placement = resolve_placement({"actor,reference": "0", "rollout,reward": "1"}, 2, 2)
-    order = sequential_order()
-    assert {role for entry in program(order, placement, 0) for role in entry.actors} >= {"actor", "reference"}
-    assert all(set(entry.actors) & {"rollout", "reward"} for entry in program(order, placement, 1))
+    placement = place({"actor,reference": 0, "rollout,reward": 1})
+    order = build_order(make_config(), placement)
+    of_training, of_rollout = program(order, placement, 0), program(order, placement, 1)
+    assert {entry.name for entry in of_training if entry.kind == "wait"} == {"scored", "reference_logprobs"}
+    assert {entry.name for entry in of_rollout if entry.kind == "wait"} == {"samples", "evaluation_samples"}
+    assert {entry.name for entry in of_training} & {entry.name for entry in of_rollout} == {"weight_sync", "scored"}
+    assert program(order, placement, 2) == []
 
 
 def test_digest_tells_orders_apart():
-    assert sequential_order(2).digest() == sequential_order(2).digest() != sequential_order(3).digest()
+    assert order_of(steps=2).digest() == order_of(steps=2).digest() != order_of(steps=3).digest()
 
 
-rank_subsets = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+def test_engines_may_join_a_sync_from_the_start_where_no_evaluation_stands_between():
+    """The actor alone says when a sync is due: not before its updates up to then."""
+    order = asynchronous(2)
+    assert order.syncs() == [(position(order, "weight_sync", step), 0) for step in range(4)]
 
 
-@given(st.lists(rank_subsets, min_size=4, max_size=4))
-def test_the_built_order_never_deadlocks_whatever_the_placement(subsets):
-    mapping = {role: ",".join(map(str, ranks)) for role, ranks in zip(GRPO_ROLES, subsets, strict=True)}
-    check(sequential_order(), resolve_placement(mapping, 4, 4))
-
-
-@given(st.lists(rank_subsets, min_size=4, max_size=4), st.randoms(use_true_random=False))
-def test_any_total_order_with_waits_after_their_posts_finishes(subsets, rng: random.Random):
-    mapping = {role: ",".join(map(str, ranks)) for role, ranks in zip(GRPO_ROLES, subsets, strict=True)}
-    shuffled = list(sequential_order())
-    rng.shuffle(shuffled)
-    order = Order()
-    for entry in shuffled:
-        if entry.kind != "wait":
-            order.append(entry)
-        if entry.kind == "post":
-            order.append(Entry("wait", entry.name, entry.roles, entry.step))
-    check(order, resolve_placement(mapping, 4, 4))
-
-
-def test_a_wait_before_its_post_is_refused():
-    order = Order()
-    order.wait("samples", "rollout", "reward", step=0)
-    order.post("samples", "rollout", "reward", step=0)
-    with pytest.raises(ConfigError, match="waits before the post"):
-        check(order, resolve_placement({"rollout": 0, "reward": 1}, 2, 2))
-
-
-def test_a_post_without_a_wait_is_refused():
-    order = Order()
-    order.post("samples", "rollout", "reward", step=0)
-    with pytest.raises(ConfigError, match="never waits"):
-        check(order, resolve_placement({"rollout": 0, "reward": 1}, 2, 2))
-
-
-def test_the_same_entry_twice_is_refused():
-    order = Order()
-    order.task("generate", "rollout", step=0)
-    order.task("generate", "rollout", step=0)
-    with pytest.raises(ConfigError, match="twice"):
-        check(order, resolve_placement({"rollout": 0}, 1, 1))
+def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_over():
+    order = asynchronous(
+        2,
+        data={"train": {"path": "t"}, "eval": {"path": "e"}},
+        evaluation={"interval": 2, "stop_at": 0.9},
+        placement=GRPO,
+    )
+    decided = {step: position(order, "decide_to_stop", step) for step in (0, 2, 4, 6)}
+    synced = {step: position(order, "weight_sync", step) for step in (0, 1, 2, 3, 4, 6)}
+    assert order.syncs() == [
+        (synced[0], 0),
+        (synced[1], decided[0] + 1),
+        (synced[2], decided[0] + 1),
+        (synced[3], decided[2] + 1),
+        (synced[4], decided[2] + 1),
+        (synced[6], decided[4] + 1),
+    ]

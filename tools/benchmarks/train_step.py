@@ -4,9 +4,9 @@
 
 Both train equal copies of one model on the same samples. "bare" calls megatron-core directly: its GPTModel with these
 layers, its DDP, optimizer and schedule, its fused cross-entropy, on a batch that was packed beforehand. "rltrain" is
-TrainableModel.train_batch with the SFT loss, which also packs, computes entropies, agrees on global counts and
-reduces metrics over ranks. Each repeat times both, in turn first, so that other load on the machine meets both alike;
-reported are medians of the slowest rank. The last line is one JSON object. The default size is the quickstart's.
+TrainableModel.train_batch with the SFT loss, which also packs, computes entropies and reduces metrics over ranks. Each
+repeat times both, in turn first, so that other load on the machine meets both alike; reported are medians of the
+slowest rank. The last line is one JSON object. The default size is the quickstart's.
 """
 
 import argparse
@@ -88,6 +88,7 @@ def make_experience(arguments: argparse.Namespace, seed: int) -> Experience:
     response_mask = torch.ones(num_tokens, dtype=torch.bool)
     response_mask[lengths.cumsum(0) - lengths] = False
     return Experience(
+        sample_ids=torch.arange(num_samples),
         group_ids=torch.arange(num_samples),
         prompt_ids=torch.arange(num_samples),
         lengths=lengths,

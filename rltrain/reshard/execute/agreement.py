@@ -42,7 +42,7 @@ class Agreement:
         except RuntimeError as error:
             raise SyncError(
                 f"rank {self.rank} waits at a reshard for all of ranks {self._ranks}, but: {error}. Look for what "
-                "ended or holds up the missing ones; config key cluster.timeout_s is how long a rank waits"
+                "ended or holds up the missing ones; config key timeouts.no_progress_s is how long a rank waits"
             ) from error
 
     def together(self, attempt: Callable[[], Result]) -> Result:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.reshard.execute.steps import Steps
+from rltrain.reshard.execute.steps import Message, Steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +34,12 @@ class Memory:
         self._tensors = tensors
         self._bytes: dict[int, Tensor] = {}
 
-    def __getitem__(self, base: int) -> Tensor:
+    def part(self, message: Message) -> Tensor:
+        """What a message carries, or is to fill."""
+        base = message.base
         if base not in self._bytes:
             self._bytes[base] = self._tensors[base].detach().view(-1).view(torch.uint8)
-        return self._bytes[base]
+        return self._bytes[base].narrow(0, message.offset, message.num_bytes)
 
 
 def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:

@@ -5,11 +5,12 @@ A round is first expected, then started once it is packed. All ranks start the r
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.lanes import Lane, Mark
@@ -59,39 +60,31 @@ class Wire(ABC):
     def finish(self) -> Mark:
         """When all that remains has left and arrived; after the rounds."""
 
-    def outgoing(self, messages: list[Message]) -> list[dist.P2POp]:
+    def count_sent(self, messages: list[Message]) -> None:
         for message in messages:
             self.bytes_sent[message.peer] += message.num_bytes
-        return self._operations(dist.isend, messages)
 
-    def incoming(self, messages: list[Message]) -> list[dist.P2POp]:
+    def count_received(self, messages: list[Message]) -> None:
         self.bytes_received += sum(message.num_bytes for message in messages)
-        return self._operations(dist.irecv, messages)
 
-    @contextmanager
-    def named(self, what: str) -> Iterator[None]:
-        """Turns errors of the transport into ones that say what this rank was about."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise SyncError(
-                f"rank {self.link.rank} could not {what} in stage {self.steps.name} of a reshard: {error}. Look for "
-                "what ended or holds up the other rank: its own message comes first in the log. How long a rank waits "
-                "for another is config key cluster.timeout_s"
-            ) from error
-
-    def _operations(self, call: Callable[..., dist.Work | None], messages: list[Message]) -> list[dist.P2POp]:
-        return [
-            dist.P2POp(call, self.memory[base][offset : offset + size], peer, self.link.group, tag)
-            for peer, tag, base, offset, size in messages
-        ]
+    def failed(self, what: str, error: RuntimeError) -> SyncError:
+        """In place of an `error` of the transport, one that says what this rank was about."""
+        return SyncError(
+            f"rank {self.link.rank} could not {what} in stage {self.steps.name} of a reshard: {error}. Look for "
+            "what ended or holds up the other rank: its own message comes first in the log. How long a rank waits "
+            "for another is config key timeouts.no_progress_s"
+        )
 
 
-@dataclass(frozen=True)
-class _Posted:
-    """A message on its way: what to call it, and its handle."""
+Transfer = Callable[[list[Tensor], int, int], dist.Work]
+"""(tensors, rank within the group, tag): `send` or `recv` of a process group."""
+
+
+class _Posted(NamedTuple):
+    """A message on its way and its handle; `what` is done with it, such as "send {} to"."""
 
     what: str
+    message: Message
     work: dist.Work
 
 
@@ -109,21 +102,22 @@ class GlooWire(Wire):
         self._sends: dict[int, list[_Posted]] = {}
         self._receives: dict[int, list[_Posted]] = {}
         self._sends_in_place: list[_Posted] = []
-        self._receives_in_place = self._post(self.incoming(steps.receives_in_place), "receive {} from")
+        # torch.distributed.isend looks up the group and its ranks for every message, which costs more than posting it.
+        self._places = {peer: place for place, peer in enumerate(dist.get_process_group_ranks(link.group))}
+        self._receives_in_place = self._receive(steps.receives_in_place, "receive {} from")
 
     def expect(self, number: int, free: Mark | None) -> None:
         if free is not None:
             free.wait()
-        incoming = self.incoming(self.steps.receives[number])
-        self._receives[number] = self._post(incoming, f"receive {{}} of {self._round(number)} from")
+        messages = self.steps.receives[number]
+        self._receives[number] = self._receive(messages, f"receive {{}} of {self._round(number)} from")
 
     def start(self, number: int, packed: Mark) -> None:
         packed.wait()
         self._began = self._began or self.link.lane.mark()
-        outgoing = self.outgoing(self.steps.sends[number])
-        self._sends[number] = self._post(outgoing, f"send {{}} of {self._round(number)} to")
+        self._sends[number] = self._send(self.steps.sends[number], f"send {{}} of {self._round(number)} to")
         if number == 0:
-            self._sends_in_place = self._post(self.outgoing(self.steps.sends_in_place), "send {} to")
+            self._sends_in_place = self._send(self.steps.sends_in_place, "send {} to")
 
     def left(self, number: int) -> Mark:
         return self._wait(self._sends.pop(number))
@@ -144,20 +138,35 @@ class GlooWire(Wire):
     def _round(self, number: int) -> str:
         return f"round {number + 1} of {self.steps.num_rounds}"
 
-    def _post(self, operations: list[dist.P2POp], what: str) -> list[_Posted]:
+    def _send(self, messages: list[Message], what: str) -> list[_Posted]:
+        self.count_sent(messages)
+        return self._post(self.link.group.send, messages, what)
+
+    def _receive(self, messages: list[Message], what: str) -> list[_Posted]:
+        self.count_received(messages)
+        return self._post(self.link.group.recv, messages, what)
+
+    def _post(self, transfer: Transfer, messages: list[Message], what: str) -> list[_Posted]:
         posted = []
-        for operation in operations:
-            named = f"{what.format(f'{operation.tensor.numel()} bytes')} rank {operation.peer}"
-            with self.named(named):
-                work = operation.op(operation.tensor, operation.peer, self.link.group, operation.tag)
-            posted.append(_Posted(named, work))
+        for message in messages:
+            try:
+                work = transfer([self.memory.part(message)], self._places[message.peer], message.tag)
+            except RuntimeError as error:
+                raise self.failed(_described(what, message), error) from error
+            posted.append(_Posted(what, message, work))
         return posted
 
     def _wait(self, posted: list[_Posted]) -> Mark:
-        for message in posted:
-            with self.named(message.what):
-                message.work.wait()
+        for what, message, work in posted:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.failed(_described(what, message), error) from error
         return self.link.lane.mark()
+
+
+def _described(what: str, message: Message) -> str:
+    return f"{what.format(f'{message.num_bytes} bytes')} rank {message.peer}"
 
 
 class NcclWire(Wire):
@@ -174,16 +183,22 @@ class NcclWire(Wire):
 
     def start(self, number: int, packed: Mark) -> None:
         lane = self.link.lane
-        operations = [*self.outgoing(self.steps.sends[number]), *self.incoming(self.steps.receives[number])]
+        sends, receives = self.steps.sends[number], self.steps.receives[number]
+        self.count_sent(sends)
+        self.count_received(receives)
+        operations = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
         with lane:
             lane.after(packed)
             lane.after(self._free.pop(number))
             began = lane.mark()
             if operations:
                 peers = sorted({operation.peer for operation in operations})
-                with self.named(f"exchange round {number + 1} of {self.steps.num_rounds} with ranks {peers}"):
+                try:
                     for work in dist.batch_isend_irecv(operations):
                         work.wait()  # makes the lane wait, not the host
+                except RuntimeError as error:
+                    what = f"exchange round {number + 1} of {self.steps.num_rounds} with ranks {peers}"
+                    raise self.failed(what, error) from error
             self._done[number] = lane.mark()
         if operations:
             self.spans.append((began, self._done[number]))
@@ -196,6 +211,12 @@ class NcclWire(Wire):
 
     def finish(self) -> Mark:
         return self.link.lane.mark()
+
+    def _operations(self, call: Callable[..., dist.Work | None], messages: list[Message]) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(call, self.memory.part(message), message.peer, self.link.group, message.tag)
+            for message in messages
+        ]
 
 
 def make_wire(steps: StageSteps, memory: Memory, link: Link) -> Wire:

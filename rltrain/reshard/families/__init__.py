@@ -2,6 +2,7 @@
 
 from rltrain.reshard.families.architecture import MLA, Architecture, MoE, RopeScaling, YarnScaling, read_architecture
 from rltrain.reshard.families.canonical import (
+    NUM_LABELS,
     canonical_tensors,
     element_types,
     first_tensors,
@@ -15,6 +16,7 @@ from rltrain.reshard.families.table import Layer, Part, Row, Split, Table
 
 __all__ = [
     "MLA",
+    "NUM_LABELS",
     "Architecture",
     "Layer",
     "MoE",

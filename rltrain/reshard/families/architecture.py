@@ -1,14 +1,17 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from rltrain.reshard.families.config_file import ConfigReader
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+Head = Literal["vocabulary", "value"]
+"""What stands on top of a model: a logit per token of the vocabulary, or one value."""
+
 QWEN3_HEAD_DIM = 128  # what transformers assumes where the key is absent
 
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
@@ -79,7 +82,8 @@ class MLA:
 class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
-    `head_dim` is that of queries. `moe` and `mla` are None in models that have no experts or no latent attention.
+    `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
+    experts or no latent attention.
     """
 
     family: str
@@ -100,6 +104,11 @@ class Architecture:
     eos_token_ids: tuple[int, ...]
     moe: MoE | None = None
     mla: MLA | None = None
+    head: Head = "vocabulary"
+
+    def value_model(self) -> "Architecture":
+        """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
+        return replace(self, head="value", tied_embeddings=False)
 
     @property
     def query_size(self) -> int:
@@ -121,12 +130,13 @@ class Architecture:
         return tuple(layer not in self.moe.dense_layers for layer in range(self.num_layers))
 
 
-def read_architecture(path: Path) -> Architecture:
-    """Read `path`/config.json, as written by transformers 4 or 5.
+def read_architecture(path: Path, config_key: str = "model.path") -> Architecture:
+    """Read `path`/config.json, as written by transformers 4 or 5; the head is the vocabulary's.
 
-    Raises CheckpointError where the file is missing or the model needs something that is not supported.
+    `config_key` is the key that names the folder, for messages. Raises CheckpointError where the file is missing or the
+    model needs something that is not supported.
     """
-    reader = ConfigReader(path / CONFIG_FILE)
+    reader = ConfigReader(path / CONFIG_FILE, config_key=config_key)
     family = reader.values.get("model_type")
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
@@ -223,7 +233,7 @@ def _read_rope(config: ConfigReader) -> tuple[float, RopeScaling | YarnScaling |
     nested = config.values.get(key) or {}
     if not isinstance(nested, dict):
         raise config.error(key, "an object or null")
-    rope = ConfigReader(config.file, nested, prefix=f"{key}.")
+    rope = config.inside(key, nested)
     theta = rope.take("rope_theta", float, config.take("rope_theta", float, 10000.0))
     for holder in (config, rope):
         if holder.values.get("partial_rotary_factor") not in (None, 1):
@@ -255,7 +265,7 @@ def _read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
     """generation_config.json is what ends a generation in transformers; config.json only where that says nothing."""
     readers = [config]
     if (path / GENERATION_CONFIG_FILE).exists():
-        readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE))
+        readers.insert(0, ConfigReader(path / GENERATION_CONFIG_FILE, config_key=config.config_key))
     for reader in readers:
         value = reader.values.get("eos_token_id")
         if value is None:

@@ -1,6 +1,7 @@
 """The checkpoint's tensors of a model, numbered, with their shapes and types."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from rltrain.reshard.element_types import ElementType, TypeArray, uniform
 from rltrain.reshard.families.architecture import Architecture
 from rltrain.reshard.families.deepseek import DEEPSEEK_V3
-from rltrain.reshard.families.dense import LLAMA, QWEN2, QWEN3
+from rltrain.reshard.families.dense import LLAMA, QWEN2, QWEN3, VALUE_HEAD
 from rltrain.reshard.families.moe import MIXTRAL, QWEN3_MOE
 from rltrain.reshard.families.table import Layer, Row, Table
 from rltrain.reshard.layout import CanonicalTensors, IntArray
@@ -24,9 +25,14 @@ TABLES = {
     "deepseek_v3": DEEPSEEK_V3,
 }
 
+NUM_LABELS = 1
+"""Scores of a value head, in the terms of transformers' models for sequence classification."""
+
 
 def table_of(architecture: Architecture) -> Table:
-    return TABLES[architecture.family]
+    """The family's table, with the head that `architecture` has."""
+    table = TABLES[architecture.family]
+    return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
 
 
 def layer_of(architecture: Architecture, sparse: bool) -> Layer:
@@ -47,6 +53,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "keys": architecture.kv_size,
         "head": architecture.head_dim,
         "ffn": architecture.ffn_hidden_size,
+        "labels": NUM_LABELS,
     }
     if moe := architecture.moe:
         measured |= {

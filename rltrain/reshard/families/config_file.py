@@ -15,14 +15,20 @@ EXPECTED = {bool: "true or false", int: "an integer", float: "a number"}
 class ConfigReader:
     """Typed access to one JSON object; every complaint names the file, the key, the value and what was expected."""
 
-    def __init__(self, file: Path, values: Mapping[str, Any] | None = None, prefix: str = "") -> None:
-        self.file, self.prefix = file, prefix
-        self.values = _read_json(file) if values is None else values
+    def __init__(
+        self, file: Path, values: Mapping[str, Any] | None = None, *, prefix: str = "", config_key: str = "model.path"
+    ) -> None:
+        self.file, self.prefix, self.config_key = file, prefix, config_key
+        self.values = _read_json(file, config_key) if values is None else values
+
+    def inside(self, key: str, values: Mapping[str, Any]) -> "ConfigReader":
+        """A reader of the object `values` that stands under `key`."""
+        return ConfigReader(self.file, values, prefix=f"{self.prefix}{key}.", config_key=self.config_key)
 
     def error(self, key: str, expected: str) -> CheckpointError:
         found = json.dumps(self.values[key]) if key in self.values else "absent"
         return CheckpointError(
-            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} (config key model.path)"
+            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} (config key {self.config_key})"
         )
 
     def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
@@ -42,15 +48,15 @@ class ConfigReader:
         return value
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
+def _read_json(file: Path, config_key: str) -> Mapping[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file} does not exist; expected the folder of a Hugging Face checkpoint (config key model.path)"
+            f"{file} does not exist; expected the folder of a Hugging Face checkpoint (config key {config_key})"
         ) from None
     except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{file} cannot be read as JSON: {problem} (config key model.path)") from None
+        raise CheckpointError(f"{file} cannot be read as JSON: {problem} (config key {config_key})") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object (config key model.path)")
+        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object (config key {config_key})")
     return values

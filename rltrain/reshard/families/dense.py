@@ -58,6 +58,14 @@ QK_NORMS = (
     in_layer(("self_attn.k_norm.weight", "head"), megatron="self_attention.k_layernorm.weight"),
 )
 
+# As in transformers' models for sequence classification. Every tensor-parallel rank holds all of it: one row is nothing
+# beside a shard of the layers, and cut by columns it would cost every forward pass a sum over the ranks.
+VALUE_HEAD = Row(
+    parts=(Part("score.weight", ("labels", "hidden")),),
+    megatron="output_layer.weight",
+    engine="score.weight",
+)
+
 LLAMA_LAYER = Layer((INPUT_NORM, QKV, ATTENTION_OUTPUT, POST_ATTENTION_NORM, *MLP))
 
 LLAMA = Table(

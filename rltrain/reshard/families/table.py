@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Table:
-    """A family's parameters. `head` is a parameter of its own only where embeddings are not tied.
+    """A family's parameters. `head` is the vocabulary's, and a parameter of its own only where embeddings are not tied.
 
     `dense` layers have one MLP; `sparse` ones, of mixture-of-experts families, a router and experts.
     """

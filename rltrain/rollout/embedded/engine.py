@@ -1,6 +1,7 @@
 """The embedded engine: in-process generation on weights that a weight sync updates in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def allocate_parameters(
 
 class EmbeddedEngine:
     """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
-    place between calls of `generate`; nothing derived from them is kept. The KV cache's memory is kept until released.
+    place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
+    The KV cache's memory is kept until released.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends with reason "length".
     """
@@ -55,51 +57,117 @@ class EmbeddedEngine:
             self._model.num_layers,
             self._model.num_kv_heads,
             self._model.head_dim,
+            max_running_requests,
             max_context_tokens,
             dtype,
             self._device,
         )
+        self._generation: Generation | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted whose completion no step has returned yet."""
+        return self._generation.num_unfinished if self._generation else 0
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests would start at the next step."""
+        return max(0, self._max_running_requests - self.num_unfinished)
+
+    def begin_update(self) -> None:
+        """Withdraw the policy version: the weights are about to be rewritten. What is running stays."""
+        self.policy_version = None
+
+    @torch.inference_mode()
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
+        if not requests:
+            return
+        self._check_prompts(requests)
+        generation = self._generation if self.num_unfinished else None
+        if generation and generation.sampling != sampling:
+            raise ValueError(f"submitted with {sampling} while requests with {generation.sampling} are unfinished")
+        generation = generation or self._new_generation(sampling)
+        generation.submit(requests)
+        self._generation = generation
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Admit what fits and draw one token of every running response; the completions of those that it ends.
+
+        Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
+        Collective over: the engine's tensor-parallel group.
+        """
+        version = self._served_version()
+        if self._generation is None:
+            return []
+        with self._forgetting_on_divergence():
+            return self._generation.step(version)
+
+    @torch.inference_mode()
+    def suspend(self) -> list[Request]:
+        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far."""
+        generation, self._generation = self._generation, None
+        if generation is None:
+            return []
+        with self._forgetting_on_divergence():
+            return generation.unfinished()
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of `requests`. Collective over: the engine's tensor-parallel group.
+        """Completions in the order of `requests`, while nothing else is unfinished.
 
-        Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
+        Raises as `step` does. Collective over: the engine's tensor-parallel group.
         """
-        version = self.policy_version
-        if version is None:
+        version = self._served_version()
+        self._expect_idle("generate")
+        self.submit(requests, sampling)
+        if self._generation is None:
+            return []
+        with self._forgetting_on_divergence():
+            completions = {completion.id: completion for completion in self._generation.run(version)}
+        return [completions[request.id] for request in requests]
+
+    def cache_tensors(self) -> tuple[Tensor, Tensor]:
+        """The keys and values that the cache holds memory for now."""
+        return self._cache.keys, self._cache.values
+
+    def release_cache(self) -> None:
+        """Free the KV cache's memory; the next step allocates what it needs."""
+        self._expect_idle("release_cache")
+        self._cache.release()
+
+    def _served_version(self) -> int:
+        if self.policy_version is None:
             raise SyncError(
                 "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
                 "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
             )
-        if not requests:
-            return []
-        self._check_prompts(requests)
-        stop_strings = self._stop_strings(sampling, len(requests))
-        num_slots = min(self._max_running_requests, len(requests))
-        self._cache.prepare(num_slots)
-        generation = Generation(
+        return self.policy_version
+
+    def _expect_idle(self, method: str) -> None:
+        if self.num_unfinished:
+            raise ValueError(f"{method} with {self.num_unfinished} requests unfinished; expected none: suspend() first")
+
+    def _new_generation(self, sampling: SamplingParams) -> Generation:
+        return Generation(
             self._model,
             self._cache,
-            requests,
             sampling,
-            stop_strings,
-            num_slots=num_slots,
+            self._stop_strings(sampling),
+            num_slots=self._max_running_requests,
             max_context_tokens=self._max_context_tokens,
         )
+
+    @contextmanager
+    def _forgetting_on_divergence(self) -> Iterator[None]:
+        """Forget all requests and the cache, which may hold NaN that a later mask would not hide."""
         try:
-            return generation.run(version)
+            yield
         except DivergenceError:
-            self._cache.release()  # it may hold NaN, which a later mask would not hide
+            self._generation = None
+            self._cache.release()
             raise
-
-    def begin_update(self) -> None:
-        """Withdraw the policy version: the weights are about to be rewritten."""
-        self.policy_version = None
-
-    def release_cache(self) -> None:
-        """Free the KV cache's memory; the next generation allocates what it needs."""
-        self._cache.release()
 
     def _check_prompts(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -110,7 +178,7 @@ class EmbeddedEngine:
                     "Raise rollout.max_context_tokens or lower data.max_prompt_tokens."
                 )
 
-    def _stop_strings(self, sampling: SamplingParams, num_requests: int) -> StopStrings | None:
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop:
             return None
         if self._tokenizer is None:
@@ -118,4 +186,4 @@ class EmbeddedEngine:
                 f"rollout.sampling.stop = {list(sampling.stop)} needs the model's tokenizer to decode responses, and "
                 "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
             )
-        return StopStrings(self._tokenizer, sampling.stop, num_requests)
+        return StopStrings(self._tokenizer, sampling.stop)

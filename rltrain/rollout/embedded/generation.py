@@ -1,8 +1,9 @@
-"""One call of `generate`: continuous batching of its requests over the slots of a KV cache."""
+"""Continuous batching: requests that share one `SamplingParams` run in the slots of a KV cache."""
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from rltrain.rollout.embedded.kv_cache import DecodeAttention, KvCache, PrefillA
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.sampling import draw, random_streams
 from rltrain.rollout.embedded.stop_strings import StopStrings
-from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.embedded.transcript import Transcript
+from rltrain.rollout.engine import Completion, Drawn, FinishReason, Request, SamplingParams
 
 _PREFILL_TOKENS = 8192
 """Padded prompt tokens of one prefill pass; bounds its activations. A longer prompt stands alone."""
@@ -20,98 +22,160 @@ _ADMIT_FRACTION = 8
 """New requests enter once 1/8 of the slots are free: one prefill then serves several."""
 
 # Rows of the slot state.
-_REQUEST, _TOKEN, _POSITION, _DRAWN, _LIMIT, _STREAM = range(6)
+_TOKEN, _POSITION, _DRAWN, _PLACE, _LIMIT, _STREAM = range(6)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one decode step drew: request numbers, tokens and log-probs, one entry per running slot."""
+@dataclass(slots=True)
+class _Response:
+    """A request and what the host keeps of it while it runs, which does not change with every token."""
 
-    requests: Tensor
-    tokens: Tensor
-    logprobs: Tensor
+    request: Request
+    context: tuple[int, ...]
+    """Prompt and tokens drawn before this engine took the request."""
+    column: int
+    """Of the transcript."""
+    first_step: int
+    """The first decode step that draws for it."""
+    recent: deque[int] | None
+    """Its last tokens, where stop strings are looked for."""
+    end_step: int | None = None
+    """The first decode step that draws for it no more; None while it runs."""
+    finish_reason: FinishReason = "length"
 
 
 class Generation:
-    """Running requests fill slots 0 .. num_running - 1 of the cache and of `_state` [6, slots] int64.
+    """Running requests fill slots 0 .. num_running - 1 of the cache, of `_running` and of `_state` [6, slots] int64.
 
     `_TOKEN` is the next token to feed, `_POSITION` where it stands, `_DRAWN` how many response tokens exist, `_LIMIT`
-    how many may. A request enters with its prompt cached but for the last token, which the next decode step feeds: so
-    all sampling happens in one place.
+    how many may, `_PLACE` where the transcript notes the next one. A request enters with its context cached but for
+    the last token, which the next decode step feeds: so all sampling happens in one place. A running request draws one
+    token per step, which tells what it drew when. What a response drew is read out only when it is asked for, or when
+    its place in the transcript is needed: many at a time in `run`.
     """
 
     def __init__(
         self,
         model: EngineModel,
         cache: KvCache,
-        requests: Sequence[Request],
         sampling: SamplingParams,
         stop_strings: StopStrings | None,
         *,
         num_slots: int,
         max_context_tokens: int,
     ) -> None:
-        self._model, self._cache, self._requests, self._sampling = model, cache, requests, sampling
-        self._stop_strings = stop_strings
-        self._max_context_tokens = max_context_tokens
+        self.sampling = sampling
+        self._model, self._cache, self._stop_strings = model, cache, stop_strings
+        self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
         self._device = cache.keys.device
         self._stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
-        self._waiting = deque(range(len(requests)))
-        self._num_slots = num_slots
-        self._num_running = 0
+        self._unfinished: dict[int, Request] = {}  # by id, in the order of submission
+        self._waiting: deque[Request] = deque()
+        self._running: list[_Response] = []
+        self._finished: list[_Response] = []  # still in the transcript
+        self._completions: list[Completion] = []
         self._num_positions = 0
-        self._state = torch.zeros(6, self._num_slots, dtype=torch.int64, device=self._device)
-        self._running_requests = self._state[_REQUEST, :0]
-        self._stopped = torch.zeros(len(requests), dtype=torch.bool, device=self._device)
-        self._steps: list[_Step] = []
+        self._state = torch.zeros(6, num_slots, dtype=torch.int64, device=self._device)
+        self._increments = torch.tensor([[1], [1], [num_slots]], device=self._device)  # of _POSITION, _DRAWN, _PLACE
+        self._transcript = Transcript(num_slots, self._device)
+        self._num_steps = 0
+        self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests that have something left to draw, and ids of their own."""
+        new = {request.id: request for request in requests}
+        if len(new) < len(requests) or not new.keys().isdisjoint(self._unfinished):
+            raise ValueError("requests with equal ids; expected distinct ones among all that are unfinished")
+        for request in requests:
+            if request.drawn and len(request.drawn.tokens) >= self._response_limit(request):
+                raise ValueError(
+                    f"request {request.id} has drawn {len(request.drawn.tokens)} tokens; expected fewer than the "
+                    f"{self._response_limit(request)} that its response may have"
+                )
+        self._unfinished |= new
+        self._waiting.extend(requests)
+
+    def step(self, policy_version: int) -> list[Completion]:
+        """Admit what fits, then one decode step; what is now finished.
+
+        Collective over: the engine's tensor-parallel group.
+        """
+        self._advance(policy_version)
+        return self._take_completions()
 
     def run(self, policy_version: int) -> list[Completion]:
-        """Decode until every request is done. Collective over: the engine's tensor-parallel group."""
-        while self._waiting or self._num_running:
-            if self._should_admit():
-                self._admit()
-            self._decode_step()
-        return self._completions(policy_version)
+        """Step until nothing is left. Collective over: the engine's tensor-parallel group."""
+        while self._waiting or self._running:
+            self._advance(policy_version)
+        return self._take_completions()
+
+    def unfinished(self) -> list[Request]:
+        """All requests without a completion, in the order of submission, each with what it has drawn so far."""
+        requests = dict(self._unfinished)
+        for response, drawn in zip(self._running, self._read(self._running), strict=True):
+            requests[response.request.id] = replace(response.request, drawn=Drawn(*map(tuple, drawn)))
+        return list(requests.values())
+
+    def _advance(self, policy_version: int) -> None:
+        if self._should_admit():
+            self._admit()
+        if not self._running:
+            return
+        if not self._versions or self._versions[-1][1] != policy_version:
+            self._versions.append((self._num_steps, policy_version))
+        self._decode_step()
 
     def _should_admit(self) -> bool:
-        num_free = self._num_slots - self._num_running
+        num_free = self._num_slots - len(self._running)
         num_wanted = min(len(self._waiting), max(1, self._num_slots // _ADMIT_FRACTION))
         return 0 < num_wanted <= num_free
 
     def _admit(self) -> None:
-        """Fill the free slots with waiting requests and cache their prompts."""
-        first = self._num_running
+        """Fill the free slots with waiting requests and cache their contexts."""
+        self._read_finished()
+        first = len(self._running)
         num_new = min(self._num_slots - first, len(self._waiting))
-        admitted = [self._waiting.popleft() for _ in range(num_new)]
-        self._num_running += num_new
-        self._write_state(first, admitted)
-        longest = max(len(self._requests[number].prompt) for number in admitted)
+        admitted = [self._response(self._waiting.popleft(), column) for column in self._transcript.take(num_new)]
+        longest = max(len(response.context) for response in admitted)
         self._num_positions = max(self._num_positions, longest - 1)
-        self._cache.reserve(self._num_positions)
+        self._reserve(first + num_new)
+        self._running += admitted
+        self._write_state(first, admitted)
         self._prefill(first, admitted)
 
-    def _write_state(self, first: int, admitted: Sequence[int]) -> None:
-        requests = [self._requests[number] for number in admitted]
+    def _response(self, request: Request, column: int) -> _Response:
+        drawn = request.drawn.tokens if request.drawn else ()
+        recent = self._stop_strings.recent(drawn) if self._stop_strings else None
+        return _Response(request, request.prompt + drawn, column, self._num_steps, recent)
+
+    def _reserve(self, num_slots: int) -> None:
+        self._cache.reserve(num_slots, self._num_positions, num_used=len(self._running))
+        self._transcript.reserve(self._cache.capacity)
+
+    def _write_state(self, first: int, admitted: Sequence[_Response]) -> None:
+        requests = [response.request for response in admitted]
         rows = [
-            admitted,
-            [request.prompt[-1] for request in requests],
-            [len(request.prompt) - 1 for request in requests],
-            [0] * len(requests),
+            [response.context[-1] for response in admitted],
+            [len(response.context) - 1 for response in admitted],
+            [len(request.drawn.tokens) if request.drawn else 0 for request in requests],
+            [self._transcript.place(len(response.context) - 1, response.column) for response in admitted],
             [self._response_limit(request) for request in requests],
         ]
-        new = self._state[:, first : self._num_running]
+        new = self._state[:, first : len(self._running)]
         new[:_STREAM] = torch.tensor(rows, dtype=torch.int64, device=self._device)
         new[_STREAM] = random_streams([request.seed for request in requests], self._device)
-        self._running_requests = self._state[_REQUEST, : self._num_running].clone()
 
     def _response_limit(self, request: Request) -> int:
-        return min(self._sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
+        return min(self.sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
 
-    def _prefill(self, first_slot: int, admitted: Sequence[int]) -> None:
-        """Cache all but the last token of the prompts, each distinct prompt computed once."""
+    def _prefill(self, first_slot: int, admitted: Sequence[_Response]) -> None:
+        """Cache all but the last token of the contexts, each distinct one computed once."""
         slots_of: dict[tuple[int, ...], list[int]] = {}
-        for slot, number in enumerate(admitted, start=first_slot):
-            slots_of.setdefault(self._requests[number].prompt[:-1], []).append(slot)
+        for slot, response in enumerate(admitted, start=first_slot):
+            slots_of.setdefault(response.context[:-1], []).append(slot)
         for heads in _prefill_passes(head for head in slots_of if head):
             width = len(heads[-1])
             padded = [[*head, *[0] * (width - len(head))] for head in heads]
@@ -123,65 +187,100 @@ class Generation:
 
     def _decode_step(self) -> None:
         """Feed every running slot's token and draw its next one."""
-        state = self._state[:, : self._num_running]
+        state = self._state[:, : len(self._running)]
+        fed, positions, num_drawn, places, limits, streams = state.unbind()
         self._num_positions += 1
-        self._cache.reserve(self._num_positions)
-        attention = DecodeAttention(self._cache, self._model.num_heads, state[_POSITION], self._num_positions)
-        logits = self._model.logits(self._model.forward(state[_TOKEN], state[_POSITION], attention))
-        tokens, logprobs = draw(logits, state[_STREAM], state[_DRAWN], self._sampling)
-        self._steps.append(_Step(self._running_requests, tokens, logprobs))
-        state[_TOKEN] = tokens
-        state[_POSITION : _DRAWN + 1] += 1
+        self._reserve(len(self._running))
+        attention = DecodeAttention(self._cache, self._model.num_heads, positions, self._num_positions)
+        logits = self._model.logits(self._model.forward(fed, positions, attention))
+        tokens, logprobs = draw(logits, streams, num_drawn, self.sampling)
+        self._transcript.write(places, tokens, logprobs)
+        self._num_steps += 1
+        fed.copy_(tokens)
+        state[_POSITION : _PLACE + 1].add_(self._increments)
         stopped = self._stops(tokens)
-        finished = torch.logical_or(stopped, state[_DRAWN] >= state[_LIMIT])
-        finished_slots = finished.nonzero()[:, 0]
-        if len(finished_slots):
-            self._stopped[self._running_requests[finished_slots]] = stopped[finished_slots]
-            self._retire(finished, finished_slots)
+        finished = torch.logical_or(stopped, num_drawn >= limits).nonzero().squeeze(1)
+        slots = finished.tolist()
+        if slots:
+            self._retire(slots, stopped[finished].tolist())
 
     def _stops(self, tokens: Tensor) -> Tensor:
         """[running] whether the token just drawn ends its response."""
         stopped = (tokens[:, None] == self._stop_tokens).any(-1)
         if self._stop_strings is not None:
-            matched = self._stop_strings.append(self._running_requests.tolist(), tokens.tolist())
+            recent = [response.recent for response in self._running if response.recent is not None]
+            matched = self._stop_strings.append(recent, tokens.tolist())
             stopped.logical_or_(torch.tensor(matched, device=self._device))
         return stopped
 
-    def _retire(self, finished: Tensor, finished_slots: Tensor) -> None:
-        """Free the finished slots by moving the last running ones into them."""
-        num_left = self._num_running - len(finished_slots)
-        destinations = finished_slots[finished_slots < num_left]
-        if len(destinations):
-            sources = num_left + (~finished[num_left:]).nonzero()[:, 0]
-            self._state[:, destinations] = self._state[:, sources]
-            self._cache.move(sources, destinations, self._num_positions)
-        self._num_running = num_left
-        self._running_requests = self._state[_REQUEST, :num_left].clone()
+    def _retire(self, finished: list[int], stopped: list[bool]) -> None:
+        """Free the `finished` slots; `stopped` says of each whether a stop token or string ended its response."""
+        for slot, ended in zip(finished, stopped, strict=True):
+            response = self._running[slot]
+            response.end_step = self._num_steps
+            response.finish_reason = "stop" if ended else "length"
+            self._finished.append(response)
+        self._compact(finished)
+
+    def _compact(self, finished: list[int]) -> None:
+        """Free the `finished` slots by moving the last running responses into them."""
+        num_running, num_left = len(self._running), len(self._running) - len(finished)
+        gone = set(finished)
+        destinations = [slot for slot in finished if slot < num_left]
+        sources = [slot for slot in range(num_left, num_running) if slot not in gone]
+        if destinations:
+            for source, destination in zip(sources, destinations, strict=True):
+                self._running[destination] = self._running[source]
+            to, by = torch.tensor([destinations, sources], device=self._device)
+            self._state[:, to] = self._state[:, by]
+            self._cache.move(by, to, self._num_positions)
+        del self._running[num_left:]
         self._num_positions = int(self._state[_POSITION, :num_left].max()) if num_left else 0
 
-    def _completions(self, policy_version: int) -> list[Completion]:
-        requests = torch.cat([step.requests for step in self._steps])
-        order = requests.argsort(stable=True)
-        tokens = torch.cat([step.tokens for step in self._steps])[order].tolist()
-        logprobs = torch.cat([step.logprobs for step in self._steps])[order]
-        if not bool(torch.isfinite(logprobs).all()):
-            raise DivergenceError(
-                f"The rollout policy (version {policy_version}) gives log-probs that are not finite: its weights have "
-                "diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
-            )
-        values = logprobs.tolist()
-        ends = requests.bincount(minlength=len(self._requests)).cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        return [
-            Completion(
-                id=request.id,
-                tokens=tokens[start:end],
-                logprobs=values[start:end],
-                policy_versions=[policy_version] * (end - start),
-                finish_reason="stop" if stopped else "length",
-            )
-            for request, start, end, stopped in zip(self._requests, starts, ends, self._stopped.tolist(), strict=True)
+    def _take_completions(self) -> list[Completion]:
+        """Those that have not been taken yet."""
+        self._read_finished()
+        completions, self._completions = self._completions, []
+        return completions
+
+    def _read_finished(self) -> None:
+        """Make completions of the finished responses and free their columns of the transcript."""
+        finished, self._finished = self._finished, []
+        for response, drawn in zip(finished, self._read(finished), strict=True):
+            self._completions.append(Completion(response.request.id, *drawn, response.finish_reason))
+            del self._unfinished[response.request.id]
+        self._transcript.give_back([response.column for response in finished])
+
+    def _read(self, responses: Sequence[_Response]) -> Iterator[tuple[list[int], list[float], list[int]]]:
+        """Tokens, log-probs and policy versions of all that each response has drawn, before and here."""
+        ends = [self._num_steps if response.end_step is None else response.end_step for response in responses]
+        spans = [
+            (response.column, len(response.context) - 1, end - response.first_step)
+            for response, end in zip(responses, ends, strict=True)
         ]
+        for response, end, (tokens, logprobs) in zip(responses, ends, self._transcript.read(spans), strict=True):
+            versions = self._policy_versions(response.first_step, end)
+            if not math.isfinite(sum(logprobs)):
+                raise DivergenceError(
+                    f"The rollout policy (version {versions[-1]}) gives log-probs that are not finite: its weights "
+                    "have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
+                )
+            before = response.request.drawn
+            if before is None:
+                yield tokens, logprobs, versions
+            else:
+                yield [*before.tokens, *tokens], [*before.logprobs, *logprobs], [*before.policy_versions, *versions]
+
+    def _policy_versions(self, first_step: int, end_step: int) -> list[int]:
+        """Of every decode step from `first_step` up to `end_step`."""
+        versions: list[int] = []
+        end = end_step
+        for start, version in reversed(self._versions):
+            versions = [version] * (end - max(start, first_step)) + versions
+            if start <= first_step:
+                break
+            end = min(end, start)
+        return versions
 
 
 def _prefill_passes(heads: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:

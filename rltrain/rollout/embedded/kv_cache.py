@@ -10,8 +10,8 @@ _LENGTH_MULTIPLE = 8
 class KvCache:
     """Keys and values [layers, slots, kv_heads, capacity, head_dim]; running requests fill the first slots.
 
-    Memory follows what was needed: `prepare` sets the number of slots, `reserve` doubles the capacity (positions per
-    slot) up to `max_positions`. Every entry is finite, written or not, so that a masked one contributes exactly zero.
+    Memory follows what was needed: `reserve` at least doubles what falls short, up to `max_slots` and `max_positions`
+    (per slot). Every entry is finite, written or not, so that a masked one contributes exactly zero.
     """
 
     def __init__(
@@ -19,11 +19,13 @@ class KvCache:
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
+        max_slots: int,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.num_kv_heads = num_kv_heads
+        self._max_slots = max_slots
         self._max_positions = round_up(max_positions)
         self.keys = torch.zeros(num_layers, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -38,18 +40,20 @@ class KvCache:
     def capacity(self) -> int:
         return self.keys.shape[3]
 
-    def prepare(self, num_slots: int) -> None:
-        """Have at least `num_slots` slots; what the cache holds may be lost."""
-        if num_slots > self.num_slots:
-            self._allocate(num_slots, 0)
-
-    def reserve(self, num_positions: int) -> None:
-        """Make room for `num_positions` in every slot, keeping what is there."""
-        if num_positions > self.capacity:
-            keys, values = self.keys, self.values
-            self._allocate(self.num_slots, max(round_up(num_positions), 2 * self.capacity))
-            self.keys[:, :, :, : keys.shape[3]] = keys
-            self.values[:, :, :, : values.shape[3]] = values
+    def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
+        """Make room for `num_positions` in each of `num_slots`; what the first `num_used` slots hold stays."""
+        if num_slots <= self.num_slots and num_positions <= self.capacity:
+            return
+        if not num_used:
+            num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
+            self.release()  # first, so that old and new memory never exist together
+        keys, values = self.keys, self.values
+        self._allocate(
+            _grown(num_slots, self.num_slots, self._max_slots),
+            _grown(round_up(num_positions), self.capacity, self._max_positions),
+        )
+        for new, old in ((self.keys, keys), (self.values, values)):
+            new[:, :num_used, :, : old.shape[3]] = old[:, :num_used]
 
     def release(self) -> None:
         """Give the memory back."""
@@ -61,12 +65,15 @@ class KvCache:
             cache[:, destinations, :, :num_positions] = cache[:, sources, :, :num_positions]
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
-        capacity = min(capacity, self._max_positions)
         num_layers, _, num_kv_heads, _, head_dim = self.keys.shape
         self.keys = self.keys.new_zeros(num_layers, num_slots, num_kv_heads, capacity, head_dim)
         self.values = torch.zeros_like(self.keys)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
+
+
+def _grown(wanted: int, present: int, limit: int) -> int:
+    return present if wanted <= present else min(max(wanted, 2 * present), limit)
 
 
 def round_up(num_positions: int) -> int:

@@ -1,5 +1,6 @@
 """Stop strings: ending a response once its decoded text contains one."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,20 +13,22 @@ class Tokenizer(Protocol):
 
 
 class StopStrings:
-    """Follows the responses of one generation by request number. A token adds at least one byte of text."""
+    """Which responses end, from the last tokens of each. A token adds at least one byte of text."""
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], num_requests: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._window_tokens = max(len(string.encode()) for string in strings) + _LEAD_TOKENS
-        self._responses: list[list[int]] = [[] for _ in range(num_requests)]
 
-    def append(self, requests: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Add one token to each named request; which of them now contain a stop string."""
-        return [self._append(request, token) for request, token in zip(requests, tokens, strict=True)]
+    def recent(self, tokens: Sequence[int]) -> deque[int]:
+        """What `append` must know of a response that has drawn `tokens`."""
+        return deque(tokens, maxlen=self._window_tokens)
 
-    def _append(self, request: int, token: int) -> bool:
-        response = self._responses[request]
+    def append(self, responses: Sequence[deque[int]], tokens: Sequence[int]) -> list[bool]:
+        """Add one token to each response; which of them now contain a stop string."""
+        return [self._append(response, token) for response, token in zip(responses, tokens, strict=True)]
+
+    def _append(self, response: deque[int], token: int) -> bool:
         response.append(token)
-        text = self._tokenizer.decode(response[-self._window_tokens :])
+        text = self._tokenizer.decode(list(response))
         return any(string in text for string in self._strings)

@@ -1,0 +1,59 @@
+"""Samples drawn by other weights than those being trained: how old they are, what becomes of them, and their weights.
+
+Staleness of a token is the training step less the version of the policy that drew it.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.losses import of_response, sample_index
+from rltrain.data.experience import Experience
+
+OnStale = Literal["drop", "mask", "correct"]
+
+
+def token_staleness(experience: Experience, step: int) -> Tensor:
+    """[tokens] int64 step - policy version of response tokens, 0 elsewhere."""
+    return (step - experience.policy_version.long()).masked_fill(~experience.response_mask, 0)
+
+
+def apply_staleness_limit(
+    experience: Experience, step: int, limit: int, how: OnStale
+) -> tuple[Experience, dict[str, int]]:
+    """`experience` without what is staler than `limit`, and counts to be added up over ranks and parts of a step.
+
+    drop takes samples with a token over the limit out of the response mask whole, mask takes out such tokens alone,
+    correct leaves them in: their loss is to be weighed by importance_weights. What is out of the mask counts nowhere,
+    in a group's mean as little as in a loss; samples stay, so that no rank waits for one.
+
+    Counts: stale_samples and stale_tokens are those over the limit (in samples that were dropped, the tokens over the
+    limit alone); tokens, staleness_sum and staleness_max (to be combined by maximum) are of what is left to train on.
+    """
+    stale = token_staleness(experience, step) > limit
+    of_sample = sample_index(experience)
+    stale_samples = torch.zeros(experience.num_samples, dtype=torch.bool, device=stale.device)
+    stale_samples[of_sample[stale]] = True
+    removed = {"drop": stale_samples[of_sample], "mask": stale, "correct": torch.zeros_like(stale)}[how]
+    kept = experience.with_fields(response_mask=experience.response_mask & ~removed)
+    staleness = token_staleness(kept, step)
+    counts = {
+        "stale_samples": int(stale_samples.sum()),
+        "stale_tokens": int(stale.sum()),
+        "tokens": int(kept.response_mask.sum()),
+        "staleness_sum": int(staleness.sum()),
+        "staleness_max": int(staleness.max()) if experience.num_tokens else 0,
+    }
+    return kept, counts
+
+
+def importance_weights(experience: Experience, cap: float) -> tuple[Tensor, Tensor]:
+    """[tokens] min(p, cap) with p the token's probability under the actor over that under the engine that drew it, and
+    where the cap binds (bool). No gradient; without meaning outside the response.
+
+    Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"). Needs actor_logprobs: those of the weights from which this step's training starts.
+    """
+    ratio = (of_response(experience, "actor_logprobs") - of_response(experience, "rollout_logprobs")).detach().exp()
+    return ratio.clamp(max=cap), ratio > cap

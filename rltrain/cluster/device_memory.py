@@ -1,0 +1,98 @@
+"""The device's side of moving memory: copies on a stream of their own, and what its allocator holds."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+SPARE_BYTES = 2**30
+"""What a prefetch leaves free for whatever the estimate of the present task does not know."""
+
+
+class DeviceMemory:
+    """A device whose copies are finished when they return, and from which nothing is fetched ahead: the CPU.
+
+    Base of CudaMemory, whose methods do what these say with streams and an allocator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and not isinstance(self, CudaMemory):
+            raise ValueError(
+                "copies on CUDA have to be waited for: make the memory of a device by device_memory(device)"
+            )
+        self.device = device
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Copies made inside run beside the device's other work; they see all that was asked for before."""
+        return nullcontext()
+
+    def finish_copies(self) -> None:
+        """Wait until all copies so far are done, so that their memory can be freed or used."""
+
+    def spare_bytes(self, task: str) -> int:
+        """Bytes that can be taken now such that a task of this name still gets what others of its name needed."""
+        return 0
+
+    def begin_task(self, task: str) -> None:
+        """What is allocated from here on, until the next call, is the need of tasks of this name."""
+
+    def release_residue(self) -> None:
+        """Give what the allocator caches back to the device."""
+
+    def residue_bytes(self, resident_bytes: int) -> int:
+        """Bytes held on the device beyond `resident_bytes`, which lie in tensors that are known."""
+        return 0
+
+
+class CudaMemory(DeviceMemory):
+    """Copies on a side stream; the caching allocator of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+        self._task: str | None = None
+        self._before_task = 0
+        self._needs: dict[str, int] = {}
+
+    def copies(self) -> AbstractContextManager[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return, unused-ignore]
+
+    def finish_copies(self) -> None:
+        self._stream.synchronize()
+
+    def spare_bytes(self, task: str) -> int:
+        self._note_need()
+        if task not in self._needs:
+            return 0  # its first time
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return max(free + cached - self._needs[task] - SPARE_BYTES, 0)
+
+    def begin_task(self, task: str) -> None:
+        self._note_need()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._task, self._before_task = task, torch.cuda.memory_allocated(self.device)
+
+    def _note_need(self) -> None:
+        if self._task is not None:
+            need = torch.cuda.max_memory_allocated(self.device) - self._before_task
+            self._needs[self._task] = max(need, self._needs.get(self._task, 0))
+            self._task = None
+
+    def release_residue(self) -> None:
+        torch.cuda.empty_cache()
+
+    def residue_bytes(self, resident_bytes: int) -> int:
+        return max(torch.cuda.memory_reserved(self.device) - resident_bytes, 0)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory(device)
+
+
+def copy_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy every (destination, source), without waiting where one of them is pinned and the other on a device."""
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)

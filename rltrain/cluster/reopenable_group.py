@@ -1,0 +1,102 @@
+"""A process group whose communicator can be destroyed and made again while everybody keeps the same object."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType"})
+
+
+class ReopenableGroup(dist.ProcessGroup):
+    """Passes every call on to the process group that is open at present.
+
+    Models, optimizers and schedules hold process groups in many places, so these cannot be replaced. Communicators
+    have generations: members that open the same one meet, in a part of the store of its own, whatever they made before.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], *, backend: str, timeout: timedelta) -> None:
+        """Generation 0. `name` is this group's alone in the job. Collective over: `ranks`, this rank among them."""
+        super().__init__(ranks.index(dist.get_rank()), len(ranks))  # type: ignore[call-arg]  # as its stub leaves out
+        self._name, self._ranks, self._backend, self._timeout = name, ranks, backend, timeout
+        self._inner: dist.ProcessGroup | None = None
+        self.generation: int | None = None
+        self.open(0)
+        self._register()
+
+    def open(self, generation: int) -> None:
+        """Have the communicator of this generation, closing an older one. Collective over: the ranks, if it is new."""
+        if generation == self.generation:
+            return
+        self.close()
+        name = c10d.GroupName(f"{self._name}, generation {generation}")
+        self._inner, _ = c10d._new_process_group_helper(
+            len(self._ranks),
+            self._ranks.index(dist.get_rank()),
+            list(self._ranks),
+            dist.Backend(self._backend),
+            dist.PrefixStore(name, c10d._get_default_store()),
+            group_name=name,
+            timeout=self._timeout,
+        )
+        c10d._world.pg_group_ranks[self._inner] = {rank: index for index, rank in enumerate(self._ranks)}
+        self.generation = generation
+
+    def close(self) -> None:
+        """Destroy the communicator, if one is open. Waits for nobody: all its work must be done on the device."""
+        if self._inner is None:
+            return
+        if self._backend == "nccl":
+            c10d._abort_process_group(self._inner)  # an orderly end would wait for the other members
+        else:
+            dist.destroy_process_group(self._inner)
+        self._inner = self.generation = None
+
+    def shutdown(self) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        self.close()
+
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        if self._inner is None:
+            raise RuntimeError(
+                f"the communicator over ranks {self._ranks} was released, and is used by a task that was not expected "
+                "to: its role is not among those that the group was made for"
+            )
+        return self._inner
+
+    def _register(self) -> None:
+        """torch looks up what it knows of a group by the object that it is given."""
+        world, inner = c10d._world, self.inner
+        world.pg_map[self] = world.pg_map[inner]
+        world.pg_group_ranks[self] = world.pg_group_ranks[inner]
+        world.pg_backend_config[self] = world.pg_backend_config[inner]
+        world.pg_names[self] = c10d.GroupName(self._name)
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ReopenableGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    return method
+
+
+def _forwarded_property(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name))
+
+
+def _forward_everything() -> None:
+    for name in dir(dist.ProcessGroup):
+        if name.startswith("__") or name in OWN:
+            continue
+        if isinstance(getattr(dist.ProcessGroup, name), property):
+            setattr(ReopenableGroup, name, _forwarded_property(name))
+        else:
+            setattr(ReopenableGroup, name, _forwarded(name))
+
+
+_forward_everything()

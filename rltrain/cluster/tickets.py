@@ -1,0 +1,59 @@
+"""The order in which prompt groups get done, over all engines: tickets drawn from counters in the shared store."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One prompt group that some engine has completed."""
+
+    position: int
+    """Its place in the stream of all prompts of the run."""
+    num_tokens: int
+    """Of all its samples, prompts included."""
+    num_response_tokens: int
+
+
+class Tickets:
+    """A log per name; every `per_chunk` entries of it are a chunk, which any rank can read once it is full.
+
+    Engines that finish groups at the same time agree on who is first by one counter per log. A chunk's entry is
+    deleted once `num_readers` ranks have read it.
+    """
+
+    def __init__(self, store: dist.Store, per_chunk: int, num_readers: int) -> None:
+        self.store = dist.PrefixStore("tickets", store)
+        self.per_chunk = per_chunk
+        self.num_readers = num_readers
+
+    def add(self, log: str, finished: Finished) -> None:
+        """Append to the log."""
+        ticket = self.store.add(f"{log}/count", 1) - 1
+        entry = f"{finished.position}:{finished.num_tokens}:{finished.num_response_tokens};"
+        self.store.append(f"{log}/{ticket // self.per_chunk}", entry)  # type: ignore[attr-defined]
+
+    def is_full(self, log: str, chunk: int) -> bool:
+        """Whether the chunk's last ticket has been drawn."""
+        return bool(self.store.add(f"{log}/count", 0) >= (chunk + 1) * self.per_chunk)
+
+    def read(self, log: str, chunk: int) -> list[Finished] | None:
+        """The groups of a full chunk by position, once per rank; None while an engine has yet to write its ticket."""
+        if not self.store.check([f"{log}/{chunk}"]):
+            return None
+        text = self.store.get(f"{log}/{chunk}").decode()
+        entries = [Finished(*map(int, entry.split(":"))) for entry in text.split(";")[:-1]]
+        if len(entries) < self.per_chunk:
+            return None
+        self._forget_when_all_have_read(log, chunk)
+        return sorted(entries, key=lambda finished: finished.position)
+
+    def _forget_when_all_have_read(self, log: str, chunk: int) -> None:
+        if self.store.add(f"{log}/{chunk}/read", 1) == self.num_readers:
+            self.store.delete_key(f"{log}/{chunk}")
+            self.store.delete_key(f"{log}/{chunk}/read")
+
+    def close(self, log: str) -> None:
+        """Delete the counter of a log that is complete and read."""
+        self.store.delete_key(f"{log}/count")

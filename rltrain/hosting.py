@@ -1,0 +1,61 @@
+"""The roles of one rank, built one after the other such that those that share its device fit on it in turn."""
+
+from contextlib import AbstractContextManager
+
+from rltrain.cluster.communicator_plan import CommunicatorPlan, Communicators
+from rltrain.cluster.device_memory import device_memory
+from rltrain.cluster.residency import Residency
+from rltrain.cluster.storage_memory import memory_saver
+from rltrain.observability.trace import AnyTrace
+from rltrain.roles.actor import Actor
+from rltrain.roles.critic import Critic
+from rltrain.roles.reference import Reference, uses_actor_modules
+from rltrain.roles.reward import Reward
+from rltrain.roles.role import Job, Role
+from rltrain.roles.rollout import Rollout
+from rltrain.schedule.order import Order
+
+ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Critic, Reference, Rollout, Reward)}
+
+
+def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Residency]:
+    """The roles that this rank hosts, and who of them is on its device when. Collective over: all ranks."""
+    residency = _residency(job, order, trace)
+    roles: dict[str, Role] = {}
+    for name in job.placement.hosts(job.world.rank):
+        actor = roles.get("actor")
+        if name == "reference":
+            roles[name] = Reference(job, actor if isinstance(actor, Actor) else None)
+        else:
+            roles[name] = ROLES[name](job)
+        if ROLES[name].uses_device:
+            residency.admit(name, roles[name].parts)
+    return roles, residency
+
+
+def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
+    def span(name: str, category: str) -> AbstractContextManager[object]:
+        return trace.span(name, category)
+
+    settings = job.config.residency
+    on_device = [name for name in job.placement.hosts(job.world.rank) if ROLES[name].uses_device]
+    return Residency(
+        order,
+        {name: getattr(job.config, name).offload for name in on_device},
+        device_memory(job.world.device),
+        guests=("reference",) if uses_actor_modules(job) else (),
+        prefetch=settings.prefetch,
+        communicators=_communicators(job, order) if settings.communicators == "release" else None,
+        memory_saver=memory_saver() if settings.allocator == "torch_memory_saver" else None,
+        span=span,
+    )
+
+
+def _communicators(job: Job, order: Order) -> Communicators:
+    staying = {name for name in job.placement.roles if not ROLES[name].uses_device or not _may_leave(job, name)}
+    plan = CommunicatorPlan(order, job.placement, job.grids, job.world.rank, lists=job.groups.reopenable, kept=staying)
+    return Communicators(plan, job.groups)
+
+
+def _may_leave(job: Job, role: str) -> bool:
+    return getattr(job.config, role).offload is not False

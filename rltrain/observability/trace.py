@@ -1,0 +1,234 @@
+"""The timeline of one rank: what it did from when to when, in the trace format of Chrome that Perfetto opens."""
+
+import atexit
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FLUSH_INTERVAL_S = 0.5
+CLOSE_TIMEOUT_S = 5.0
+
+# Phase, time in ns of time.perf_counter_ns, thread, name, category, arguments: the fields of an event as it waits to be
+# written. An event is formatted by the writing thread, not by the one that it is about.
+Event = tuple[str, int, int, str, str, dict[str, Any] | None]
+
+
+class AnySpan(Protocol):
+    """A context manager that lasts as long as what it stands for."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class AnyTrace(Protocol):
+    """What `Trace` and `NullTrace` have in common."""
+
+    def span(self, name: str, category: str = "task", **arguments: Any) -> AnySpan: ...
+
+    def instant(self, name: str, category: str = "task", **arguments: Any) -> None: ...
+
+    def counter(self, name: str, value: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def start_trace(config: Config, rank: int, roles: Sequence[str]) -> AnyTrace:
+    """The trace of this rank where logging.trace is set, else one that keeps nothing."""
+    return Trace(config.output_dir, rank, roles) if config.logging.trace else NullTrace()
+
+
+class Trace:
+    """Writes <output_dir>/trace/rank<rank>.json while the run goes on: one process per rank, one track per thread.
+
+    Times are microseconds of wall-clock time, counted from one reading of it by a clock that never steps back and that
+    all processes of a machine share, so ranks line up. Any thread may call any method. What happened up to half a
+    second ago is in the file, which Perfetto opens at any moment: the format lets the list stay open, and the start of
+    a span is an event of its own, so what a killed rank was doing is there as well. Starting a run again in the same
+    folder starts its trace again. Errors: ConfigError when the file cannot be made; when a later write fails, a warning
+    ends the trace and not the run.
+    """
+
+    def __init__(self, output_dir: str | Path, rank: int, roles: Sequence[str]) -> None:
+        self.path = Path(output_dir, "trace", f"rank{rank}.json")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"logging.trace: cannot write {self.path}: {error.strerror}; expected output_dir to be a folder that "
+                "this user may write to"
+            ) from error
+        self.rank = rank
+        self._epoch_ns = _wall_clock_at_zero()
+        self._events: deque[Event] = deque()
+        self._named_threads: set[int] = set()
+        self._separator = "[\n"
+        self._closing = threading.Event()
+        self._is_open = True
+        self._record("M", "process_name", "", {"name": f"rank {rank}: {', '.join(roles)}"})
+        self._record("M", "process_sort_index", "", {"sort_index": rank})
+        self._thread = threading.Thread(target=self._write_until_closed, name="trace writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def span(self, name: str, category: str = "task", **arguments: Any) -> "Span":
+        """`with trace.span(...)`: from its start to its end, on this thread. Spans of a thread nest.
+
+        `category` gives it its colour in the report: task, post, wait, sync, offload, onload or any other word.
+        `arguments` are numbers and strings to be shown beside it. Costs a few microseconds.
+        """
+        return Span(self, name, category, arguments)
+
+    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
+        """Something without a length, on this thread."""
+        self._record("i", name, category, arguments)
+
+    def counter(self, name: str, value: float) -> None:
+        """A number that holds from now until the next one of the same name. One that is not finite is left out."""
+        if math.isfinite(value):
+            self._record("C", name, "", {"value": float(value)})
+
+    def close(self) -> None:
+        """Write what is left. May be called again, and before an exit that ends no threads."""
+        self._is_open = False
+        self._closing.set()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
+        atexit.unregister(self.close)
+
+    def _record(self, phase: str, name: str, category: str, arguments: dict[str, Any] | None) -> None:
+        if self._is_open:
+            self._events.append((phase, time.perf_counter_ns(), threading.get_native_id(), name, category, arguments))
+
+    def _write_until_closed(self) -> None:
+        try:
+            with self._file:
+                while not self._closing.wait(FLUSH_INTERVAL_S):
+                    self._write_waiting()
+                self._write_waiting()
+                self._file.write("\n]\n")
+        except OSError as error:
+            self._is_open = False
+            logger.warning("rank %d: its trace ends here: cannot write %s: %s", self.rank, self.path, error.strerror)
+
+    def _write_waiting(self) -> None:
+        parts = []
+        for _ in range(len(self._events)):
+            event = self._events.popleft()
+            if event[2] not in self._named_threads:
+                self._named_threads.add(event[2])
+                parts += [self._separator, self._thread_name(event)]
+                self._separator = ",\n"
+            parts += [self._separator, self._format(event)]
+        if parts:
+            self._file.write("".join(parts))
+            self._file.flush()
+
+    def _thread_name(self, event: Event) -> str:
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        thread = event[2]
+        return self._format(("M", event[1], thread, "thread_name", "", {"name": names.get(thread, f"thread {thread}")}))
+
+    def _format(self, event: Event) -> str:
+        phase, time_ns, thread, name, category, arguments = event
+        microseconds, rest_ns = divmod(self._epoch_ns + time_ns, 1000)
+        text = (
+            f'{{"ph":"{phase}","ts":{microseconds}.{rest_ns:03},"pid":{self.rank},"tid":{thread},"name":{_quoted(name)}'
+        )
+        if category:
+            text += f',"cat":{_quoted(category)}'
+        if phase == "i":
+            text += ',"s":"t"'  # drawn on its thread's track alone
+        if arguments:
+            plain = {key: _plain(value) for key, value in arguments.items()}
+            text += f',"args":{json.dumps(plain, allow_nan=False)}'
+        return text + "}"
+
+
+class Span:
+    """One `with trace.span(...)`."""
+
+    __slots__ = ("arguments", "category", "name", "trace")
+
+    def __init__(self, trace: Trace, name: str, category: str, arguments: dict[str, Any]) -> None:
+        self.trace, self.name, self.category, self.arguments = trace, name, category, arguments
+
+    def __enter__(self) -> None:
+        self.trace._record("B", self.name, self.category, self.arguments)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        failed = None if kind is None else {"error": kind.__name__}
+        self.trace._record("E", self.name, self.category, failed)
+
+
+class NullTrace:
+    """Takes the same calls as `Trace` and keeps nothing."""
+
+    def span(self, name: str, category: str = "task", **arguments: Any) -> "NullSpan":
+        return NULL_SPAN
+
+    def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
+        """Kept nowhere."""
+
+    def counter(self, name: str, value: float) -> None:
+        """Kept nowhere."""
+
+    def close(self) -> None:
+        """Nothing to write."""
+
+
+class NullSpan:
+    """What `NullTrace` gives for every span."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+
+NULL_SPAN = NullSpan()
+
+
+def _wall_clock_at_zero() -> int:
+    """Wall-clock ns at which time.perf_counter_ns was 0, from the reading in which the least time passed between."""
+    readings = []
+    for _ in range(5):
+        before = time.perf_counter_ns()
+        wall = time.time_ns()
+        after = time.perf_counter_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
+
+
+@lru_cache(maxsize=4096)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: what it cannot hold becomes a string."""
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

@@ -1,0 +1,19 @@
+"""The architecture of every role's model: the actor's, but for a critic's head and a role's own checkpoint."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rltrain.config.schema import Config
+from rltrain.reshard.families.architecture import Architecture, read_architecture
+
+
+def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
+    """By role, with that of model.path under actor. CheckpointError where a config.json cannot be used."""
+    policy = read_architecture(Path(config.model.path))
+    own = {"critic": config.critic.path, "reference": config.reference.path}
+    architectures = {"actor": policy}
+    for role in roles:
+        path = own.get(role)
+        model = read_architecture(Path(path), f"{role}.path") if path else policy
+        architectures[role] = model.value_model() if role == "critic" else model
+    return architectures

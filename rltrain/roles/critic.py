@@ -1,0 +1,82 @@
+"""The critic: estimates the reward that is still to come, for PPO's advantages."""
+
+from pathlib import Path
+
+import torch
+
+from rltrain.algorithms.value import value_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.exchange import Shipment
+from rltrain.data.experience import Experience
+from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.step_batch import StepBatch, summarize
+from rltrain.training.memory import training_parts
+from rltrain.training.model import build_model, local_parameters
+from rltrain.training.objective import VALUE
+from rltrain.training.trainable import TrainableModel
+from rltrain.training.values import compute_values
+
+
+class Critic(Role):
+    name = "critic"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        config, settings = self.config, self.config.critic
+        model = build_model(
+            job.architectures[self.name],
+            self.grid,
+            job.groups,
+            model=config.model,
+            parallel=settings.parallel or config.actor.parallel,
+            device=job.world.device,
+        )
+        model.on_micro_batch = job.heartbeat.advance
+        self.parameters = local_parameters(model)
+        load_parameters(
+            Path(settings.path or config.model.path),
+            job.megatron_layout(self.name),
+            job.world.rank,
+            self.parameters,
+            config_key="critic.path" if settings.path else "model.path",
+        )
+        total_updates = config.steps * config.batch.mini_batches
+        self.model = TrainableModel(model, settings, total_updates=total_updates, objective=VALUE)
+        self.parts = training_parts(self.model)
+        self.loss_function = value_loss(settings.value_clip)
+        self.evaluated: dict[tuple[int, int], Experience] = {}
+        self.batch = StepBatch(config)
+
+    def values(self, step: int, chunk: int) -> None:
+        """The value before every token. Collective over: this replica."""
+        scored = self.shipments.pop(("scored", step, chunk))
+        experience = Experience(**scored.columns)
+        values = compute_values(self.model.model, experience, max_tokens=self.config.critic.micro_batch_tokens)
+        self.evaluated[step, chunk] = experience.with_fields(values=values)
+        columns = {"group_ids": experience.group_ids, "lengths": experience.lengths, "values": values}
+        self.shipments["values", step, chunk] = Shipment(columns, scored.group_tokens)
+
+    def accumulate_critic(self, step: int, chunk: int) -> None:
+        """Gradients of a chunk, while others still decode. Collective over: this replica."""
+        self._take_returns(step, chunk)
+        self.model.accumulate(self.batch.chunks[chunk], self.loss_function)
+
+    def update_critic(self, step: int, chunk: int) -> Metrics:
+        """One optimizer step per mini-batch. Collective over: the critic's ranks."""
+        if self.config.accumulates_critic:
+            self.batch.take()
+            updates = [self.model.step()]
+        else:
+            for number in range(self.config.num_chunks):
+                self._take_returns(step, number)
+            mini_batches = self.batch.mini_batches(self.batch.take())
+            updates = [self.model.train_batch(mini_batch, self.loss_function) for mini_batch in mini_batches]
+        return {f"critic/{name}": value for name, value in summarize(updates).items()}
+
+    def _take_returns(self, step: int, chunk: int) -> None:
+        """What the actor made of the values, and the tokens that are trained on."""
+        experience = self.evaluated.pop((step, chunk))
+        received = self.shipments.pop(("returns", step, chunk)).columns
+        assert torch.equal(received["group_ids"], experience.group_ids), "both follow the assignment of groups"
+        fields = {name: received[name] for name in ("response_mask", "returns")}
+        self.batch.add(chunk, experience.with_fields(**fields))

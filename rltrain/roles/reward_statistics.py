@@ -1,0 +1,52 @@
+"""What is reported of the rewards of a step or of an evaluation."""
+
+import torch
+import torch.distributed as dist
+
+from rltrain.algorithms.losses import response_lengths
+from rltrain.data.experience import Experience
+from rltrain.rewards.scorer import Scores
+
+
+class RewardStatistics:
+    """Sums over the samples that this rank has scored."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(7, dtype=torch.float64)
+        self.longest = torch.zeros((), dtype=torch.float64)
+
+    def add(self, experience: Experience, scores: Scores) -> None:
+        """`experience` has the rewards of `scores`."""
+        assert experience.rewards is not None
+        rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
+        self.sums += torch.tensor(
+            [
+                len(rewards),
+                rewards.sum(),
+                rewards.square().sum(),
+                lengths.sum(),
+                experience.truncated.sum(),
+                scores.num_errors,
+                scores.num_timeouts,
+            ],
+            dtype=torch.float64,
+        )
+        if len(lengths):
+            self.longest = torch.maximum(self.longest, lengths.max())
+
+    def metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Over all ranks of `group`, each of which has samples of its own. Collective over: `group`."""
+        sums, longest = self.sums.clone(), self.longest.clone()
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+        count, total, squares, length_total, truncated, errors, timeouts = sums.tolist()
+        mean = total / count
+        return {
+            "reward_mean": mean,
+            "reward_std": max(squares / count - mean * mean, 0.0) ** 0.5,
+            "response_length_mean": length_total / count,
+            "response_length_max": float(longest),
+            "truncated_ratio": truncated / count,
+            "reward_errors": errors,
+            "reward_timeouts": timeouts,
+        }

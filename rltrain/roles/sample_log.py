@@ -1,0 +1,26 @@
+"""Records of samples for people: one JSON object per line, appended while the run goes on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.errors import ConfigError
+
+
+class SampleLog:
+    """A file of <output_dir>, made with its folder at the first record. ConfigError where it cannot be written."""
+
+    def __init__(self, output_dir: str, name: str) -> None:
+        self.path = Path(output_dir, name)
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """On disk when this returns."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: cannot write {self.path}: {error.strerror}; expected a folder this user may write to"
+            ) from error

@@ -1,0 +1,141 @@
+"""Which schedules a placement and an algorithm allow. Every refusal names the reason and the nearest legal choice."""
+
+from collections.abc import Iterator, Mapping
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.placement import Placement, format_ranks
+from rltrain.config.roles import TRAINING_ROLES
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+
+def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
+    """ConfigError with all that the schedule section asks for and this run cannot have."""
+    problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
+    problems += _engine_problems(config, placement, grids)
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} things in the schedule that cannot be:\n{lines}")
+
+
+def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
+    mode = config.schedule.mode
+    if mode == "sequential":
+        return
+    if config.algorithm == "sft":
+        yield f"schedule.mode: got {mode} with algorithm sft, which generates nothing; expected sequential"
+        return
+    consumers = [role for role in ("reward", *TRAINING_ROLES) if role in placement.roles]
+    rollout = set(placement.ranks("rollout"))
+    apart = [role for role in consumers if rollout.isdisjoint(placement.ranks(role))]
+    if mode == "pipelined" and not apart:
+        yield (
+            f"schedule.mode: got pipelined, but rollout (ranks {format_ranks(rollout)}) shares ranks with every role "
+            f"that follows it ({', '.join(consumers)}): a rank that decodes can do nothing else meanwhile. The nearest "
+            "that works here is schedule.mode: sequential; or give one of these roles ranks of its own"
+        )
+    if mode == "asynchronous":
+        yield from _asynchronous_problems(config, placement, apart)
+
+
+def _asynchronous_problems(config: Config, placement: Placement, apart: list[str]) -> Iterator[str]:
+    nearest = f"schedule.mode: {'pipelined' if apart else 'sequential'}{_without_staleness(config)}"
+    for role in TRAINING_ROLES:
+        if role in placement.roles and role not in apart:
+            shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
+            yield (
+                f"schedule.mode: got asynchronous, but rollout and {role} share ranks {shared}, which cannot decode "
+                f"the next step while they work on this one. The nearest that works here is {nearest}; "
+                f"or place rollout and {role} on different ranks"
+            )
+
+
+def _without_staleness(config: Config) -> str:
+    """What is to be changed along with the mode, for one in which weights are never old."""
+    schedule = config.schedule
+    changes = ["schedule.max_staleness: 0"] if schedule.max_staleness and not schedule.partial_rollouts else []
+    changes += ["schedule.sync_every: 1"] if schedule.sync_every > 1 else []
+    return f" with {' and '.join(changes)}" if changes else ""
+
+
+def _staleness_problems(config: Config) -> Iterator[str]:
+    schedule, loss = config.schedule, config.loss
+    if config.lead < 0 or (schedule.mode != "asynchronous" and schedule.sync_every > 1):
+        limit = schedule.max_staleness if schedule.mode == "asynchronous" else 0
+        yield (
+            f"schedule.sync_every: got {schedule.sync_every}: weights would be {schedule.sync_every - 1} steps old, "
+            f"and schedule.mode {schedule.mode} with schedule.max_staleness {schedule.max_staleness} allows {limit}. "
+            f"The nearest that works is schedule.sync_every: {limit + 1}; or schedule.mode: asynchronous with "
+            f"schedule.max_staleness: {schedule.sync_every - 1} or more"
+        )
+    if schedule.max_staleness and schedule.mode != "asynchronous" and not schedule.partial_rollouts:
+        yield (
+            f"schedule.max_staleness: got {schedule.max_staleness} with schedule.mode {schedule.mode}, in which no "
+            "sample is older than its step; expected 0, or schedule.mode: asynchronous"
+        )
+    if schedule.partial_rollouts and schedule.max_staleness == 0 and schedule.on_stale == "drop":
+        yield (
+            "schedule.partial_rollouts: with schedule.max_staleness 0 and schedule.on_stale drop every continued "
+            "response would be thrown away. The nearest that works is schedule.on_stale: mask, or "
+            "schedule.max_staleness: 1"
+        )
+    if schedule.on_stale == "correct" and loss.importance_cap is None:
+        yield "schedule.on_stale: got correct without loss.importance_cap; expected a cap such as 2.0, or drop"
+    if loss.importance_cap is not None and loss.old_logprobs != "actor":
+        yield (
+            f"loss.importance_cap: got {loss.importance_cap} with loss.old_logprobs {loss.old_logprobs}; expected "
+            "loss.old_logprobs: actor, since the weights compare the actor with the engine"
+        )
+
+
+def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
+    chunks = config.num_chunks
+    if chunks == 1:
+        return
+    if config.schedule.mode == "sequential":
+        yield (
+            f"schedule.chunks: got {chunks} with schedule.mode sequential, where parts of a step have nothing to "
+            "overlap with. The nearest that works is schedule.chunks: 1; or schedule.mode: pipelined"
+        )
+        return
+    obstacle = _obstacle_to_chunks(config, grids, chunks)
+    if obstacle:
+        possible = range(1, config.batch.prompts_per_step + 1)
+        legal = [n for n in possible if _obstacle_to_chunks(config, grids, n) is None]
+        nearest = min(legal, key=lambda n: (abs(n - chunks), n), default=1)
+        yield f"schedule.chunks: got {chunks}{obstacle}. The nearest that works is schedule.chunks: {nearest}"
+
+
+def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) -> str | None:
+    """Why a step cannot have so many chunks; None if it can."""
+    prompts, blocks = config.batch.prompts_per_step, config.prompt_blocks
+    if prompts % chunks:
+        return f", which does not divide batch.prompts_per_step {prompts}"
+    if chunks % blocks and blocks % chunks:
+        return (
+            f" with {blocks} blocks of prompts (batch.mini_batches {config.batch.mini_batches}); expected a divisor or "
+            f"a multiple of {blocks}"
+        )
+    share = prompts // chunks
+    for role, grid in grids.items():
+        if role != "rollout" and share < grid.dp:
+            return f": chunks of {share} prompts are too few for the {grid.dp} data-parallel replicas of {role}"
+    return None
+
+
+def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
+    """Ranks of an engine take in-flight weights at one decode step, so none of them may be held up elsewhere."""
+    if not config.syncs_in_flight or "rollout" not in grids:
+        return
+    grid = grids["rollout"]
+    for dp in range(grid.dp):
+        ranks = grid.replica(dp)
+        if len({placement.hosts(rank) for rank in ranks}) > 1:
+            yield (
+                f"schedule.in_flight_sync: the engine on ranks {format_ranks(ranks)} has ranks that host different "
+                "roles, and could not change its weights at one decode step. The nearest that works is "
+                "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
+            )
+            return

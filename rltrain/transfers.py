@@ -1,0 +1,78 @@
+"""The posts and waits of the order: which fields travel, by which route, and when a post may be forgotten."""
+
+from collections.abc import Mapping
+
+from rltrain.cluster.exchange import Exchange, Route
+from rltrain.roles.role import Job, Role
+from rltrain.schedule.order import Order
+
+SAMPLES = (
+    "sample_ids",
+    "group_ids",
+    "prompt_ids",
+    "lengths",
+    "truncated",
+    "tokens",
+    "response_mask",
+    "policy_version",
+    "rollout_logprobs",
+)
+
+# The fields of Experience that each transfer carries.
+FIELDS_OF: dict[str, tuple[str, ...]] = {
+    "samples": SAMPLES,
+    "evaluation_samples": SAMPLES,
+    "scored": (*SAMPLES, "rewards"),
+    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "values": ("group_ids", "lengths", "values"),
+    "returns": ("group_ids", "lengths", "response_mask", "returns"),
+}
+
+MINI_BATCHED = ("actor", "critic")
+"""Roles whose replicas each get their share of every mini-batch."""
+
+
+class Transfers:
+    """This rank's ends of all transfers of `order`, for the roles that it hosts."""
+
+    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role]) -> None:
+        self.job, self.order, self.exchange, self.roles = job, order, exchange, roles
+        self.wait_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "wait"}
+        self.post_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "post"}
+        self.last_post = {(e.name, e.roles[0], e.step, e.chunk): i for i, e in enumerate(order) if e.kind == "post"}
+
+    def post(self, position: int) -> None:
+        """Send what the source role left, once what should have been received before this position has been."""
+        self.exchange.retire([p for p in self.exchange.outbox if self._wait_of(p) < position])
+        entry = self.order[position]
+        source, shipment = entry.roles[0], (entry.name, entry.step, entry.chunk)
+        shipments = self.roles[source].shipments
+        self.exchange.post(self._route(position), shipments[shipment])
+        if position == self.last_post[entry.name, source, entry.step, entry.chunk]:
+            del shipments[shipment]
+
+    def wait(self, position: int) -> None:
+        """Receive for the destination role."""
+        entry = self.order[position]
+        shipment = self.exchange.wait(self._route(self.post_position[entry.transfer]))
+        self.roles[entry.roles[1]].shipments[entry.name, entry.step, entry.chunk] = shipment
+
+    def finish(self, end: int) -> None:
+        """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
+        self.exchange.retire([p for p in self.exchange.outbox if self._wait_of(p) < end])
+
+    def _wait_of(self, posted: int) -> int:
+        return self.wait_position[self.order[posted].transfer]
+
+    def _route(self, posted: int) -> Route:
+        entry = self.order[posted]
+        source, destination = entry.roles
+        part = f"{entry.step}.{entry.chunk}" if self.job.config.num_chunks > 1 else str(entry.step)
+        return Route(
+            name=f"{entry.name}[{part}] ({source} -> {destination})",
+            source=self.job.grids[source],
+            destination=self.job.grids[destination],
+            fields=FIELDS_OF[entry.name],
+            position=posted,
+            num_blocks=self.job.config.chunk_blocks if destination in MINI_BATCHED else 1,
+        )

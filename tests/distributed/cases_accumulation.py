@@ -1,0 +1,193 @@
+"""What ranks do in test_accumulation: optimizer steps whose samples come in parts, of a policy and of a critic."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.algorithms.value import value_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.errors import ConfigError, DivergenceError
+from rltrain.reshard.families import read_architecture
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.objective import VALUE
+from rltrain.training.trainable import TrainableModel
+from rltrain.training.values import compute_values
+from tests.distributed.cases_training import (
+    CPU,
+    GRIDS,
+    SEQUENCE_PARALLEL,
+    load_experience,
+    load_model,
+    make_trainable,
+    negative_log_likelihood,
+    share_of,
+)
+
+LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2")
+PARTS = {"whole": [12], "three": [1, 5, 6], "single": [1] * 12}
+NUM_STEPS = 2
+ALONE, FEW = 1, 60
+"""Tokens per micro-batch: every sample alone, or a few together."""
+
+Results = Iterator[tuple[str, Any]]
+
+
+def all_cases(path: str) -> dict[str, Any]:
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    cases = {
+        _in_parts: LAYOUTS,
+        _missing_shares: ("tp1", "dp2", "pp2_dp2"),
+        _interrupted: ("pp2_dp2",),
+        _critic: LAYOUTS,
+    }
+    for case, layouts in cases.items():
+        for layout in layouts:
+            if dist.get_rank() in GRIDS[layout].ranks:
+                results |= dict(case(Path(path), layout, groups))
+    return results
+
+
+def _in_parts(path: Path, layout: str, groups: ProcessGroups) -> Results:
+    """The same mini-batches cut in different ways. A replica has a share of every part, perhaps an empty one."""
+    for max_tokens, name in ((ALONE, "whole"), (ALONE, "three"), (ALONE, "single"), (FEW, "whole"), (FEW, "three")):
+        trainable = make_trainable(load_model(path, layout, groups), max_tokens)
+        experience = load_experience(path)
+        steps = []
+        for _ in range(NUM_STEPS):
+            for part in torch.arange(12).split(PARTS[name]):
+                trainable.accumulate(_share_of_samples(experience, part, layout), negative_log_likelihood)
+            steps.append(trainable.step())
+        yield f"{layout}/{name}/{max_tokens}", {"steps": steps, "weights": _weights(trainable)}
+
+
+def _share_of_samples(experience: Experience, samples: Tensor, layout: str) -> Experience:
+    grid = GRIDS[layout]
+    return experience.select(samples[samples % grid.dp == grid.coordinates(dist.get_rank()).dp])
+
+
+def _missing_shares(path: Path, layout: str, groups: ProcessGroups) -> Results:
+    """Only the first replica has samples; nobody has; samples have no response. Each followed by a usual step."""
+    experience = load_experience(path)
+    some, none = experience.select(torch.arange(5)), experience.select(torch.arange(0))
+    first = GRIDS[layout].coordinates(dist.get_rank()).dp == 0
+    trainable = make_trainable(load_model(path, layout, groups), FEW)
+    yield f"one_share/{layout}", trainable.train_batch(some if first else none, negative_log_likelihood)
+    yield f"no_share/{layout}", _message(trainable, none)
+    silent = share_of(experience.with_fields(response_mask=experience.response_mask & False), layout)
+    before = _weights(trainable)
+    yield f"no_response/{layout}", trainable.train_batch(silent, negative_log_likelihood)
+    yield f"no_response_weights_kept/{layout}", _weights(trainable) == before
+    yield f"usual_step/{layout}", trainable.train_batch(some if first else none, negative_log_likelihood)
+
+
+def _interrupted(path: Path, layout: str, groups: ProcessGroups) -> Results:
+    """A step that failed leaves nothing to the next; a step needs parts."""
+    experience = share_of(load_experience(path), layout)
+    fresh, failed = (make_trainable(load_model(path, layout, groups), FEW) for _ in range(2))
+    failed.accumulate(experience, negative_log_likelihood)
+    failed.accumulate(experience, _spoiled)
+    try:
+        failed.step()
+    except DivergenceError as error:
+        yield f"diverged/{layout}", str(error)
+    try:
+        failed.step()
+    except RuntimeError as error:
+        yield f"no_parts/{layout}", str(error)
+    steps = [trainable.train_batch(experience, negative_log_likelihood) for trainable in (fresh, failed)]
+    yield f"after_failure/{layout}", {"same": steps[0] == steps[1] and _weights(fresh) == _weights(failed)}
+
+
+def _spoiled(*arguments: Any) -> Any:
+    output = negative_log_likelihood(*arguments)
+    return replace(output, loss=output.loss * float("nan"))
+
+
+def _message(trainable: TrainableModel, experience: Experience) -> str:
+    try:
+        trainable.train_batch(experience, negative_log_likelihood)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
+    """Two updates of a critic in two parts each, and what they should be, from autograd on the whole model."""
+    model = _value_model(path, layout, groups)
+    whole = load_experience(path)
+    generator = torch.Generator().manual_seed(7)
+    whole = whole.with_fields(
+        returns=torch.rand(whole.num_tokens, generator=generator), values=torch.zeros(whole.num_tokens)
+    )
+    report: dict[str, Any] = {}
+    if layout == "tp1":
+        report["expected"] = _plain_critic(model, whole)
+    settings = schema.Critic(optimizer=schema.Optimizer(lr=1e-4), micro_batch_tokens=FEW)
+    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS, objective=VALUE)
+    report["steps"] = []
+    for _ in range(NUM_STEPS):
+        for part in torch.arange(12).split([5, 7]):
+            trainable.accumulate(_share_of_samples(whole, part, layout), value_loss(0.2))
+        report["steps"].append(trainable.step())
+    trainable.accumulate(share_of(whole, layout), value_loss(0.2))
+    trainable.accumulate(share_of(whole.with_fields(returns=whole.returns * float("nan")), layout), value_loss(0.2))
+    try:
+        trainable.step()
+    except DivergenceError as error:
+        report["diverged"] = str(error)
+    report["values"] = float(compute_values(model, whole, max_tokens=FEW).abs().max())
+    yield f"critic/{layout}", report
+
+
+def _value_model(path: Path, layout: str, groups: ProcessGroups) -> LanguageModel:
+    """The checkpoint's model with a value head that is not zero."""
+    architecture, grid = read_architecture(path).value_model(), GRIDS[layout]
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), dtype="float32"),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout in SEQUENCE_PARALLEL),
+        device=CPU,
+    )
+    parameters = local_parameters(model)
+    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), parameters)
+    if "output_layer.weight" in parameters:
+        head = parameters["output_layer.weight"].data
+        head.copy_(0.1 * torch.randn(head.shape, generator=torch.Generator().manual_seed(3)))
+    return model
+
+
+def _plain_critic(model: LanguageModel, experience: Experience) -> dict[str, float]:
+    """Loss and gradient norm of the first update, one sample after the other, without schedules or data parallelism."""
+    assert experience.returns is not None
+    losses = []
+    for tokens, mask, returns in zip(
+        *(column.split(experience.lengths.tolist()) for column in (experience.tokens, experience.response_mask)),
+        experience.returns.split(experience.lengths.tolist()),
+        strict=True,
+    ):
+        outputs = model(tokens[None], None, None, packed_seq_params=model.sequences([len(tokens)]))[0]
+        values = torch.cat([outputs.new_zeros(1), outputs[:-1]])
+        near = values.clamp(-0.2, 0.2)
+        losses.append((torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2)[mask])
+    loss = torch.cat(losses).mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return {"loss": loss.item(), "grad_norm": torch.cat([g.flatten() for g in gradients]).norm().item()}
+
+
+def _weights(trainable: TrainableModel) -> list[float]:
+    """Numbers that change with any weight: sums of each parameter, and of its squares."""
+    parameters = [parameter.detach().double() for parameter in trainable.model.parameters()]
+    return [float(value) for p in parameters for value in (p.sum(), p.square().sum())]

@@ -1,0 +1,179 @@
+"""What ranks do in test_residency: a model is trained, scored and pushed off the device between its tasks."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rltrain.algorithms.sft import sft_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.device_memory import DeviceMemory
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.memory_plan import NEEDS
+from rltrain.cluster.parts import Overlay, Part
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.residency import Residency
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.reshard.families import read_architecture
+from rltrain.training.forward import compute_logprobs
+from rltrain.training.layout import megatron_layout
+from rltrain.training.memory import model_parts, training_parts
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.trainable import TrainableModel
+
+CPU = torch.device("cpu")
+NUM_STEPS = 5
+GRID = Grid((0, 1))
+MAX_TOKENS = 60
+MODES = ("stays", "leaves", "leaves_with_swapped_reference")
+MORE_MODES = ("leaves_fetched_ahead", "stays_with_swapped_reference")
+WAYS = {
+    f"{dtype}/{kind}": (dtype, kind == "distributed")
+    for dtype in ("float32", "bfloat16")
+    for kind in ("plain", "distributed")
+}
+"""Element type of the weights, kind of optimizer."""
+EXHAUSTIVE = "bfloat16/distributed"
+STEP = ("generate", "reference_logprobs", "actor_logprobs", "accumulate", "generate", "accumulate", "update")
+"""Gradients of the first half of a mini-batch are away while the engine decodes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    step: int
+    kind: str = "task"
+    final: bool = False
+    roles: tuple[str, ...] = field(default=("actor", "reference", "rollout"))
+
+
+class RoomyMemory(DeviceMemory):
+    def spare_bytes(self, task: str) -> int:
+        return 2**40
+
+
+class Rank:
+    """One rank's actor, reference and a stand-in for an engine, under one residency."""
+
+    def __init__(self, path: Path, mode: str, groups: ProcessGroups, dtype: str, distributed_optimizer: bool) -> None:
+        torch.manual_seed(0)
+        self.order = [Entry(name, step) for step in range(NUM_STEPS) for name in STEP]
+        swapped = mode.endswith("swapped_reference")
+        offload = dict.fromkeys(("actor", "reference", "rollout"), "auto" if mode.startswith("leaves") else False)
+        memory = (RoomyMemory if mode == "leaves_fetched_ahead" else DeviceMemory)(CPU)
+        self.residency = Residency(self.order, offload, memory, guests=["reference"] if swapped else [])
+
+        model = load(path, groups, dtype)
+        settings = schema.Actor(
+            optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1),
+            micro_batch_tokens=MAX_TOKENS,
+            distributed_optimizer=distributed_optimizer,
+        )
+        self.actor = TrainableModel(model, settings, total_updates=NUM_STEPS)
+        parts = training_parts(self.actor)
+        self.residency.admit("actor", parts)
+        if swapped:
+            self.reference = model
+            parameters = local_parameters(model)
+            host = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in parameters.items()}
+            read(path, host)
+            overlay = Overlay(parts["weights"], list(parameters.values()), list(host.values()))
+            self.residency.admit("reference", {"weights": overlay})
+        else:
+            self.reference = load(path, groups, dtype)
+            self.residency.admit("reference", model_parts(self.reference))
+        self.engine = [torch.randn(1000)]
+        self.residency.admit("rollout", {"weights": Part(lambda: self.engine), "kv_cache": Part(list)})
+
+    def run(self, experience: Experience) -> dict[str, Any]:
+        halves = experience.select(torch.arange(3)), experience.select(torch.arange(3, 6))
+        seen: dict[str, Any] = {name: [] for name in ("logprobs", "reference_logprobs", "engine", "updates", "empty")}
+        for position, entry in enumerate(self.order):
+            self.residency.enter(position)
+            seen["empty"].append(self._away_is_empty(entry.name))
+            if entry.name == "generate":
+                seen["engine"].append(digest(self.engine))
+            elif entry.name == "accumulate":
+                self.actor.accumulate(halves[self._num_accumulated(position)], sft_loss())
+            elif entry.name == "update":
+                seen["updates"].append(self.actor.step())
+            else:
+                model = self.reference if entry.name == "reference_logprobs" else self.actor.model
+                values = compute_logprobs(model, experience, temperature=1.0, max_tokens=MAX_TOKENS)
+                seen[entry.name.removeprefix("actor_")].append(digest([values]))
+        seen["weights"] = digest(self.actor.model.parameters())
+        seen["states"] = self._digest_of_states()
+        seen["metrics"] = self.residency.metrics()
+        return seen
+
+    def _num_accumulated(self, position: int) -> int:
+        step = self.order[position].step
+        return sum(e.name == "accumulate" and e.step == step for e in self.order[:position])
+
+    def _away_is_empty(self, task: str) -> bool:
+        """Whether all parts that the task does not need hold no memory, and those that it needs hold theirs."""
+        parts = self.residency.parts
+        needed = {key for key in NEEDS[task].parts if key in parts}
+        beneath = {id(parts[key].beneath) for key in needed}
+        away = [part for key, part in parts.items() if key not in needed and part.beneath is None]
+        return all(part.allocated_bytes == 0 for part in away if id(part) not in beneath) and all(
+            parts[key].allocated_bytes == parts[key].size_bytes for key in needed
+        )
+
+    def _digest_of_states(self) -> str:
+        """Of what is away too: bring it back."""
+        for name in ("master_weights", "optimizer"):
+            part = self.residency.parts["actor", name]
+            if part.place == "host":
+                part.allocate()
+                part.fill()
+        optimizer = self.actor.optimizer
+        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [value for _, state in optimizer.state.items() for value in state.values()]
+        return digest([*masters, *(state for state in states if isinstance(state, Tensor))])
+
+
+def train_in_every_way(path: str) -> dict[str, Any]:
+    """What was seen by way, then by mode."""
+    groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
+    experience = Experience(**{"sample_ids": torch.arange(12), **load_file(Path(path) / "experience.safetensors")})
+    experience = experience.select(torch.arange(dist.get_rank(), 12, 2))
+    return {
+        way: {
+            mode: Rank(Path(path), mode, groups, dtype, is_distributed).run(experience)
+            for mode in (*MODES, *(MORE_MODES if way == EXHAUSTIVE else ()))
+        }
+        for way, (dtype, is_distributed) in WAYS.items()
+    }
+
+
+def load(path: Path, groups: ProcessGroups, dtype: str) -> LanguageModel:
+    model = build_model(
+        read_architecture(path),
+        GRID,
+        groups,
+        model=schema.Model(path=str(path), dtype=dtype),  # type: ignore[arg-type]
+        parallel=schema.Parallel(),
+        device=CPU,
+    )
+    read(path, local_parameters(model))
+    return model
+
+
+def read(path: Path, parameters: Any) -> None:
+    load_parameters(path, megatron_layout(read_architecture(path), GRID), dist.get_rank(), parameters)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Equal only for equal bits."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().clone().view(-1).view(torch.uint8).numpy().tobytes())  # numpy() pins a storage
+    return total.hexdigest()

@@ -1,0 +1,199 @@
+"""What ranks do in test_values: value models in several parallel layouts, against what transformers makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.reshard.families import read_architecture
+from rltrain.reshard.layout import Layout
+from rltrain.training.forward import make_micro_batches, run_schedule
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.packing import MicroBatch
+from rltrain.training.values import compute_values, token_values
+from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
+
+CPU = torch.device("cpu")
+NAMES = ("qwen3", "qwen2_tied", "llama3")
+GRIDS = {
+    "tp1": Grid((0,)),
+    "tp2": Grid((0, 1), tp=2),
+    "tp2_sp": Grid((0, 1), tp=2),
+    "pp2": Grid((0, 1), pp=2),
+    "dp2": Grid((0, 1)),
+}
+VARIANTS = {"recompute": ("tp2_sp", {"recompute": "full"}), "bfloat16": ("tp2_sp", {"dtype": "bfloat16"})}
+LIMITS = (10_000, 50)  # tokens of a micro-batch: one for everything, and several
+
+
+def make_critics(folder: Path) -> dict[str, str]:
+    """Folders of one-label sequence classifiers by name, beside them what transformers makes of `experience()`."""
+    return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in NAMES}
+
+
+def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, **settings, num_labels=1)
+    scorer = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    with torch.no_grad():
+        scorer.score.weight.normal_()
+        for parameter in scorer.parameters():
+            if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    scorer.save_pretrained(path)
+    samples = experience()
+    values = []
+    for tokens in samples.tokens.split(samples.lengths.tolist()):
+        scores = scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0]
+        values.append(torch.cat([torch.zeros(1), scores[:-1]]))  # before the first token there is nothing to judge
+    expected = torch.cat(values)
+    loss = squared_error(expected, samples)
+    names, parameters = zip(*scorer.named_parameters(), strict=True)
+    gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    save_file({"values": expected.detach(), "loss": loss.detach()}, path / "expected.safetensors")
+    (path / "gradients").mkdir()
+    save_file(gradients, path / "gradients" / "model.safetensors")
+    return path
+
+
+def experience() -> Experience:
+    """10 samples of 1 to 40 tokens, the first third of each a prompt. Rewards and the like have no part in values."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(4, 41, (10,), generator=generator)
+    lengths[3] = 1
+    num_tokens = int(lengths.sum())
+    within = torch.cat([torch.arange(int(n)) for n in lengths])
+    columns = {
+        "group_ids": torch.arange(10),
+        "prompt_ids": torch.arange(10),
+        "lengths": lengths,
+        "truncated": torch.zeros(10, dtype=torch.bool),
+        "tokens": torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator),
+        "response_mask": within > lengths.repeat_interleave(lengths) // 3,
+        "policy_version": torch.zeros(num_tokens, dtype=torch.int32),
+        "rollout_logprobs": torch.zeros(num_tokens),
+    }
+    return Experience(sample_ids=torch.arange(10), **columns)
+
+
+def squared_error(values: Tensor, samples: Experience) -> Tensor:
+    """Distance from targets that tell positions apart."""
+    targets = (samples.tokens % 7).float() - 3
+    return (((values - targets) ** 2) * samples.response_mask).sum() / 2
+
+
+def all_cases(critics: dict[str, str]) -> dict[str, Any]:
+    """By "critic/layout", of every one in which the rank took part."""
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    for name, path in critics.items():
+        for layout, grid in GRIDS.items():
+            if dist.get_rank() in grid.ranks:
+                results[f"{name}/{layout}"] = _compare(Path(path), layout, groups)
+    for variant, (layout, settings) in VARIANTS.items():
+        if dist.get_rank() in GRIDS[layout].ranks:
+            results[variant] = _compare(Path(critics["qwen3"]), layout, groups, **settings)
+    with _Rows() as rows:
+        _model(Path(critics["qwen3"]), "pp2", groups)
+    results["rows_allocated"] = sorted(rows.seen)
+    return results
+
+
+def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> dict[str, Any]:
+    """Differences from transformers: of values and losses, and of each parameter's gradient relative to its size."""
+    grid = GRIDS[layout]
+    parts = megatron_layout(read_architecture(path).value_model(), grid)
+    model = _model(path, layout, groups, **settings)
+    parameters = local_parameters(model)
+    load_parameters(path, parts, dist.get_rank(), parameters)
+    expected = load_file(path / "expected.safetensors")
+    values = torch.stack([compute_values(model, experience(), max_tokens=limit) for limit in LIMITS])
+    loss = _backward(model, layout)
+    gradients = _expected_gradients(path, parts)
+    return {
+        "names": {name: tuple(p.shape) for name, p in parameters.items()} == dict(parts.on(dist.get_rank()).parameters),
+        "dtypes": sorted({str(parameter.dtype) for parameter in parameters.values()}),
+        "head": "output_layer.weight" in parameters,
+        "values": _largest(values - expected["values"]),
+        "rounded_values": int((values == values.bfloat16()).sum()),
+        "loss": loss / float(expected["loss"]) - 1,
+        "gradients": {
+            name: _largest(parameter.main_grad - gradients[name]) / _largest(gradients[name])
+            for name, parameter in parameters.items()
+        },
+        "empty": compute_values(model, experience().select(torch.tensor([], dtype=torch.int64)), max_tokens=9).tolist(),
+    }
+
+
+def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
+    grid = GRIDS[layout]
+    return build_model(
+        read_architecture(path).value_model(),
+        grid,
+        groups,
+        model=schema.Model(path=str(path), **{"dtype": "float32", **settings}),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, sequence_parallel=layout.endswith("_sp")),
+        device=CPU,
+    )
+
+
+def _backward(model: LanguageModel, layout: str) -> float:
+    """Gradients in main_grad, summed over the micro-batches of all replicas; their loss."""
+    groups, grid = model.pg_collection, GRIDS[layout]
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model, pg_collection=groups
+    )
+    model.config.finalize_model_grads_func = None
+    ddp.zero_grad_buffer()
+    samples = experience()
+    samples = samples.select(torch.arange(grid.coordinates(dist.get_rank()).dp, samples.num_samples, grid.dp))
+
+    def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        loss = squared_error(token_values(model, batch, of_tokens), batch.experience)
+        return loss, loss.detach().clone()
+
+    losses = run_schedule(ddp, make_micro_batches(model, samples, min(LIMITS)), outputs, backward=True)
+    finalize_model_grads([ddp], None, pg_collection=groups)
+    total = torch.stack([torch.zeros(()), *losses]).sum()
+    for group in (groups.pp, groups.dp):  # stages before the last have no loss
+        dist.all_reduce(total, group=group)
+    return float(total)
+
+
+class _Rows(TorchDispatchMode):
+    """Records the rows of all matrices that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), settings: Any = None) -> Any:
+        made = function(*arguments, **(settings or {}))
+        if isinstance(made, Tensor) and made.dim() == 2:
+            self.seen.add(made.size(0))
+        return made
+
+
+def _expected_gradients(path: Path, parts: Layout) -> dict[str, Tensor]:
+    """This rank's share of transformers' gradients."""
+    gradients = {name: torch.zeros(shape) for name, shape in parts.on(dist.get_rank()).parameters}
+    load_parameters(path / "gradients", parts, dist.get_rank(), gradients)
+    return gradients
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max())

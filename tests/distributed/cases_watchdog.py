@@ -1,0 +1,132 @@
+"""Cases for test_watchdog.py: three ranks go through the tasks of a step; one sleeps, dies or is slow in one."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.watchdog import Watchdog
+from rltrain.cluster.world import Bulletin, join_world
+from rltrain.config.schema import Timeouts
+
+NUM_RANKS = 3
+MEMBERS = {"actor": (0, 1), "rollout": (2,)}
+NO_PROGRESS_S = 3.0
+BEAT_S = 0.2
+
+# task -> roles that join it, in the order of a step
+TASKS = {"generate": ("rollout",), "update": ("actor",), "weight_sync": ("actor", "rollout")}
+VICTIMS = {"generate": 2, "wait samples": 1, "update": 1, "weight_sync": 0}
+FAULTY_STEP = 2
+FAULT_FILE = "fault"
+
+
+class Rank:
+    """Executes TASKS step after step as the trainer does: joint tasks by a collective, samples by a message.
+
+    `fault` is called with (task, step) in the middle of every task.
+    """
+
+    def __init__(self, folder: str, fault: Callable[[str, int], None]) -> None:
+        world = replace(join_world(60.0), timeouts=Timeouts(no_progress_s=NO_PROGRESS_S))
+        self.number = world.rank
+        self.fault = fault
+        bulletin = Bulletin(world, MEMBERS, guarded=True)
+        self.heartbeat = bulletin.heartbeat
+        self.heartbeat.interval_s = BEAT_S
+        self.patience = Patience(bulletin, report_s=30.0)
+        self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
+        self.sent: list[Any] = []  # what is dropped is not delivered
+        self.heartbeat.start()
+        self.watchdog = Watchdog(self.heartbeat, bulletin.observer, world.store, Path(folder), interval_s=BEAT_S)
+        self.watchdog.start()
+
+    def run(self, num_steps: int) -> None:
+        for step in range(num_steps):
+            for number, (task, roles) in enumerate(TASKS.items()):
+                position = 2 * (step * len(TASKS) + number)
+                ranks = tuple(sorted(rank for role in roles for rank in MEMBERS[role]))
+                if self.number in ranks:
+                    self.heartbeat.begin(task, "+".join(roles), step, position=position, joined_by=roles)
+                    self.fault(task, step)
+                    dist.all_reduce(torch.ones(4), group=self.groups[ranks])
+                if task == "generate":
+                    self._transfer_samples(step, position + 1)
+        self.heartbeat.finish()
+        self.watchdog.stop()
+
+    def _transfer_samples(self, step: int, position: int) -> None:
+        samples = torch.ones(2)
+        if self.number in MEMBERS["rollout"]:
+            works = [dist.isend(samples, peer) for peer in MEMBERS["actor"]]
+            self.sent.append((works, samples))
+        else:
+            self.heartbeat.begin("wait samples", "actor", step, position=position)
+            self.fault("wait samples", step)
+            self.patience.wait([dist.irecv(samples, 2)], f"wait samples[{step}]", [2])
+
+
+def fail_in(task: str, folder: str, fail: Callable[[], None]) -> Callable[[str, int], None]:
+    """A fault: the rank of VICTIMS leaves a file that tells when, and fails in the middle of `task`."""
+
+    def fault(name: str, step: int) -> None:
+        if (name, step, dist.get_rank()) == (task, FAULTY_STEP, VICTIMS[task]):
+            Path(folder, FAULT_FILE).touch()
+            fail()
+
+    return fault
+
+
+def deep_in_a_task() -> None:
+    time.sleep(600)
+
+
+def sleeping(folder: str, task: str) -> None:
+    """A rank does not return from `task`, until the watchdog ends the job."""
+    Rank(folder, fail_in(task, folder, deep_in_a_task)).run(4)
+
+
+def killed(folder: str, task: str) -> None:
+    """A rank is gone in the middle of `task`."""
+    Rank(folder, fail_in(task, folder, lambda: os.kill(os.getpid(), signal.SIGKILL))).run(4)
+
+
+def stopped(folder: str) -> None:
+    """Rank 0, which judges, is frozen: nothing in its process runs, its watchdog included, for a while."""
+
+    def freeze() -> None:
+        time.sleep(5 * BEAT_S)  # so that the others know the task
+        thaw = ["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"]  # the launcher cannot end it while it is frozen
+        subprocess.Popen(thaw, start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    silent_s = 2.0
+    with (
+        mock.patch("rltrain.cluster.judgement.SILENT_S", silent_s),
+        mock.patch("rltrain.cluster.watchdog.SILENT_S", silent_s),
+    ):
+        Rank(folder, fail_in("weight_sync", folder, freeze)).run(4)
+
+
+def slow(folder: str) -> float:
+    """In every kind of task a rank takes longer than the limit, and gets on all the time. The seconds that it took."""
+
+    def fault(task: str, step: int) -> None:
+        if step == FAULTY_STEP and dist.get_rank() == VICTIMS[task]:
+            for _ in range(int(1.3 * NO_PROGRESS_S / BEAT_S)):
+                time.sleep(BEAT_S)
+                rank.heartbeat.advance()
+
+    rank = Rank(folder, fault)
+    start = time.monotonic()
+    rank.run(4)
+    return time.monotonic() - start

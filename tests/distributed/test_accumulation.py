@@ -1,0 +1,98 @@
+"""An optimizer step is the same however its samples are cut into parts; actor and critic train by the same code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.tiny_checkpoints import make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+LAYOUTS = ["tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2"]
+ALONE, FEW = 1, 60
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return run_distributed(
+        "tests.distributed.cases_accumulation:all_cases",
+        num_ranks=4,
+        arguments={"path": make_checkpoints(folder, ["qwen3"])["qwen3"]},
+        timeout_s=200,
+    )
+
+
+def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    found = [rank[name] for rank in ranks if name in rank]
+    assert found, f"no rank reported {name}"
+    return found
+
+
+@pytest.mark.parametrize("parts", ["three", "single"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_the_same_micro_batches_give_the_same_bits(
+    ranks: list[dict[str, Any]], layout: str, parts: str
+) -> None:
+    wanted = reports(ranks, f"{layout}/whole/{ALONE}")
+    assert reports(ranks, f"{layout}/{parts}/{ALONE}") == wanted
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: list[dict[str, Any]], layout: str) -> None:
+    wanted = reports(ranks, f"{layout}/whole/{FEW}")
+    for actual, expected in zip(reports(ranks, f"{layout}/three/{FEW}"), wanted, strict=True):
+        assert actual["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-6)
+        assert actual["steps"][1] == pytest.approx(expected["steps"][1], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+def test_replicas_without_a_sample_add_nothing(ranks: list[dict[str, Any]], layout: str) -> None:
+    (single,) = reports(ranks, "one_share/tp1")
+    for metrics in reports(ranks, f"one_share/{layout}"):
+        assert metrics == pytest.approx(single, rel=1e-4)
+    (single,) = reports(ranks, "usual_step/tp1")
+    for metrics in reports(ranks, f"usual_step/{layout}"):
+        assert metrics == pytest.approx(single, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+def test_no_sample_anywhere_is_refused_on_all_ranks(ranks: list[dict[str, Any]], layout: str) -> None:
+    for message in reports(ranks, f"no_share/{layout}"):
+        assert message.startswith("optimizer step 2 of the actor has no sample on any of its")
+        assert "batch.prompts_per_step" in message
+
+
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+def test_samples_without_response_leave_the_weights(ranks: list[dict[str, Any]], layout: str) -> None:
+    assert all(reports(ranks, f"no_response_weights_kept/{layout}"))
+    for metrics in reports(ranks, f"no_response/{layout}"):
+        assert metrics["lr"] > 0
+        assert {metrics[name] for name in ("loss", "grad_norm", "entropy", "worst")} == {0}
+
+
+def test_a_failed_step_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["after_failure/pp2_dp2"]["same"]
+        assert "the actor's loss is nan" in rank["diverged/pp2_dp2"]
+        assert "accumulate() before it" in rank["no_parts/pp2_dp2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_critic_trains_alike_in_every_layout(ranks: list[dict[str, Any]], layout: str) -> None:
+    (single,) = reports(ranks, "critic/tp1")
+    for name, value in single["expected"].items():
+        assert single["steps"][0][name] == pytest.approx(value, rel=1e-5), name
+    assert single["steps"][1]["loss"] < single["steps"][0]["loss"]
+    for report in reports(ranks, f"critic/{layout}"):
+        for actual, expected in zip(report["steps"], single["steps"], strict=True):
+            assert actual == pytest.approx(expected, rel=2e-4)
+        assert report["diverged"].startswith("the critic's loss is nan at optimizer step 3")
+        assert "critic.optimizer.lr" in report["diverged"]
+        assert report["values"] == pytest.approx(single["values"], rel=1e-3)
+
+
+def test_a_critic_reports_how_well_it_does(ranks: list[dict[str, Any]]) -> None:
+    (single,) = reports(ranks, "critic/tp1")
+    names = {"loss", "value_mean", "value_clipfrac", "return_mean", "explained_variance", "grad_norm", "lr"}
+    assert set(single["steps"][0]) == names

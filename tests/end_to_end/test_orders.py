@@ -1,0 +1,118 @@
+"""The schedule's modes in whole jobs: what they gain, that no sample is lost or too old, that the model learns."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, run, train
+
+APART = "placement={'actor, reference': 0, rollout: 1-2, reward: 3}"
+SMALL = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}", "data.eval=null", "actor.parallel.tp=1")
+
+
+@pytest.fixture
+def short_run(warm_up, data_overrides, tmp_path):
+    """Runs the quickstart's config with changes; the records, and the ids of the samples that each step trained on."""
+
+    def run_it(*overrides: str) -> tuple[list[dict], dict[int, list[int]]]:
+        output = tmp_path / str(len(list(tmp_path.iterdir())))
+        paths = [f"model.path={warm_up[0]}/hf", f"output_dir={output}", data_overrides[0]]
+        records = train(REPOSITORY / "configs/quickstart.yaml", *paths, "logging.sample_ids=true", *overrides)
+        return records, sample_ids(output)
+
+    return run_it
+
+
+@pytest.fixture
+def quickstart(warm_up, data_overrides, tmp_path):
+    """Runs the quickstart with changes; its records."""
+    paths = [f"model.path={warm_up[0]}/hf", f"output_dir={tmp_path}", *data_overrides]
+    return lambda *overrides: train(REPOSITORY / "configs/quickstart.yaml", *paths, *overrides)
+
+
+def sample_ids(output: Path) -> dict[int, list[int]]:
+    ids: dict[int, list[int]] = {}
+    for path in sorted((output / "sample_ids").glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            ids.setdefault(record["step"], []).extend(record["sample_ids"])
+    return ids
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in record.items() if k.split("/")[0] in ("train", "rollout")} for record in records]
+
+
+def test_no_staleness_is_sequential_bit_for_bit(short_run):
+    sequential, _ = short_run(APART, *SMALL, "steps=3")
+    asynchronous, _ = short_run(APART, *SMALL, "steps=3", "schedule={mode: asynchronous, max_staleness: 0}")
+    assert without_times(asynchronous) == without_times(sequential)
+    assert column(sequential, "train/grad_norm")
+
+
+MODES = {
+    "ahead": "schedule={mode: asynchronous, max_staleness: 2, chunks: 2}",
+    "partial": "schedule={mode: asynchronous, max_staleness: 2, partial_rollouts: true, on_stale: mask}",
+    "seldom": "schedule={mode: asynchronous, max_staleness: 3, sync_every: 2}",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_over_200_steps_every_sample_is_trained_on_once(short_run, mode):
+    steps, groups, samples = 200, 4, 4
+    records, ids = short_run(
+        APART,
+        MODES[mode],
+        f"steps={steps}",
+        f"batch={{prompts_per_step: {groups}, samples_per_prompt: {samples}, mini_batches: 1}}",
+        "data.eval=null",
+        "actor.parallel.tp=1",
+        "loss.kl.coef=0",
+        "placement={actor: 0, rollout: 1-2, reward: 3}",
+        "checkpoint.save_hf=false",
+    )
+    counts = Counter(number for step in ids.values() for number in step)
+    assert counts == Counter(range(steps * groups * samples))
+    assert {len(step) for step in ids.values()} == {groups * samples}
+    limit = 3 if mode == "seldom" else 2
+    assert max(column(records, "train/staleness_max")) <= limit
+    assert max(column(records, "train/staleness_max")) > 0
+
+
+def compare(*arguments: str) -> dict[str, dict[str, float]]:
+    """tools/benchmarks/orders.py in a process of its own."""
+    done = run([sys.executable, "tools/benchmarks/orders.py", *arguments], timeout_s=600)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_modes_are_faster_and_near_their_bounds():
+    """Long-tailed lengths in real decoding, rewards slowed on purpose, a rank each for actor, rollout and reward."""
+    modes = compare("--case", "slow_rewards", "--modes", "sequential,pipelined,asynchronous-1", "--steps", "20")
+    assert modes["pipelined"]["speedup"] >= 1.25
+    assert modes["asynchronous-1"]["speedup"] >= 1.6
+    assert modes["pipelined"]["share_of_bound"] >= 0.85
+    assert modes["asynchronous-1"]["share_of_bound"] >= 0.85
+
+
+def test_more_staleness_evens_out_steps_of_unequal_length_and_training_hardly_waits_to_publish():
+    modes = compare("--case", "uneven_steps", "--modes", "asynchronous-1,asynchronous-4", "--steps", "80")
+    assert modes["asynchronous-4"]["speedup"] > 1.05
+    for mode in modes.values():
+        assert mode["sync_wait_s"] <= mode["decode_step_max_s"]
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_the_quickstart_learns_from_stale_samples(quickstart, staleness):
+    """Corrected by truncated importance sampling."""
+    records = quickstart(
+        "evaluation={interval: 10, stop_at: 0.9}",
+        f"schedule={{mode: asynchronous, max_staleness: {staleness}}}",
+        "loss={old_logprobs: actor, importance_cap: 2.0}",
+    )
+    assert column(records, "eval/score")[-1] >= 0.9
+    assert max(column(records, "train/staleness_max")) == staleness

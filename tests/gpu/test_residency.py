@@ -1,0 +1,52 @@
+"""Memory that leaves a GPU: how fast, how much stays behind, and roles that fit only in turn."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY
+from tests.gpu.residency_cases import GIB, ROLE_BYTES
+
+pytestmark = pytest.mark.gpu
+
+LEAST_SHARE_OF_PINNED = 0.85
+MOST_RESIDUE_BYTES = GIB
+"""Above an empty process, on a single GPU."""
+
+
+def in_a_new_process(case: str, allocator: str = "", **arguments: Any) -> dict[str, Any]:
+    """So that the allocator is as its settings say and nobody else's blocks are in it."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "tests.gpu.residency_cases", case, json.dumps(arguments)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_moves_reach_the_bandwidth_of_a_pinned_copy() -> None:
+    measured = in_a_new_process("bandwidth")
+    for way in ("out", "in"):
+        share = measured[f"residency_{way}"] / measured[f"pinned_{way}"]
+        assert share >= LEAST_SHARE_OF_PINNED, measured
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_little_stays_behind_and_it_does_not_grow(allocator: str, fragmented: bool) -> None:
+    seen = in_a_new_process("take_turns", allocator, num_steps=20, fragmented=fragmented)
+    assert seen["right"] == [True] * 20
+    assert max(seen["after_offload"]) <= MOST_RESIDUE_BYTES
+    assert max(seen["after_offload"][-5:]) <= max(seen["after_offload"][1:6]) + 2**20, "no growth over 20 cycles"
+    assert max(seen["residues"]) <= MOST_RESIDUE_BYTES
+
+
+def test_roles_that_do_not_fit_together_fit_in_turn() -> None:
+    """The device is limited to 1.5 times what each of the two takes."""
+    seen = in_a_new_process("take_turns", num_steps=3, fragmented=False, limit=1.5 * ROLE_BYTES)
+    assert seen["right"] == [True] * 3

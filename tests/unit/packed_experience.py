@@ -1,0 +1,31 @@
+"""Experience of given prompt and response lengths, filled with random numbers."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rltrain.data.experience import Experience
+
+
+def packed_experience(shape: Sequence[tuple[int, int]], seed: int = 0) -> Experience:
+    """Samples of `shape` (prompt tokens, response tokens), two to a group; token fields hold numbers everywhere, also
+    where they are to be ignored. Policy versions are 0 to 5."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([prompt + response for prompt, response in shape], dtype=torch.int64)
+    mask = [inside for prompt, response in shape for inside in [False] * prompt + [True] * response]
+    num_samples, num_tokens = len(shape), len(mask)
+    return Experience(
+        sample_ids=torch.arange(num_samples) + 100,
+        group_ids=torch.arange(num_samples) // 2,
+        prompt_ids=torch.arange(num_samples) // 2,
+        lengths=lengths,
+        truncated=torch.zeros(num_samples, dtype=torch.bool),
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        response_mask=torch.tensor(mask, dtype=torch.bool),
+        policy_version=torch.randint(0, 6, (num_tokens,), generator=generator, dtype=torch.int32),
+        rollout_logprobs=-torch.rand(num_tokens, generator=generator),
+        actor_logprobs=-torch.rand(num_tokens, generator=generator),
+        rewards=torch.randn(num_samples, generator=generator),
+        values=torch.randn(num_tokens, generator=generator),
+        returns=torch.randn(num_tokens, generator=generator),
+    )

@@ -1,0 +1,226 @@
+"""What a rank says of itself, how others read it, and waits whose limit runs only while nobody gets on."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.heartbeat import Beat, Board, Heartbeat, Wait
+from rltrain.cluster.observer import Observer
+from rltrain.cluster.stacks import communicates, describe_threads
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.world import Bulletin, World
+from rltrain.config.schema import Timeouts
+from rltrain.errors import StallError
+
+
+@pytest.fixture(scope="module")
+def server() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True)
+
+
+@pytest.fixture
+def store(server: dist.TCPStore, request: pytest.FixtureRequest) -> dist.Store:
+    return dist.PrefixStore(request.node.name, server)
+
+
+def make_bulletin(store: dist.Store, rank: int, no_progress_s: float = 60.0) -> Bulletin:
+    timeouts = Timeouts(no_progress_s=no_progress_s)
+    return Bulletin(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> Iterator[list[Bulletin]]:
+    """Both ranks of a job, in one process."""
+    bulletins = [make_bulletin(store, rank, no_progress_s=0.5) for rank in range(2)]
+    for bulletin in bulletins:
+        bulletin.heartbeat.interval_s = 0.05
+    yield bulletins
+    for bulletin in bulletins:
+        bulletin.heartbeat.finish()
+
+
+def test_a_beat_comes_back_as_it_was(store):
+    beat = Beat(
+        3, "update", "actor", 7, 2, 41, ("actor", "critic"), 1.5, 12, 0.25, 4, True, {"0-3": 9}, Wait("x", (1, 2), 2.0)
+    )
+    Board(store).put(beat)
+    assert Board(store).read([3]) == {3: beat}
+
+
+def test_a_rank_without_a_beat_is_starting(store):
+    Board(store).put(Beat(0, "generate"))
+    assert Board(store).read([0, 1]) == {0: Beat(0, "generate"), 1: Beat(1)}
+    assert Board(store).read([5, 6]) == {5: Beat(5), 6: Beat(6)}
+
+
+def test_a_task_is_named_with_its_step_chunk_and_role():
+    assert str(Beat(0, "generate", "rollout", 3)) == "generate[3] (rollout)"
+    assert str(Beat(0, "score", "reward", 3, 2)) == "score[3.2] (reward)"
+    assert str(Beat(0, "building its roles")) == "building its roles"
+
+
+def test_what_a_rank_does_reaches_the_others_without_a_write_of_its_own(ranks):
+    mine, other = ranks
+    mine.heartbeat.start()
+    mine.heartbeat.begin("generate", "rollout", 4, position=17, joined_by=("rollout",))
+    mine.heartbeat.advance(100)
+    assert other.heartbeat.board.read([0])[0].task == "starting", "nothing is sent by begin and advance"
+    deadline = time.monotonic() + 5
+    while (beat := other.heartbeat.board.read([0])[0]).task == "starting":
+        assert time.monotonic() < deadline
+    assert (beat.task, beat.step, beat.position, beat.joined_by) == ("generate", 4, 17, ("rollout",))
+    assert beat.progress == 101, "beginning a task is progress as well"
+
+
+def test_marking_progress_is_cheap(store):
+    heartbeat = Heartbeat(0, store)
+    start = time.perf_counter()
+    for _ in range(10_000):
+        heartbeat.advance()
+    assert (time.perf_counter() - start) / 10_000 < 20e-6
+
+
+def test_waits_nest_and_what_is_done_meanwhile_is_no_wait(store):
+    heartbeat = Heartbeat(0, store)
+    heartbeat.begin("wait", "actor", 2, position=5)
+    with heartbeat.waiting("wait samples[2]", [1]):
+        with heartbeat.meanwhile():
+            heartbeat.begin("weight_sync", "actor", 3, joined_by=("actor", "rollout"))
+            inside = heartbeat.now()
+            with heartbeat.waiting("the meeting", [2]):
+                assert heartbeat.now().wait.what == "the meeting"
+        after = heartbeat.now()
+    assert (inside.task, inside.step, inside.position, inside.wait) == ("weight_sync", 3, None, None)
+    assert (after.task, after.position, after.wait.ranks) == ("wait", 5, (1,))
+    assert heartbeat.now().wait is None
+    assert heartbeat.now().progress > after.progress, "the end of a wait is progress"
+
+
+def test_stillness_is_counted_from_the_last_progress_on_the_clock_of_whoever_looks(store):
+    clock = [100.0]
+    observer = Observer(Board(store), 1, Timeouts(), {}, clock=lambda: clock[0])
+    board, beat = Board(store), Beat(0, "generate", still_s=4.0, alive=1)
+    board.put(beat)
+    assert observer.look([0])[0].still_s == 4.0
+    clock[0] += 7
+    assert (observer.look([0])[0].still_s, observer.look([0])[0].silent_s) == (11.0, 7.0)
+    board.put(replace(beat, still_s=0.5, alive=2))
+    assert (observer.look([0])[0].still_s, observer.look([0])[0].silent_s) == (0.5, 0.0)
+
+
+def test_having_waited_for_one_that_got_on_is_no_fault_once_that_one_has_gone_ahead(store):
+    clock, board = [0.0], Board(store)
+    observer = Observer(board, 2, Timeouts(no_progress_s=10.0), {"actor": (0, 1)}, clock=lambda: clock[0])
+    update = {"task": "update", "position": 4, "joined_by": ("actor",)}
+    for second in range(21):
+        clock[0] = float(second)
+        board.put(Beat(0, **update, still_s=second, alive=second))
+        board.put(Beat(1, **update, still_s=0.5, alive=second))
+        assert observer.find_stall() is None, "rank 0 waits in a collective for rank 1, which gets on"
+    for second in range(21, 41):
+        clock[0] = float(second)
+        board.put(Beat(0, **update, still_s=second, alive=second))
+        board.put(Beat(1, "weight_sync", position=5, still_s=0.0, alive=second))
+        stall = observer.find_stall()
+        assert (stall is not None) == (second > 29), "from 19.5 on, rank 0 has had nobody to wait for"
+    assert stall is not None and stall.rank == 0
+
+
+def test_a_wait_lasts_as_long_as_the_other_gets_on(ranks, caplog):
+    mine, other = ranks
+    other.heartbeat.begin("generate", "rollout", 3)
+    other.heartbeat.start()
+    mine.heartbeat.start()
+    arrived, start = threading.Event(), time.monotonic()
+
+    def work() -> None:
+        while time.monotonic() - start < 1.5:
+            other.heartbeat.advance()
+            time.sleep(0.05)
+        arrived.set()
+
+    threading.Thread(target=work).start()
+    with caplog.at_level(logging.WARNING):
+        Patience(mine, report_s=0.3).until(arrived.wait, "wait samples[3]", [1])
+    assert time.monotonic() - start > 2 * mine.world.timeouts.no_progress_s
+    assert "rank 0 waits at wait samples[3]: rank 1 is at generate[3] (rollout) for" in caplog.text
+
+
+def test_a_wait_for_one_that_does_nothing_ends_with_its_name(ranks):
+    mine, other = ranks
+    other.heartbeat.begin("generate", "rollout", 3)
+    other.heartbeat.start()
+    mine.heartbeat.start()
+    start = time.monotonic()
+    with pytest.raises(StallError, match=r"waits at wait samples\[3\]: .*rank 1 is at generate\[3\] .* no progress"):
+        Patience(mine, report_s=0.2).until(threading.Event().wait, "wait samples[3]", [1])
+    assert 0.5 < time.monotonic() - start < 3
+
+
+def test_in_a_guarded_job_a_wait_leaves_the_end_to_the_watchdog(ranks):
+    mine, other = ranks
+    mine.guarded = True
+    for bulletin in ranks:
+        bulletin.heartbeat.start()
+    arrived, stalls = threading.Event(), []
+    threading.Timer(1.5, arrived.set).start()
+    see = lambda: stalls.append(other.observer.find_stall())  # noqa: E731
+    Patience(mine, report_s=0.2).until(arrived.wait, "wait samples[3]", [1], serve=see)
+    assert [stall.rank for stall in stalls if stall][-1] == 1, "nobody gets on, and yet the wait went on"
+
+
+def test_a_rank_serves_others_while_it_waits(ranks):
+    mine, _ = ranks
+    served = []
+    arrived = threading.Event()
+    threading.Timer(0.5, arrived.set).start()
+    Patience(mine, report_s=60).until(
+        arrived.wait, "wait samples[3]", [1], serve=lambda: served.append(time.monotonic())
+    )
+    gaps = [later - earlier for earlier, later in zip(served, served[1:], strict=False)]
+    assert len(served) > 20 and sorted(gaps)[len(gaps) // 2] < 0.02
+
+
+def test_a_value_that_nobody_leaves_ends_the_wait_for_it(ranks):
+    mine, other = ranks
+    other.heartbeat.start()
+    mine.heartbeat.start()
+    with pytest.raises(StallError, match="rank 0 waits for the verdict of rank 1: rank 1 is at starting"):
+        mine.get("stop/3", waiting_for="the verdict of rank 1")
+    other.put("stop/3", {"stop": True})
+    assert mine.get("stop/3", waiting_for="the verdict of rank 1") == {"stop": True}
+
+
+def test_stacks_tell_where_a_thread_is():
+    entered, leave = threading.Event(), threading.Event()
+
+    def sleeping_soundly() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=sleeping_soundly, name="sleeper")
+    thread.start()
+    entered.wait()
+    text = describe_threads()
+    leave.set()
+    thread.join()
+    assert "thread sleeper:" in text and "in sleeping_soundly" in text
+    assert text.index("MainThread") < text.index("sleeper")
+
+
+def test_a_thread_in_a_collective_is_told_from_one_at_work():
+    import sys
+
+    def at_work():
+        return communicates(sys._getframe())
+
+    module = {"__name__": "torch.distributed.distributed_c10d"}
+    exec("import sys\ndef all_reduce(ask):\n    return ask(sys._getframe())", module)
+    assert not at_work()
+    assert module["all_reduce"](communicates)  # type: ignore[operator]

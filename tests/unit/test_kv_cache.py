@@ -1,0 +1,60 @@
+"""The memory of the KV cache follows what is needed."""
+
+import torch
+
+from rltrain.rollout.embedded.kv_cache import KvCache
+
+
+def small_cache() -> KvCache:
+    """Two layers and heads, at most 12 slots of 48 positions."""
+    return KvCache(2, 2, 4, max_slots=12, max_positions=48, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def shape_of(cache: KvCache) -> tuple[int, int]:
+    assert cache.keys.shape == cache.values.shape
+    assert cache.first_positions.tolist() == [
+        [(slot * 2 + head) * cache.capacity for head in range(2)] for slot in range(cache.num_slots)
+    ]
+    return cache.num_slots, cache.capacity
+
+
+def test_an_empty_cache_takes_what_is_asked_for() -> None:
+    cache = small_cache()
+    assert shape_of(cache) == (0, 0)
+    cache.reserve(5, 3, num_used=0)
+    assert shape_of(cache) == (5, 8)
+
+
+def test_growth_doubles_up_to_the_limits() -> None:
+    cache = small_cache()
+    cache.reserve(5, 8, num_used=0)
+    sizes = []
+    for num_slots, num_positions in ((5, 9), (6, 9), (6, 40), (11, 33), (12, 48)):
+        cache.reserve(num_slots, num_positions, num_used=5)
+        sizes.append(shape_of(cache))
+    assert sizes == [(5, 16), (10, 16), (10, 40), (12, 40), (12, 48)]
+
+
+def test_growth_keeps_the_used_slots_and_everything_finite() -> None:
+    cache = small_cache()
+    cache.reserve(3, 8, num_used=0)
+    keys, values = torch.rand_like(cache.keys), torch.rand_like(cache.values)
+    cache.keys.copy_(keys)
+    cache.values.copy_(values)
+    cache.reserve(7, 20, num_used=2)
+    for grown, before in ((cache.keys, keys), (cache.values, values)):
+        assert torch.equal(grown[:, :2, :, :8], before[:, :2])
+        assert not grown[:, 2:].any()
+        assert not grown[:, :, :, 8:].any()
+
+
+def test_memory_stays_until_released() -> None:
+    cache = small_cache()
+    cache.reserve(3, 8, num_used=0)
+    address = cache.keys.data_ptr()
+    cache.reserve(2, 5, num_used=0)
+    assert cache.keys.data_ptr() == address
+    cache.reserve(4, 20, num_used=0)
+    assert shape_of(cache) == (4, 24)
+    cache.release()
+    assert cache.keys.untyped_storage().nbytes() == cache.values.untyped_storage().nbytes() == 0

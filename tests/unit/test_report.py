@@ -1,0 +1,397 @@
+"""What the report reads from a run folder and what it makes of it."""
+
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rltrain.errors import DataError
+from rltrain.observability.names import METRICS
+from rltrain.observability.report import occupation, page, run_folder
+from rltrain.observability.report.curves import documentation, sections, thinned
+from rltrain.observability.report.facts import facts, number
+from rltrain.observability.report.meetings import mark_meetings
+from rltrain.observability.report.timeline import MAX_RANKS, timeline
+from rltrain.observability.trace import Trace
+from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
+from tools.report import report
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> run_folder.Run:
+    return run_folder.read_run(write_run(tmp_path_factory.mktemp("runs") / "a <b>run</b>", num_steps=20))
+
+
+class TestReading:
+    def test_a_whole_run(self, run: run_folder.Run) -> None:
+        assert [record["step"] for record in run.records] == list(range(20))
+        assert len(run.samples) == 80
+        assert {rank.rank: rank.roles for rank in run.ranks} == HOSTED
+        assert run.notes == []
+
+    @pytest.mark.parametrize("write", [write_metrics, write_traces, write_samples])
+    def test_any_file_alone_is_enough(self, tmp_path: Path, write: Any) -> None:
+        write(tmp_path, 3)
+        found = run_folder.read_run(tmp_path)
+        assert len(found.notes) == 2
+        assert sum(map(bool, (found.records, found.ranks, found.samples))) == 1
+
+    def test_a_folder_without_any_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="nothing to report: expected the output_dir of a run"):
+            run_folder.read_run(tmp_path)
+
+    def test_a_line_torn_by_a_kill_is_left_out_and_said(self, tmp_path: Path) -> None:
+        write_run(tmp_path, num_steps=4)
+        for name in ("metrics.jsonl", "samples.jsonl", "trace/rank2.json"):
+            path = tmp_path / name
+            path.write_text(path.read_text().rstrip("\n]")[:-9])
+        found = run_folder.read_run(tmp_path)
+        assert len(found.records) == 3 and len(found.samples) == 15 and len(found.ranks) == 4
+        assert [note.split(":")[0] for note in found.notes] == ["metrics.jsonl", "samples.jsonl", "rank2.json"]
+
+    def test_steps_that_a_restart_repeats_count_once(self) -> None:
+        written = [
+            {"step": step, "start": start} for start, steps in ((0, range(5)), (1, range(3, 7))) for step in steps
+        ]
+        kept = run_folder.one_record_per_step([*written, {"step": None}])
+        assert [(record["step"], record["start"]) for record in kept] == [
+            (0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1),
+        ]  # fmt: skip
+
+    def test_a_trace_of_an_earlier_run_in_the_folder_is_left_out(self, tmp_path: Path) -> None:
+        write_traces(tmp_path, 3)
+        old = RankLog(tmp_path / "trace", 9, ("actor",))
+        for i in range(len(old.lines)):
+            old.lines[i] = json.dumps({**json.loads(old.lines[i]), "ts": 1.0})
+        old.write()
+        found = run_folder.read_run(tmp_path)
+        assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+        assert any("ranks 9 are of an earlier run" in note for note in found.notes)
+
+    def test_an_unfinished_span_lasts_to_the_end_of_its_rank(self, tmp_path: Path) -> None:
+        log = RankLog(tmp_path / "trace", 0, ("actor",))
+        log.event("B", "update", cat="task", args={"step": 3})
+        log.span("part", "part", 2.0)
+        log.write(closed=False)
+        (rank,) = run_folder.read_run(tmp_path).ranks
+        assert [(s.name, s.depth, s.end_us - s.start_us, s.is_unfinished) for s in rank.spans] == [
+            ("update", 0, 2e6, True),
+            ("part", 1, 2e6, False),
+        ]
+
+    def test_what_a_trace_wrote_is_read(self, tmp_path: Path) -> None:
+        trace = Trace(tmp_path, 2, ("actor", "critic"))
+        with trace.span("update", step=1, role="actor"), trace.span("scored", "wait"):
+            pass
+        trace.counter("running", 3)
+        trace.close()
+        (rank,) = run_folder.read_run(tmp_path).ranks
+        assert rank.roles == ("actor", "critic")
+        assert [(s.name, s.category, s.depth, s.thread) for s in rank.spans] == [
+            ("update", "task", 0, run_folder.MAIN_THREAD),
+            ("scored", "wait", 1, run_folder.MAIN_THREAD),
+        ]
+        assert rank.spans[0].arguments == {"step": 1, "role": "actor"}
+        assert [value for _, value in rank.counters["running"]] == [3.0]
+
+    def test_the_merged_trace_is_strict_json_with_every_event(self, run: run_folder.Run) -> None:
+        merged = json.loads(run_folder.merged_trace(run.ranks))["traceEvents"]
+        assert merged == [event for rank in run.ranks for event in rank.events]
+
+
+# A stretch of a rank's time: (category, role, its seconds, what it contains).
+PLAN = st.recursive(
+    st.tuples(
+        st.sampled_from(["task", "wait", "onload", "part"]), st.sampled_from(["a", "a+b", "b"]), st.integers(1, 4)
+    ),
+    lambda inner: st.tuples(
+        st.sampled_from(["task", "wait", "part"]), st.sampled_from(["a", "b"]), st.lists(inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def play(log: RankLog, plan: tuple[str, str, Any], outer: str, seconds: list[str]) -> None:
+    """Write `plan` to `log`, and for each of its seconds to `seconds` what role a does in it."""
+    category, roles, rest = plan
+    purpose = {"wait": occupation.WAITING, "onload": occupation.MEMORY, "part": outer}.get(category)
+    if purpose is None:
+        purpose = occupation.OWN if "a" in roles.split("+") else occupation.OTHER
+    log.event("B", "x", cat=category, args={"role": roles} if category == "task" else {})
+    if isinstance(rest, int):
+        seconds += [purpose] * rest
+        log.now += rest
+    else:
+        for inner in rest:
+            play(log, inner, purpose, seconds)
+            seconds.append(purpose)
+            log.now += 1
+    log.event("E", "x", cat=category)
+
+
+class TestOccupation:
+    @settings(max_examples=60, deadline=None)
+    @given(plans=st.lists(PLAN, min_size=1, max_size=4))
+    def test_every_second_counts_once_to_what_surrounds_it_most_closely(
+        self, tmp_path_factory: pytest.TempPathFactory, plans: list[Any]
+    ) -> None:
+        log = RankLog(tmp_path_factory.mktemp("plan"), 0, ("a", "b"))
+        seconds: list[str] = []
+        log.span("frame", "wait", 1.0)
+        for plan in plans:
+            play(log, plan, occupation.IDLE, seconds)
+        log.span("frame", "wait", 1.0)
+        rank = run_folder.pair_events(0, [json.loads(line) for line in log.lines])
+        rank.roles = ("a", "b")
+        found = occupation.occupations([rank])[0].seconds
+        expected = {purpose: float(seconds.count(purpose)) for purpose in occupation.PURPOSES}
+        expected[occupation.WAITING] += 2.0
+        assert found == pytest.approx(expected, abs=1e-3)
+
+    def test_idle_is_waiting_and_nothing_over_all_ranks_of_the_role(self, tmp_path: Path) -> None:
+        busy, idle = (RankLog(tmp_path / "trace", rank, ("actor",)) for rank in range(2))
+        busy.span("update", "task", 8.0, role="actor")
+        idle.span("update", "task", 2.0, role="actor")
+        idle.span("scored", "wait", 3.0)
+        for log in (busy, idle):
+            log.write()
+        (found,) = occupation.occupations(run_folder.read_run(tmp_path).ranks)
+        assert found.ranks == (0, 1)
+        assert found.idle_fraction == pytest.approx((3 + 3) / 16)
+        assert occupation.task_seconds(run_folder.read_run(tmp_path).ranks) == {"update": pytest.approx(10.0)}
+
+
+class TestMeetings:
+    def test_a_joint_task_is_waiting_until_the_last_rank_comes(self, tmp_path: Path) -> None:
+        early, late = (RankLog(tmp_path / "trace", rank, (role,)) for rank, role in enumerate(("rollout", "actor")))
+        early.span("weight_sync", "task", 5.0, role="rollout", step=1, chunk=0)
+        early.span("generate", "task", 5.0, role="rollout", step=1, chunk=0)
+        late.span("update", "task", 4.0, role="actor", step=0, chunk=0)
+        late.span("weight_sync", "task", 1.0, role="actor", step=1, chunk=0)
+        late.span("update", "task", 5.0, role="actor", step=1, chunk=0)
+        for log in (early, late):
+            log.write()
+        ranks = run_folder.read_run(tmp_path).ranks
+        mark_meetings(ranks)
+        rollout, actor = occupation.occupations(ranks)
+        assert rollout.seconds[occupation.WAITING] == pytest.approx(4.0)
+        assert rollout.seconds[occupation.OWN] == pytest.approx(6.0)
+        assert actor.seconds[occupation.WAITING] == pytest.approx(0.0, abs=1e-6)
+        assert [(s.name, s.depth) for s in ranks[0].spans] == [("weight_sync", 0), ("the others", 1), ("generate", 0)]
+
+    def test_a_task_that_tells_its_waits_itself_is_left_as_it_is(self, tmp_path: Path) -> None:
+        early, late = (RankLog(tmp_path / "trace", rank, ("actor",)) for rank in range(2))
+        early.event("B", "weight_sync", cat="task", args={"role": "actor", "step": 1})
+        early.span("meeting", "wait", 3.0)
+        early.event("E", "weight_sync", cat="task")
+        late.now = 3.0
+        late.span("weight_sync", "task", 1.0, role="actor", step=1)
+        for log in (early, late):
+            log.write()
+        ranks = run_folder.read_run(tmp_path).ranks
+        mark_meetings(ranks)
+        assert [[span.name for span in rank.spans] for rank in ranks] == [["weight_sync", "meeting"], ["weight_sync"]]
+
+
+class TestCurves:
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(st.text("abc_/<>", min_size=1, max_size=12), max_size=5))
+    def test_every_metric_is_drawn_exactly_once(self, others: list[str]) -> None:
+        documented = [re.sub(r"<\w+>", "actor", metric.name) for metric in METRICS]
+        values = {name: float(i) for i, name in enumerate({*documented, *others} - {"step", "time_s"})}
+        found = sections([{"step": 0, "time_s": 1.0, **values}])
+        drawn = [s.points[0][1] for section in found for panel in section.panels for s in panel.series]
+        assert sorted(value for value in drawn if value is not None) == sorted(values.values())
+
+    def test_what_is_compared_shares_a_panel(self) -> None:
+        records = [{"step": 0, "perf/generate_s": 1.0, "perf/weight_sync_s": 2.0, "perf/step_time_s": 4.0,
+                    "perf/weight_sync_wire_s": 3.0, "memory/actor_resident_bytes": 5, "memory/critic_resident_bytes": 6,
+                    "mine/a": 1, "mine/b": 2, "lonely/c": 3}]  # fmt: skip
+        panels = {
+            (section.title, panel.title): [s.label for s in panel.series]
+            for section in sections(records)
+            for panel in section.panels
+        }
+        assert panels["Speed", "Seconds by task"] == ["generate", "weight sync"]
+        assert panels["Speed", "Step time"] == ["step"]
+        assert panels["Weight sync", "Seconds by part"] == ["wire"]
+        assert panels["Memory", "Peak per role"] == ["actor", "critic"]
+        assert ("mine", "A") in panels and ("mine", "B") in panels and ("Other", "lonely/c") in panels
+
+    def test_a_null_is_a_gap_and_a_missing_value_is_none(self) -> None:
+        records = [{"step": 0, "x": 1}, {"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": 4}]
+        (section,) = sections(records)
+        assert section.panels[0].series[0].points == [(0, 1.0), (1, None), (3, 4.0)]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(4, 20))
+    def test_thinning_keeps_ends_and_extremes(self, values: list[float | None], limit: int) -> None:
+        points = list(enumerate(values * 4))
+        kept = thinned([(float(x), y) for x, y in points], limit)
+        assert len(kept) <= limit + 2 and kept == sorted(kept, key=lambda point: point[0])
+        assert kept[0] == points[0] and kept[-1] == points[-1]
+        finite = [y for y in values if y is not None]
+        if finite:
+            shown = [y for _, y in kept if y is not None]
+            assert (min(shown), max(shown)) == (min(finite), max(finite))
+
+    def test_units_come_from_the_table_or_from_the_name(self) -> None:
+        assert documentation("perf/weight_sync_gb_per_s")[0] == "GB/s"
+        assert documentation("perf/generate_s") == (
+            "s",
+            "one task of the step, such as generate, score, update or weight_sync",
+        )
+        assert documentation("new/thing_bytes") == ("bytes", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(0, "", "0"), (0.123456, "", "0.123"), (1234.5, "", "1234"), (45678, "", "45.7k"), (3.2e6, "", "3.2M"),
+     (7e9, "", "7G"), (-2e-5, "", "-2e-05"), (512, "bytes", "512 B"), (61e9, "bytes", "56.8 GiB"),
+     (3072, "bytes", "3 KiB")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, unit: str, text: str) -> None:
+    assert number(value, unit) == text
+
+
+class TestTimeline:
+    def test_lanes_hold_spans_that_do_not_overlap(self, run: run_folder.Run) -> None:
+        drawn = timeline(run.ranks)
+        assert drawn is not None and drawn.notes == []
+        assert sum(len(lane.spans) for row in drawn.rows for lane in row.lanes) == sum(len(r.spans) for r in run.ranks)
+        for lane in (lane for row in drawn.rows for lane in row.lanes):
+            for before, after in zip(lane.spans, lane.spans[1:], strict=False):
+                assert before.end_us <= after.start_us
+        assert [step for step, _, _ in drawn.steps] == list(range(20))
+
+    def test_a_page_that_would_be_too_large_lacks_short_spans_but_none_in_the_middle(self, run: run_folder.Run) -> None:
+        drawn = timeline(run.ranks, max_spans=100)
+        assert drawn is not None and "only; trace.json has all of them" in drawn.notes[0]
+        shown = {id(span) for row in drawn.rows for lane in row.lanes for span in lane.spans}
+        everything = sorted((span for rank in run.ranks for span in rank.spans), key=lambda span: span.start_us)
+        assert 100 <= len(shown) < 150 < len(everything) / 2  # spans of equal length stay together
+        num_before = (len(everything) - 50) // 2
+        middle = everything[num_before : num_before + 50]
+        assert all(id(span) in shown for span in middle)
+        outside = [s for s in everything if not middle[0].start_us <= s.start_us <= middle[-1].start_us]
+        duration = {id(span): span.end_us - span.start_us for span in outside}
+        longest_missing = max(length for key, length in duration.items() if key not in shown)
+        assert longest_missing < min(length for key, length in duration.items() if key in shown)
+
+    def test_many_ranks(self, run: run_folder.Run) -> None:
+        drawn = timeline(run.ranks[:1] * (MAX_RANKS + 1))
+        assert drawn is not None and len(drawn.rows) == MAX_RANKS and drawn.notes
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the text of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, text: str) -> None:
+        if self.found and self.found[-1][0] == "script":
+            self.scripts[-1] += text
+
+
+@pytest.fixture(scope="module")
+def text(run: run_folder.Run) -> str:
+    """The page of `run`."""
+    roles = occupation.occupations(run.ranks)
+    return page.render(run, facts(run, roles), roles, timeline(run.ranks), sections(run.records, run.ranks))
+
+
+class TestPage:
+    def test_nothing_that_a_run_wrote_becomes_markup(self, text: str) -> None:
+        elements = Elements(text)
+        assert [attributes for tag, attributes in elements.found if tag == "script"] == [
+            {"type": "application/json", "id": "data"},
+            {},
+        ]
+        assert not [tag for tag, _ in elements.found if tag in ("img", "b", "iframe", "object", "form")]
+        assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
+        data = json.loads(elements.scripts[0])
+        assert any(sample["response"].startswith(HOSTILE) for sample in data["samples"])
+
+    def test_nothing_is_loaded(self, text: str) -> None:
+        loading = [(tag, attributes) for tag, attributes in Elements(text).found if {"src", "href"} & attributes.keys()]
+        assert loading == [("link", {"rel": "icon", "href": "data:,"})]
+        assert "@import" not in text and "url(" not in text and "fetch(" not in text
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
+    def test_embedded_json_has_no_markup_and_says_the_same(self, value: Any) -> None:
+        text = page.embedded_json(value)
+        assert not set("<>&") & set(text)
+        assert json.loads(text) == value
+
+    def test_long_runs_show_samples_of_the_whole_run(self) -> None:
+        samples = [{"step": step, "response": ""} for step in range(1000)]
+        chosen = [sample["step"] for sample in page.chosen_samples(samples, 50)]
+        gaps = {after - before for before, after in zip(chosen, chosen[1:], strict=False)}
+        assert chosen[0] == 0 and chosen[-1] == 999 and len(chosen) == 50 and gaps <= {20, 21}
+
+    def test_long_texts_are_cut_and_messages_are_shown_as_json(self) -> None:
+        shown = page.shortened({"response": "x" * 9000, "prompt": [{"role": "user"}], "reward": None, "other": 1})
+        assert shown == {"response": "x" * 8000 + "… (1000 more characters)", "prompt": '[{"role": "user"}]'}
+
+
+class TestTool:
+    def test_it_writes_page_trace_and_pictures(self, tmp_path: Path) -> None:
+        write_traces(tmp_path / "run", num_steps=9)
+        record = {"rollout/reward_mean": 0.5, "train/loss": 1.0, "memory/actor_resident_bytes": 5.0}
+        lines = [json.dumps({"step": step, **record}) for step in range(9)]
+        (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
+        output = io.StringIO()
+        made = report(tmp_path / "run", tmp_path / "out", Console(file=output, width=160))
+        names = [path.name for path in made]
+        assert names[:2] == ["report.html", "trace.json"] and all(path.stat().st_size > 0 for path in made)
+        printed = output.getvalue()
+        assert "Reward: " in printed and "rollout/reward_mean" in printed and "generate" in printed
+        if importlib.util.find_spec("matplotlib") is None:
+            assert "they need matplotlib" in printed
+            return
+        assert {"timeline.png", "curves_learning.png", "curves_memory.png"} <= set(names)
+        from matplotlib.image import imread
+
+        for path in made[2:]:
+            picture = imread(path)
+            assert picture.shape[0] > 100 and picture.shape[1] > 1000 and picture[..., :3].std() > 0.02, path.name
+
+    def test_metrics_alone_give_a_page_without_a_timeline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_metrics(tmp_path, 3)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        made = report(tmp_path, tmp_path / "report", Console(file=io.StringIO()))
+        assert [path.name for path in made] == ["report.html"]
+        text = made[0].read_text()
+        assert 'id="timeline"' not in text and 'id="samples"' not in text and "no trace: set logging.trace" in text
+
+    def test_a_folder_that_is_no_run_is_refused_in_one_message(self, tmp_path: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "tools/report.py", str(tmp_path)],
+            cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1 and done.stdout == ""
+        assert "nothing to report" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,222 @@
+"""A rank's trace: complete at any moment, in time with other ranks, and cheap."""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+from rltrain.observability.trace import NullTrace, Trace, start_trace
+
+ROLES = ("actor", "rollout")
+
+
+def closed_events(trace: Trace) -> list[dict[str, Any]]:
+    trace.close()
+    return json.loads(trace.path.read_text())
+
+
+def phases(events: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] in wanted]
+
+
+def config(output_dir: Path, trace: bool) -> Config:
+    return Config.model_validate(
+        {
+            "steps": 1,
+            "output_dir": str(output_dir),
+            "placement": {"actor": 0},
+            "model": {"path": "model"},
+            "data": {"train": {"path": "train.jsonl"}},
+            "logging": {"trace": trace},
+        }
+    )
+
+
+def test_spans_instants_and_counters_are_events_of_the_rank(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 3, ROLES)
+    with trace.span("update", role="actor", step=2):
+        with trace.span("scored", "wait"):
+            trace.instant("version", "sync", version=7)
+        trace.counter("running", 5)
+    events = closed_events(trace)
+    assert trace.path == tmp_path / "trace/rank3.json"
+    assert {event["pid"] for event in events} == {3}
+    names = {event["name"]: event["args"] for event in phases(events, "M")}
+    assert names["process_name"] == {"name": "rank 3: actor, rollout"}
+    assert names["thread_name"] == {"name": "MainThread"}
+    happened = phases(events, "BEiC")
+    assert [(event["ph"], event["name"]) for event in happened] == [
+        ("B", "update"),
+        ("B", "scored"),
+        ("i", "version"),
+        ("E", "scored"),
+        ("C", "running"),
+        ("E", "update"),
+    ]
+    assert happened[0]["cat"] == "task" and happened[0]["args"] == {"role": "actor", "step": 2}
+    assert happened[1]["cat"] == "wait" and "args" not in happened[1]
+    assert happened[2]["args"] == {"version": 7} and happened[4]["args"] == {"value": 5.0}
+    times = [event["ts"] for event in happened]
+    assert times == sorted(times)
+
+
+def test_an_error_within_a_span_ends_it_and_goes_on(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0, ROLES)
+    with pytest.raises(KeyError), trace.span("update"):
+        raise KeyError("x")
+    (end,) = phases(closed_events(trace), "E")
+    assert end["args"] == {"error": "KeyError"}
+
+
+def test_what_json_cannot_hold_is_written_as_text_or_left_out(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0, ROLES)
+    trace.counter("kl", math.nan)
+    trace.counter("kl", math.inf)
+    trace.counter("kl", 0.5)
+    trace.instant('quo"te\n', path=Path("a/b"), loss=math.nan, ok=True, nothing=None)
+    events = closed_events(trace)
+    assert [event["args"] for event in phases(events, "C")] == [{"value": 0.5}]
+    (instant,) = phases(events, "i")
+    assert instant["name"] == 'quo"te\n'
+    assert instant["args"] == {"path": "a/b", "loss": "nan", "ok": True, "nothing": None}
+
+
+def test_threads_have_tracks_of_their_own_and_lose_nothing(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0, ROLES)
+    everybody_is_there = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        everybody_is_there.wait()
+        for i in range(300):
+            with trace.span(f"outer {number}", step=i), trace.span(f"inner {number}"):
+                pass
+
+    threads = [threading.Thread(target=work, args=(i,), name=f"worker {i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.7)  # a write falls into the lives of the threads, when their names are known
+    for thread in threads:
+        thread.join()
+    events = closed_events(trace)
+    for number in range(4):
+        mine = [event for event in phases(events, "BE") if event["name"].endswith(str(number))]
+        assert len({event["tid"] for event in mine}) == 1
+        nested = [
+            ("B", f"outer {number}"),
+            ("B", f"inner {number}"),
+            ("E", f"inner {number}"),
+            ("E", f"outer {number}"),
+        ]
+        assert [(event["ph"], event["name"]) for event in mine] == nested * 300
+
+
+KILLED = """
+import sys, time
+from rltrain.observability.trace import Trace
+trace = Trace(sys.argv[1], 1, ["actor"])
+with trace.span("weight_sync"):
+    pass
+with trace.span("update", step=4):
+    time.sleep(1.5)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_rank_leaves_what_it_was_doing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGKILL)
+    text = (tmp_path / "trace/rank1.json").read_text()
+    events = json.loads(text + "]")  # the format lets a reader take the end of the file for the end of the list
+    assert [(e["ph"], e["name"]) for e in phases(events, "BE")] == [
+        ("B", "weight_sync"),
+        ("E", "weight_sync"),
+        ("B", "update"),
+    ]
+
+
+def test_a_process_that_just_ends_leaves_a_closed_file(tmp_path: Path) -> None:
+    program = "import sys\nfrom rltrain.observability.trace import Trace\nTrace(sys.argv[1], 0, []).instant('last')"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert json.loads((tmp_path / "trace/rank0.json").read_text())[-1]["name"] == "last"
+
+
+def test_ranks_of_a_machine_share_a_clock(tmp_path: Path) -> None:
+    first, second = Trace(tmp_path, 0, ROLES), Trace(tmp_path, 1, ROLES)
+    for _ in range(200):
+        first.instant("a")
+        second.instant("b")
+    ours, theirs = ([e["ts"] for e in phases(closed_events(trace), "i")] for trace in (first, second))
+    lags = [b - a for a, b in zip(ours, theirs, strict=True)]
+    assert sorted(lags)[100] < 100, "two events right after each other are less than 100 us apart"
+    assert min(lags) > -100
+    assert abs(ours[-1] / 1e6 - time.time()) < 5
+
+
+def test_a_span_costs_less_than_five_microseconds(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0, ROLES)
+    batches = []
+    for _ in range(60):
+        start = time.perf_counter()
+        for step in range(200):
+            with trace.span("generate", "task", step=step):
+                pass
+        batches.append((time.perf_counter() - start) / 200)
+    trace.close()
+    assert min(batches) < 5e-6, "the quickest of 60 batches, so that a busy machine does not decide"
+
+
+def test_nothing_is_kept_after_the_end(tmp_path: Path) -> None:
+    trace = Trace(tmp_path, 0, ROLES)
+    trace.close()
+    size = trace.path.stat().st_size
+    trace.instant("late")
+    trace.close()
+    assert trace.path.stat().st_size == size
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    (folder / "rank0.json").symlink_to("/dev/full")
+    trace = Trace(tmp_path, 0, ROLES)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(40):
+            with trace.span("generate"):
+                time.sleep(0.03)
+    trace.close()
+    (warning,) = caplog.records
+    assert "its trace ends here" in warning.message and "No space left" in warning.message
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("a file is in the way")
+    with pytest.raises(ConfigError, match="logging.trace: cannot write"):
+        Trace(tmp_path, 0, ROLES)
+
+
+def test_without_logging_trace_nothing_is_written(tmp_path: Path) -> None:
+    trace = start_trace(config(tmp_path, trace=False), 0, ROLES)
+    with trace.span("update", "task", step=1), trace.span("inner"):
+        trace.instant("here")
+        trace.counter("n", 1)
+    trace.close()
+    assert isinstance(trace, NullTrace) and list(tmp_path.iterdir()) == []
+
+
+def test_with_logging_trace_the_rank_gets_its_file(tmp_path: Path) -> None:
+    trace = start_trace(config(tmp_path, trace=True), 5, ROLES)
+    trace.close()
+    assert (tmp_path / "trace/rank5.json").exists()

@@ -1,0 +1,194 @@
+"""Steps per second of the schedule's modes on one machine, beside the bound that their order of tasks allows.
+
+    python tools/benchmarks/orders.py [--case slow_rewards] [--steps 20] [--modes sequential,pipelined] [key=value ...]
+
+An untrained model ends its responses at random, so their lengths have a long tail. In the case slow_rewards the reward
+function sleeps for every sample; in uneven_steps a step is so small that the longest of its few responses decides how
+long it takes. Actor, rollout and reward have a rank each. Every mode is a whole job on the same seed; its tasks are
+timed by the trace. The bound is what the order would take if nothing but the tasks took time. Prints one JSON object
+last.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from rltrain.cluster.placement import resolve_placement  # noqa: E402
+from rltrain.config.loader import load_config  # noqa: E402
+from rltrain.observability.report.run_folder import Span, read_run  # noqa: E402
+from rltrain.schedule.bound import timetable  # noqa: E402
+from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order  # noqa: E402
+from rltrain.schedule.steps import build_order  # noqa: E402
+
+NUM_RANKS = 3
+WARM_UP_STEPS = 4
+MODES = {
+    "sequential": ["schedule.mode=sequential"],
+    "pipelined": ["schedule.mode=pipelined"],
+    "asynchronous-1": ["schedule.mode=asynchronous", "schedule.max_staleness=1"],
+    "asynchronous-4": ["schedule.mode=asynchronous", "schedule.max_staleness=4"],
+}
+COMMON = [
+    "placement={actor: 0, rollout: 1, reward: 2}",
+    "actor.parallel={tp: 1}",
+    "actor.optimizer.lr=1e-9",
+    "loss.kl.coef=0",
+    "data.eval=null",
+    "checkpoint.save_hf=false",
+    "logging={progress: false, trace: true}",
+    "rollout.sampling.max_response_tokens=108",
+    "rollout.max_context_tokens=124",
+]
+CASES = {
+    "slow_rewards": [
+        "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 1}",
+        "reward={function: 'tools.benchmarks.slow_reward:slow', options: {seconds: 0.005}, num_workers: 4}",
+    ],
+    "uneven_steps": [
+        "batch={prompts_per_step: 2, samples_per_prompt: 4, mini_batches: 1}",
+        "actor.micro_batch_tokens=64",  # training then takes about as long as generating does on average
+        "reward={function: exact_match}",
+    ],
+}
+
+
+def run_mode(start: Path, output: Path, overrides: list[str]) -> None:
+    """One job. CalledProcessError with its output where it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    command += ["launch/train.py", "--config", "configs/quickstart.yaml", *settings(start, output, overrides)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def settings(start: Path, output: Path, overrides: list[str]) -> list[str]:
+    paths = [f"model.path={start}/model", f"data.train.path={start}/train.jsonl", f"output_dir={output}"]
+    return [*COMMON, *paths, *overrides]
+
+
+def measure(start: Path, output: Path, overrides: list[str]) -> dict[str, float]:
+    """Seconds per step after the first ones: what they took, and what the order allows."""
+    config = load_config(REPOSITORY / "configs/quickstart.yaml", settings(start, output, overrides))
+    placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
+    order = build_order(config, placement)
+    spans = task_spans(output)
+    first, last = (update(order, step) for step in (WARM_UP_STEPS - 1, config.steps - 1))
+    num_steps = config.steps - WARM_UP_STEPS
+    ended = {entry: max(span.end_us for span in spans[key_of(entry)].values()) / 1e6 for entry in (first, last)}
+    possible = timetable(order, placement, lambda entry, rank: own_seconds(spans, entry, rank))
+    step_s = (ended[last] - ended[first]) / num_steps
+    bound_s = (possible[last].end - possible[first].end) / num_steps
+    return {
+        "step_s": step_s,
+        "bound_s": bound_s,
+        "share_of_bound": bound_s / step_s,
+        **sync_waits(spans),
+        "decode_step_max_s": max(longest_decode_steps(output)),
+        **{f"{name}_s": seconds for name, seconds in mean_seconds(spans).items()},
+    }
+
+
+Key = tuple[str, int, int]
+
+
+def key_of(entry: Entry) -> Key:
+    return (entry.name, entry.step, entry.chunk)
+
+
+def update(order: Order, step: int) -> Entry:
+    return next(entry for entry in order if entry.name == "update" and entry.step == step)
+
+
+def task_spans(output: Path) -> dict[Key, dict[int, Any]]:
+    """Spans of tasks by name, step and chunk, and by rank; each with `own_us`, what it took without tasks inside it."""
+    spans: dict[Key, dict[int, Any]] = defaultdict(dict)
+    for rank in read_run(output).ranks:
+        tasks = [span for span in rank.spans if span.category == "task"]
+        for span in tasks:
+            key = (span.name, span.arguments["step"], span.arguments["chunk"])
+            spans[key][rank.rank] = TimedSpan(span, [other for other in tasks if is_inside(other, span)])
+    return spans
+
+
+class TimedSpan:
+    def __init__(self, span: Span, inside: list[Span]) -> None:
+        self.end_us = span.end_us
+        self.own_us = span.end_us - span.start_us - sum(other.end_us - other.start_us for other in inside)
+
+
+def is_inside(span: Span, other: Span) -> bool:
+    return span.depth > other.depth and other.start_us <= span.start_us and span.end_us <= other.end_us
+
+
+def own_seconds(spans: dict[Key, dict[int, TimedSpan]], entry: Entry, rank: int) -> float:
+    """A sync takes what it took on the rank that came last: the others' time has their wait in it."""
+    by_rank = spans[key_of(entry)]
+    if entry.name == WEIGHT_SYNC:
+        return min(span.own_us for span in by_rank.values()) / 1e6
+    return by_rank[rank].own_us / 1e6
+
+
+def sync_waits(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
+    """How long a training rank waited at a sync for engines to join it, the transfer itself not counted."""
+    syncs = [by_rank for (name, step, _), by_rank in spans.items() if name == WEIGHT_SYNC and step >= WARM_UP_STEPS]
+    waits = [(by_rank[0].own_us - min(span.own_us for span in by_rank.values())) / 1e6 for by_rank in syncs]
+    return {"sync_wait_s": statistics.median(waits), "sync_wait_max_s": max(waits)} if waits else {}
+
+
+def longest_decode_steps(output: Path) -> list[float]:
+    records = read_run(output).records
+    return [record["perf/decode_step_max_s"] for record in records if "perf/decode_step_max_s" in record]
+
+
+def mean_seconds(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
+    """Per step and task, after the first steps: what its chunks took together on one rank."""
+    totals: dict[str, float] = defaultdict(float)
+    steps: dict[str, set[int]] = defaultdict(set)
+    for (name, step, _), by_rank in spans.items():
+        if step >= WARM_UP_STEPS:
+            totals[name] += min(span.own_us for span in by_rank.values()) / 1e6
+            steps[name].add(step)
+    return {name: total / len(steps[name]) for name, total in sorted(totals.items())}
+
+
+def compare(modes: list[str], overrides: list[str], folder: Path) -> dict[str, dict[str, float]]:
+    """`measure` for each mode, with the throughput relative to the first of them."""
+    start = folder / "start"
+    make = [sys.executable, "tools/make_quickstart.py", "--output", str(start), "--seed", "0"]
+    subprocess.run(make, cwd=REPOSITORY, check=True, capture_output=True)
+    results = {}
+    for mode in modes:
+        chosen = [*MODES[mode], *overrides]
+        run_mode(start, folder / mode, chosen)
+        results[mode] = measure(start, folder / mode, chosen)
+        results[mode]["speedup"] = results[modes[0]]["step_s"] / results[mode]["step_s"]
+        row = "  ".join(f"{name} {value:.3f}" for name, value in results[mode].items())
+        print(f"{mode:16}{row}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--case", choices=CASES, default="slow_rewards")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"steps={arguments.steps}", *CASES[arguments.case], *arguments.overrides]
+        print(json.dumps(compare(arguments.modes.split(","), overrides, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()
