@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
         return run_job(arguments.config, arguments.overrides)
 
-    from rltrain.dry_run import describe_job
+    from rltrain.dry_run.description import describe_job
 
     try:
         print(describe_job(arguments.config, arguments.overrides, arguments.world_size, arguments.ranks_per_node))

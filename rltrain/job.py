@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from rltrain.cluster.ending import end_process
 from rltrain.cluster.placement import resolve_placement, role_grids
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.watchdog import Watchdog
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, Bulletin, World, join_world, start_process_groups

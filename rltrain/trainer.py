@@ -57,7 +57,9 @@ class Trainer:
         self.in_flight = self._in_flight()
         serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
         exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.patience, serve)
-        self.transfers = Transfers(job, order, exchange, self.roles)
+        if "reward" in self.roles:
+            self.roles["reward"].serve = serve  # type: ignore[attr-defined]
+        self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._memory_metrics)
         self.end = len(order)
         """Position at which training ends; later entries are executed only if they are final."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rltrain.cluster.exchange import Exchange, Route
+from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
 
@@ -35,8 +36,8 @@ MINI_BATCHED = ("actor", "critic")
 class Transfers:
     """This rank's ends of all transfers of `order`, for the roles that it hosts."""
 
-    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role]) -> None:
-        self.job, self.order, self.exchange, self.roles = job, order, exchange, roles
+    def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role], trace: AnyTrace) -> None:
+        self.job, self.order, self.exchange, self.roles, self.trace = job, order, exchange, roles, trace
         self.wait_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "wait"}
         self.post_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "post"}
         self.last_post = {(e.name, e.roles[0], e.step, e.chunk): i for i, e in enumerate(order) if e.kind == "post"}
@@ -50,6 +51,7 @@ class Transfers:
         self.exchange.post(self._route(position), shipments[shipment])
         if position == self.last_post[entry.name, source, entry.step, entry.chunk]:
             del shipments[shipment]
+        self.trace.counter("steps in the outbox", len({self.order[p].step for p in self.exchange.outbox}))
 
     def wait(self, position: int) -> None:
         """Receive for the destination role."""

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import model_group_lists
+from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.reshard.families import Architecture
 from rltrain.training.layout import padded_vocab_size
 from rltrain.training.platform import adapt_to_platform

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.memory_plan import Task, needs_of
 from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import ProcessGroups, RankList, lists_of_task, role_group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import RankList, lists_of_task, role_group_lists
 
 
 class CommunicatorPlan:

@@ -12,7 +12,7 @@ class InFlightSync:
     """For one rank of the rollout or the actor, which share no ranks.
 
     A sync is due once the actor has arrived at it: `announce`, by one rank of the actor. The first rank of an engine,
-    its leader, then decides when to join, and the engine's other ranks follow it: in a decode step by what the leader
+    its leader, then decides when to join, and the engine's other ranks follow it: in a generate task by what the leader
     tells them, elsewhere by the count of syncs that it has joined.
     """
 
@@ -30,9 +30,9 @@ class InFlightSync:
         self.store = dist.PrefixStore("in_flight", store)
         self.syncs = syncs
         self.run = run
-        self.joined_key = f"joined/{leader}"
+        self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
         self.is_leader = rank == leader
-        self.num_joined = 0
+        self.num_joined = self.num_entered = 0
         self.position = 0
         """Of the entry that this rank executes."""
         self._last_poll = 0.0
@@ -52,8 +52,27 @@ class InFlightSync:
         return bool(self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined)
 
     def join_if_due(self) -> None:
-        """To be called while this rank waits for others outside of a decode step."""
+        """To be called while this rank waits for others outside of a generate task."""
         if self.is_due():
+            self.join()
+
+    def enter(self) -> None:
+        """This rank comes to its next generate task, in which the leader tells the others when to join."""
+        self.num_entered += 1
+        if self.is_leader:
+            self.store.add(self.entered_key, 1)
+
+    def leader_has_entered(self) -> bool:
+        """Whether the leader has come to the generate task at which this rank is."""
+        return self.store.add(self.entered_key, 0) >= self.num_entered
+
+    def join_before_leader_enters(self) -> None:
+        """To be called while this rank waits for that.
+
+        The leader may enter and join a sync between two looks of this rank, which it will then tell this one of. What
+        it joined before, it cannot get past without this rank: so its having entered is looked at last.
+        """
+        if self.is_due() and not self.leader_has_entered():
             self.join()
 
     def join(self) -> None:

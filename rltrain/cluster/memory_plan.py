@@ -2,12 +2,15 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 Key = tuple[str, str]
 """(role, part)."""
+
+Place = Literal["device", "host", "dropped"]
+"""Where a part is: dropped means nowhere, since nobody will read it before it has been rewritten."""
 
 
 class Task(Protocol):
@@ -77,6 +80,9 @@ NEEDS: dict[str, Needs] = {
     "save_hf": Needs(reads=_parts("actor", "weights")),
 }
 
+DEVICE_ROLES = frozenset(role for needs in NEEDS.values() for role, _ in needs.parts)
+"""Roles with something on the device."""
+
 HOST_TASKS = frozenset({"demonstrate", "score", "score_evaluation", "advantages", "decide_to_stop"})
 """Tasks that need nothing on the device."""
 
@@ -91,6 +97,16 @@ def needs_of(task: str) -> Needs:
     if task not in NEEDS:
         raise ValueError(f"what the task {task} needs on the device is unknown: add it to NEEDS or HOST_TASKS")
     return NEEDS[task]
+
+
+def leaving_roles(offload: Mapping[str, bool | str], guests: Collection[str] = ()) -> frozenset[str]:
+    """The roles of one rank that leave its device between their tasks; `offload` has what all that use it chose.
+
+    "auto" leaves where there are others, of which `guests` do not count: their parts lie on the host and take the place
+    of another role's for a while.
+    """
+    is_shared = len(offload.keys() - set(guests)) > 1
+    return frozenset(role for role, choice in offload.items() if (is_shared if choice == "auto" else choice))
 
 
 @dataclass
@@ -149,11 +165,31 @@ class MemoryPlan:
         following = (_first_after(uses.positions, position), _first_after(uses.final_positions, position))
         return all(use is None or self.is_rewritten(key, use) for use in following)
 
-    def residents(self, leaving: Collection[str]) -> Iterable[tuple[int, frozenset[Key]]]:
-        """(position, parts on the device during it) for every entry of this rank's device; roles not `leaving` stay."""
-        staying = frozenset(key for key in self._uses if key[0] not in leaving)
+    def places(
+        self, leaving: Collection[str], overlays: Mapping[Key, Key] | None = None
+    ) -> Iterator[tuple[int, dict[Key, Place]]]:
+        """(position, where each part is during it) for every entry that needs this rank's device.
+
+        `overlays` maps a guest's part to the one whose place it takes. Parts fetched ahead are not counted.
+        """
+        overlays = overlays or {}
+        places: dict[Key, Place] = {}
+        for key in self._uses:
+            stays = key[0] not in leaving and key not in overlays
+            places[key] = "device" if stays else self._left(key, -1)
         for position in self._device_tasks:
-            yield position, self.needs(position).parts | staying
+            needed = self.needs(position).parts
+            covered = {overlays[key] for key in needed & overlays.keys()}
+            covered |= {key for key, beneath in overlays.items() if beneath in needed}
+            for key, place in places.items():
+                if key in needed:
+                    places[key] = "device"
+                elif place == "device" and (key[0] in leaving or key in covered):
+                    places[key] = self._left(key, position)
+            yield position, dict(places)
+
+    def _left(self, key: Key, position: int) -> Place:
+        return "dropped" if self.may_drop(key, position) else "host"
 
 
 def _first_after(positions: list[int], position: int) -> int | None:

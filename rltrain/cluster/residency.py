@@ -8,7 +8,7 @@ from typing import Any
 
 from rltrain.cluster.communicator_plan import Communicators
 from rltrain.cluster.device_memory import DeviceMemory
-from rltrain.cluster.memory_plan import Key, MemoryPlan, Task
+from rltrain.cluster.memory_plan import Key, MemoryPlan, Task, leaving_roles
 from rltrain.cluster.parts import Part
 from rltrain.cluster.storage_memory import PausedRegion
 
@@ -23,9 +23,9 @@ def _no_span(name: str, category: str) -> AbstractContextManager[object]:
 class Residency:
     """Brings to the device what a task needs, and takes away what others of this rank left there.
 
-    `offload` has the roles of this rank that use its device: whether each leaves it between its tasks; "auto": where
-    there are others, of which `guests`, whose parts are overlays, do not count. Nothing moves for a task that needs
-    nothing. Nothing is collective but making `communicators` again, which come and go with the roles.
+    `offload` has the roles of this rank that use its device, and decides with `guests`, whose parts are overlays, who
+    leaves it between its tasks: see `leaving_roles`. Nothing moves for a task that needs nothing. Nothing is collective
+    but making `communicators` again, which come and go with the roles.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class Residency:
         span: Span = _no_span,
     ) -> None:
         self.plan = MemoryPlan(order, offload)
-        is_shared = len(offload.keys() - set(guests)) > 1
-        self.leaving = {role for role, choice in offload.items() if (is_shared if choice == "auto" else choice)}
+        self.leaving = leaving_roles(offload, guests)
         self.parts: dict[Key, Part] = {}
         self._memory = memory
         self._prefetch_wanted = prefetch

@@ -20,13 +20,15 @@ class Tickets:
     """A log per name; every `per_chunk` entries of it are a chunk, which any rank can read once it is full.
 
     Engines that finish groups at the same time agree on who is first by one counter per log. A chunk's entry is
-    deleted once `num_readers` ranks have read it.
+    deleted once `num_readers` ranks have read it, and with the last of `chunks_per_log` (None: there is no last one)
+    the counter, which nobody looks at any more.
     """
 
-    def __init__(self, store: dist.Store, per_chunk: int, num_readers: int) -> None:
+    def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int | None = None) -> None:
         self.store = dist.PrefixStore("tickets", store)
         self.per_chunk = per_chunk
         self.num_readers = num_readers
+        self.chunks_per_log = chunks_per_log
 
     def add(self, log: str, finished: Finished) -> None:
         """Append to the log."""
@@ -50,10 +52,9 @@ class Tickets:
         return sorted(entries, key=lambda finished: finished.position)
 
     def _forget_when_all_have_read(self, log: str, chunk: int) -> None:
-        if self.store.add(f"{log}/{chunk}/read", 1) == self.num_readers:
-            self.store.delete_key(f"{log}/{chunk}")
-            self.store.delete_key(f"{log}/{chunk}/read")
-
-    def close(self, log: str) -> None:
-        """Delete the counter of a log that is complete and read."""
-        self.store.delete_key(f"{log}/count")
+        if self.store.add(f"{log}/{chunk}/read", 1) < self.num_readers:
+            return
+        self.store.delete_key(f"{log}/{chunk}")
+        self.store.delete_key(f"{log}/{chunk}/read")
+        if self.chunks_per_log is not None and chunk == self.chunks_per_log - 1:
+            self.store.delete_key(f"{log}/count")

@@ -2,17 +2,15 @@
 
 import json
 import logging
-import math
 import os
 import queue
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rltrain.errors import ConfigError
@@ -49,16 +47,20 @@ class Scorer:
     """Runs one reward function: a trusted one here, any other in worker processes, so that even a hang in C code ends.
 
     A worker is started at its first sample, killed at a sample that takes longer than `timeout_s`, and ends with this
-    process. When a call of `score` has taken `budget_s`, samples that have not been begun count as timeouts: other
-    ranks wait for the result. `score` is for one thread at a time. Close the scorer at the end.
+    process. `on_scored` is called after every sample, from any thread: other ranks wait for the result, and see that it
+    gets on. `score` is for one thread at a time. Close the scorer at the end.
     """
 
     def __init__(
-        self, function: RewardFunction, timeout_s: float, num_workers: int = 2, budget_s: float = math.inf
+        self,
+        function: RewardFunction,
+        timeout_s: float,
+        num_workers: int = 2,
+        on_scored: Callable[[], None] = lambda: None,
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
-        self.budget_s = budget_s
+        self.on_scored = on_scored
         self._workers = [_Worker(function) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -97,17 +99,15 @@ class Scorer:
     def _answers(self, samples: Sequence[Sample]) -> list[Answer]:
         if self.function.trusted:
             return [score_one(self.function, vars(sample)) for sample in samples]
-        deadline = time.monotonic() + self.budget_s
-        return list(self._threads.map(partial(self._ask_worker, deadline), samples))
+        return list(self._threads.map(self._ask_worker, samples))
 
-    def _ask_worker(self, deadline: float, sample: Sample) -> Answer:
+    def _ask_worker(self, sample: Sample) -> Answer:
         worker = self._idle.get()
         try:
-            if time.monotonic() > deadline:
-                return {"timeout": f"not begun: all samples of the step together may take {self.budget_s:g} s"}
             return worker.score(sample, self.timeout_s)
         finally:
             self._idle.put(worker)
+            self.on_scored()
 
     def _log_failure(self, sample: Sample, answer: Answer) -> None:
         reason = answer.get("error") or answer.get("timeout")

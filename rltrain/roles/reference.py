@@ -9,6 +9,7 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.parts import Overlay, Part
 from rltrain.data.experience import Experience
+from rltrain.reshard.families.of_roles import reference_uses_actor_modules
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.training.forward import compute_logprobs
@@ -17,13 +18,8 @@ from rltrain.training.model import LanguageModel, build_model, local_parameters
 
 
 def uses_actor_modules(job: Job) -> bool:
-    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
-    parallel = job.config.reference.parallel or job.config.actor.parallel
-    return (
-        job.grids.get("reference") == job.grids["actor"]
-        and parallel == job.config.actor.parallel
-        and job.architectures["reference"] == job.architecture
-    )
+    """Whether the reference needs no model of its own."""
+    return reference_uses_actor_modules(job.config, job.grids, job.architectures)
 
 
 class Reference(Role):

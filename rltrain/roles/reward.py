@@ -1,8 +1,11 @@
 """The reward: scores responses against their prompts' labels."""
 
+from collections.abc import Callable
+
 import torch
 
 from rltrain.cluster.exchange import Shipment
+from rltrain.cluster.polling import poll
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.rewards.registry import load_reward
@@ -23,14 +26,16 @@ class Reward(Role):
             load_reward(reward),
             timeout_s=reward.timeout_s,
             num_workers=reward.num_workers,
-            budget_s=self.config.timeouts.no_progress_s / 2,
+            on_scored=job.heartbeat.advance,
         )
         self.evaluation_score = float("nan")
         self.statistics = RewardStatistics()
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
+        self.serve: Callable[[], None] | None = None
+        """What this rank does for others while it waits, if anything."""
 
     def score(self, step: int, chunk: int) -> Metrics:
-        """A reward for each response. Collective over: the reward's ranks, with the step's last chunk."""
+        """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics()
         samples = self.shipments.pop(("samples", step, chunk))
@@ -40,16 +45,18 @@ class Reward(Role):
         self.shipments["scored", step, chunk] = Shipment(experience.columns(), samples.group_tokens)
         if chunk < self.config.num_chunks - 1:
             return {}
-        metrics = self.statistics.metrics(self.job.groups.cpu[self.grid.ranks])
+        metrics = self._gather("score", step, self.statistics)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
-        """The held-out score, known to all of the role. Collective over: the reward's ranks."""
+        """The held-out score, which the role's leader learns from its other ranks."""
         evaluation = self.job.prompts.evaluation
         assert evaluation is not None, "the order evaluates only where data.eval is set"
         statistics = RewardStatistics()
         self._score(self.shipments.pop(("evaluation_samples", step, chunk)), evaluation, statistics)
-        metrics = statistics.metrics(self.job.groups.cpu[self.grid.ranks])
+        metrics = self._gather("evaluation", step, statistics)
+        if not metrics:
+            return {}
         self.evaluation_score = metrics["reward_mean"]
         return {"eval/score": self.evaluation_score, "eval/response_length_mean": metrics["response_length_mean"]}
 
@@ -64,6 +71,29 @@ class Reward(Role):
         experience = experience.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))
         statistics.add(experience, scores)
         return experience
+
+    def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
+        """Metrics of all ranks of the role on its leader, none on the others.
+
+        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
+        """
+        bulletin, rank = self.job.bulletin, self.job.world.rank
+        keys = {other: f"reward {what}/{step}/{other}" for other in self.grid.ranks}
+        bulletin.put(keys[rank], statistics.record())
+        if rank != self.leader:
+            return {}
+        others = [other for other in keys if other != rank]
+        poll(
+            self.job.patience,
+            lambda: bulletin.has(*keys.values()) or None,
+            f"the rewards of step {step}",
+            others,
+            self.serve,
+        )
+        records = [bulletin.get(key, waiting_for=key) for key in keys.values()]
+        for key in keys.values():
+            bulletin.forget(key)
+        return RewardStatistics.metrics(records)
 
     def _log_samples(self, step: int, experience: Experience) -> None:
         """Some samples of the step, for people to read."""

@@ -1,7 +1,8 @@
 """What is reported of the rewards of a step or of an evaluation."""
 
+from collections.abc import Sequence
+
 import torch
-import torch.distributed as dist
 
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
@@ -34,18 +35,21 @@ class RewardStatistics:
         if len(lengths):
             self.longest = torch.maximum(self.longest, lengths.max())
 
-    def metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Over all ranks of `group`, each of which has samples of its own. Collective over: `group`."""
-        sums, longest = self.sums.clone(), self.longest.clone()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-        count, total, squares, length_total, truncated, errors, timeouts = sums.tolist()
+    def record(self) -> list[float]:
+        """For `metrics`."""
+        return [*self.sums.tolist(), float(self.longest)]
+
+    @staticmethod
+    def metrics(records: Sequence[Sequence[float]]) -> dict[str, float]:
+        """From the records of all ranks of the role, each of which has samples of its own."""
+        *sums, longest = zip(*records, strict=True)
+        count, total, squares, length_total, truncated, errors, timeouts = map(sum, sums)
         mean = total / count
         return {
             "reward_mean": mean,
             "reward_std": max(squares / count - mean * mean, 0.0) ** 0.5,
             "response_length_mean": length_total / count,
-            "response_length_max": float(longest),
+            "response_length_max": max(longest),
             "truncated_ratio": truncated / count,
             "reward_errors": errors,
             "reward_timeouts": timeouts,

@@ -106,6 +106,7 @@ class Rollout(Role):
             ),
             FixedDeal(self.dp, self.grid.dp),
             per_chunk=num_prompts,
+            chunks_per_log=1,
             log_of=lambda position: log,
         )
         self._ship("evaluation_samples", step, chunk, *drawing.run(Quota(log, 0, horizon=lambda: num_prompts)))
@@ -131,14 +132,23 @@ class Rollout(Role):
             ),
             deal,
             per_chunk=per_step // self.config.num_chunks,
+            chunks_per_log=None if self.config.schedule.partial_rollouts else self.config.num_chunks,
             log_of=lambda position: self._log(position // per_step, 0)[0],
         )
 
-    def _drawing(self, groups: PromptGroups, deal: Deal, *, per_chunk: int, log_of: Callable[[int], str]) -> Drawing:
+    def _drawing(
+        self,
+        groups: PromptGroups,
+        deal: Deal,
+        *,
+        per_chunk: int,
+        chunks_per_log: int | None,
+        log_of: Callable[[int], str],
+    ) -> Drawing:
         return Drawing(
             groups,
             deal,
-            Tickets(self.job.world.store, per_chunk, num_readers=len(self.grid.ranks)),
+            Tickets(self.job.world.store, per_chunk, len(self.grid.ranks), chunks_per_log),
             self.turns,
             self.job.patience,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
@@ -152,15 +162,14 @@ class Rollout(Role):
         """Ranks of an engine meet before its first decode step: their leader may still have a sync to join."""
         if self.in_flight is None or self.turns.group is None:
             return
-        key = f"enter/{self.engine_ranks[0]}/{step}/{chunk}"
-        if self.turns.is_leader:
-            self.job.bulletin.put(key, True)
+        in_flight = self.in_flight
+        in_flight.enter()
         poll(
             self.job.patience,
-            lambda: self.job.bulletin.has(key) or None,
+            lambda: in_flight.leader_has_entered() or None,
             f"generate[{step}.{chunk}] of its engine",
             self.engine_ranks[:1],
-            serve=self.in_flight.join_if_due,
+            serve=in_flight.join_before_leader_enters,
         )
 
     def _log(self, step: int, chunk: int) -> tuple[str, int]:

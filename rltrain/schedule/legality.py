@@ -12,7 +12,7 @@ from rltrain.errors import ConfigError
 def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
-    problems += _engine_problems(config, placement, grids)
+    problems += [*_engine_problems(config, placement, grids), *_offload_problems(config)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -139,3 +139,13 @@ def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, G
                 "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
             )
             return
+
+
+def _offload_problems(config: Config) -> Iterator[str]:
+    """Weights in flight come whenever the actor has them, also between two generate tasks."""
+    if config.syncs_in_flight and config.rollout.offload is True:
+        yield (
+            "rollout.offload: got true with weights that arrive in flight, which would find the engine's memory away "
+            "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "
+            "ranks stays; or schedule.in_flight_sync: false"
+        )

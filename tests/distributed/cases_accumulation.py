@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rltrain.algorithms.value import value_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError

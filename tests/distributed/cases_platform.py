@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.reshard.families import Architecture

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups, RankList, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import RankList, group_lists
 
 WORLD_SIZE = 6
 GRIDS = {

@@ -17,7 +17,8 @@ from rltrain.cluster.device_memory import DeviceMemory
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.memory_plan import NEEDS
 from rltrain.cluster.parts import Overlay, Part
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.residency import Residency
 from rltrain.config import schema
 from rltrain.data.experience import Experience

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.resharding import Resharding
@@ -52,7 +53,6 @@ class Rank:
             config=SimpleNamespace(
                 model=SimpleNamespace(dtype="float32"),
                 weight_sync=Settings(bucket_mb=1),
-                cluster=SimpleNamespace(timeout_s=timeout_s),
             ),
             world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
             grids=GRIDS,
@@ -70,12 +70,13 @@ class Rank:
         if self.number in GRIDS["rollout"].ranks:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine())
         self.engine = rollout and rollout.engine
-        self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]
+        with mock.patch("rltrain.roles.weight_sync.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
+            self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]
 
     def attempt(self, step: int) -> dict[str, Any]:
         """A weight sync, and what came of it."""
         before = {name: tensor.clone() for name, tensor in self.destination.items()}
-        found = failure(lambda: self.role.weight_sync(step))
+        found = failure(lambda: self.role.weight_sync(step, 0))
         if self.engine:
             found["policy_version"] = self.engine.policy_version
             found["generate"] = failure(self._generate)["error"]

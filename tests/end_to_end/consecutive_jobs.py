@@ -3,14 +3,28 @@
 torchrun tests/end_to_end/consecutive_jobs.py CONFIG JOBS: the file JOBS has a JSON list with the overrides of each job.
 """
 
+import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
-from rltrain.job import run_job
+import torch.distributed as dist
+
+from rltrain import job
+from rltrain.cluster.world import World, join_world
+
+
+def run_apart(name: str, config: Path, overrides: list[str]) -> None:
+    """One job, whose keys in the store that all of them share are its own."""
+
+    def join(timeout_s: float) -> World:
+        world = join_world(timeout_s)
+        return dataclasses.replace(world, store=dist.PrefixStore(name, world.store))
+
+    job.join_world = join
+    job.run_job(config, overrides)
+
 
 if __name__ == "__main__":
     for number, overrides in enumerate(json.loads(Path(sys.argv[2]).read_text())):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # as after a restart: nothing of the last one's store
-        run_job(Path(sys.argv[1]), overrides)
+        run_apart(f"job{number}", Path(sys.argv[1]), overrides)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
+pytestmark = pytest.mark.slow
+
 PLACEMENTS = {
     "colocated": "placement={'actor, critic': 0-1, 'rollout, reward': 2-3}",
     "own_ranks": "placement={actor: 0, critic: 1, 'rollout, reward': 2-3}",

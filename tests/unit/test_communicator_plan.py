@@ -9,7 +9,7 @@ from rltrain.cluster.communicator_plan import CommunicatorPlan
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.memory_plan import needs_of
 from rltrain.cluster.placement import Placement
-from rltrain.cluster.process_groups import group_lists, lists_of_task, role_group_lists
+from rltrain.cluster.rank_lists import group_lists, lists_of_task, role_group_lists
 
 WORLD_SIZE = 4
 ROLES_OF = {

@@ -44,6 +44,11 @@ REWARD_WITH_ROLLOUT = {"actor,reference": 0, "rollout,reward": 1}
         {"schedule": {"mode": "asynchronous", "max_staleness": 1}, "placement": REWARD_WITH_ROLLOUT},
         {"schedule": {"mode": "asynchronous", "max_staleness": 2, "chunks": 2}, "algorithm": "ppo", "placement": PPO},
         {"schedule": {"max_staleness": 1, "partial_rollouts": True}, "placement": COLOCATED},
+        {
+            "schedule": {"mode": "asynchronous", "max_staleness": 1},
+            "placement": {"actor,reference": 0, "rollout,reward": "1-2"},
+            "rollout": {"parallel": {"tp": 2}},
+        },
         {"schedule": {"partial_rollouts": True, "on_stale": "mask"}, "placement": COLOCATED},
         {"schedule": {"mode": "asynchronous", "max_staleness": 1, "on_stale": "correct"}, "loss": CAP},
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import group_lists, model_group_lists
+from rltrain.cluster.rank_lists import group_lists, model_group_lists
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
 # Set by rltrain.training.groups from other fields, or to None.

@@ -18,8 +18,8 @@ class FakeBulletin:
     def put(self, key, value):
         self.shared[key] = json.dumps(value)
 
-    def has(self, key):
-        return key in self.shared
+    def has(self, *keys):
+        return all(key in self.shared for key in keys)
 
     def get(self, key, waiting_for):
         assert key in self.shared, f"would wait for {waiting_for}"
@@ -82,3 +82,28 @@ def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporte
     assert written[0][0] == 0
     assert written[1:] == ["closed"]
     assert not [key for key in shared if "closed" not in key]
+
+
+def test_seconds_of_a_task_that_comes_in_parts_add_up_and_the_rest_is_the_last_one(reporters):
+    (first, second), written, _ = reporters
+    second.add(0, {"reward": 0.5})
+    first.add(0, {"perf/score_s": 1.5, "perf/train_tokens_per_s": 100.0, "loss": 3.0})
+    first.add(0, {"perf/score_s": 0.25, "perf/train_tokens_per_s": 50.0, "loss": 2.0})
+    metrics = written[0][1]
+    assert metrics["perf/score_s"] == 1.75
+    assert (metrics["perf/train_tokens_per_s"], metrics["loss"]) == (50.0, 2.0)
+
+
+def test_what_is_asked_for_at_publishing_is_asked_once_a_step():
+    calls: list[int] = []
+
+    def at_publish() -> dict[str, float]:
+        calls.append(1)
+        return {"memory/host_bytes": len(calls)}
+
+    written: list = []
+    expected = {step: Counter({0: 2}) for step in range(2)}
+    reporter = Reporter(FakeBulletin({}, 0), expected, 0, [FakeSink(written)], at_publish)
+    for step in (0, 0, 1, 1):
+        reporter.add(step, {"loss": 1.0})
+    assert [metrics["memory/host_bytes"] for _, metrics in written] == [1, 2]

@@ -31,13 +31,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algorithms": (*BASE, "data"),
     "cluster": (*BASE, "data"),
     "reshard": (*BASE, "cluster.grid"),
-    "checkpoint": (*BASE, "reshard", "cluster.grid", "cluster.process_groups"),
+    "checkpoint": (*BASE, "reshard", "cluster.grid"),
     "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
     "observability": (*BASE, "cluster.world"),
     "schedule": (*BASE, "cluster"),
     "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
-    "transfers": (*BASE, "schedule", "roles", "cluster"),
+    "transfers": (*BASE, "schedule", "roles", "cluster", "observability"),
     "hosting": (*BASE, "schedule", "roles", "cluster", "observability"),
     "trainer": (*BASE, "hosting", "transfers", "schedule", "roles", "cluster", "observability"),
     "job": (*BASE, "trainer", "schedule", "roles", "reshard", "cluster"),
@@ -58,7 +58,7 @@ FAST_TO_IMPORT = (
     "reshard.plan.prediction",
     "training.layout",
     "rollout.layout",
-    "schedule",
+    "dry_run.description",
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rltrain.cluster.device_memory import DeviceMemory, device_memory
 from rltrain.cluster.host_memory import HostRegion
-from rltrain.cluster.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, needs_of
+from rltrain.cluster.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, leaving_roles, needs_of
 from rltrain.cluster.parts import Overlay, Part
 from rltrain.cluster.residency import Residency
 from rltrain.cluster.storage_memory import memory_saver
@@ -390,12 +390,24 @@ def test_a_task_whose_needs_nobody_wrote_down_is_refused():
         MemoryPlan([Entry("dream")], ["reward"])
 
 
-def test_what_is_resident_when_can_be_told_without_a_device():
-    plan = MemoryPlan(order_of(1, ("weight_sync", "score", "generate")), ("actor", "rollout"))
-    resident = dict(plan.residents(leaving={"rollout"}))
-    assert sorted(resident) == [0, 2, 3]
-    assert ("rollout", "weights") in resident[2] and ("rollout", "weights") not in resident[3]
-    assert all(("actor", "weights") in parts for parts in resident.values())
+@pytest.mark.parametrize("offload", [True, False, "auto"])
+@pytest.mark.parametrize("with_guest", [False, True])
+def test_what_is_where_can_be_told_without_a_device(offload, with_guest):
+    order = order_of(3)
+    residency, tensors, _ = make(("actor", "rollout"), order, offload=offload)
+    guests = {("reference", "weights"): ("actor", "weights")} if with_guest else {}
+    roles = dict.fromkeys(("actor", "rollout", *(role for role, _ in guests)), offload)
+    residency.plan, residency.leaving = MemoryPlan(order, roles), leaving_roles(roles, {role for role, _ in guests})
+    for (role, part), beneath in guests.items():
+        host = tensors_of(beneath[0])[beneath[1]]
+        residency.admit(role, {part: Overlay(residency.parts[beneath], tensors[beneath], host)})
+    told = dict(residency.plan.places(residency.leaving, guests))
+    assert list(told) == [i for i in range(len(order)) if residency.plan.needs(i).parts]
+    used = residency.parts.keys() & told[0].keys()
+    for position in range(len(order)):
+        residency.enter(position)
+        if position in told:
+            assert told[position] == {key: residency.parts[key].place for key in used}
 
 
 # --- Figures ---------------------------------------------------------------------------------------------------------

@@ -226,11 +226,14 @@ def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
         scorer.score(samples("a", "b", "c"))
 
 
-def test_a_step_of_hanging_samples_ends_within_its_budget() -> None:
-    """Other ranks wait for the rewards: samples not begun in time are counted, not tried."""
-    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=1.0, num_workers=1, budget_s=1.5) as scorer:
-        scorer.score(samples("true"))
-        start = time.perf_counter()
-        scores = scorer.score(samples(*["sleep"] * 50))
-        assert time.perf_counter() - start < 20
-    assert scores == Scores([0.0] * 50, num_errors=0, num_timeouts=50)
+def test_every_sample_is_reported_when_it_is_done() -> None:
+    """Other ranks wait for the rewards, and see that this one gets on, slowly as it may be."""
+    done: list[float] = []
+    start = time.perf_counter()
+    with Scorer(
+        reward(f"{MODULE}:misbehave"), timeout_s=0.5, num_workers=1, on_scored=lambda: done.append(time.perf_counter())
+    ) as scorer:
+        scores = scorer.score(samples("true", "sleep", "raise", "sleep"))
+    assert scores == Scores([1.0, 0.0, 0.0, 0.0], num_errors=1, num_timeouts=2)
+    assert len(done) == 4
+    assert start < done[0] < done[1] - 0.4 < done[3] - 0.8

@@ -83,11 +83,10 @@ def test_a_chunk_is_deleted_once_all_have_read_it(store):
 
 
 def test_nothing_is_left_of_a_log_that_is_complete_and_read(store):
-    tickets = Tickets(store, per_chunk=2, num_readers=1)
+    tickets = Tickets(store, per_chunk=2, num_readers=1, chunks_per_log=2)
     before = store.num_keys()
     for position in range(4):
         tickets.add("step 0", group(position))
-    for chunk in range(2):
-        tickets.read("step 0", chunk)
-    tickets.close("step 0")
+    assert tickets.read("step 0", 0) and tickets.is_full("step 0", 1), "counted on until the last chunk"
+    tickets.read("step 0", 1)
     assert store.num_keys() == before

@@ -26,7 +26,8 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 
 from rltrain.algorithms.sft import sft_loss
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups, group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.reshard.families import Architecture

@@ -10,7 +10,8 @@ from megatron.core.resharding.refit import swap_model_weights
 from weight_sync_case import Case, fill
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.process_groups import ProcessGroups, model_group_lists
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
 from rltrain.reshard.layout import Layout
 from rltrain.training.layout import megatron_layout

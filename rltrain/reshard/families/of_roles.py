@@ -1,8 +1,9 @@
 """The architecture of every role's model: the actor's, but for a critic's head and a role's own checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.reshard.families.architecture import Architecture, read_architecture
 
@@ -17,3 +18,15 @@ def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Archit
         model = read_architecture(Path(path), f"{role}.path") if path else policy
         architectures[role] = model.value_model() if role == "critic" else model
     return architectures
+
+
+def reference_uses_actor_modules(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> bool:
+    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
+    parallel = config.reference.parallel or config.actor.parallel
+    return (
+        grids.get("reference") == grids["actor"]
+        and parallel == config.actor.parallel
+        and architectures.get("reference") == architectures.get("actor")
+    )

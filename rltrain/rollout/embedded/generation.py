@@ -115,8 +115,9 @@ class Generation:
     def unfinished(self) -> list[Request]:
         """All requests without a completion, in the order of submission, each with what it has drawn so far."""
         requests = dict(self._unfinished)
-        for response, drawn in zip(self._running, self._read(self._running), strict=True):
-            requests[response.request.id] = replace(response.request, drawn=Drawn(*map(tuple, drawn)))
+        for response, (tokens, logprobs, versions) in zip(self._running, self._read(self._running), strict=True):
+            drawn = Drawn(tuple(tokens), tuple(logprobs), tuple(versions))
+            requests[response.request.id] = replace(response.request, drawn=drawn)
         return list(requests.values())
 
     def _advance(self, policy_version: int) -> None:
@@ -191,7 +192,7 @@ class Generation:
         fed, positions, num_drawn, places, limits, streams = state.unbind()
         self._num_positions += 1
         self._reserve(len(self._running))
-        attention = DecodeAttention(self._cache, self._model.num_heads, positions, self._num_positions)
+        attention = DecodeAttention(self._cache, positions, self._num_positions)
         logits = self._model.logits(self._model.forward(fed, positions, attention))
         tokens, logprobs = draw(logits, streams, num_drawn, self.sampling)
         self._transcript.write(places, tokens, logprobs)
@@ -232,7 +233,7 @@ class Generation:
             for source, destination in zip(sources, destinations, strict=True):
                 self._running[destination] = self._running[source]
             to, by = torch.tensor([destinations, sources], device=self._device)
-            self._state[:, to] = self._state[:, by]
+            self._state.index_copy_(1, to, self._state.index_select(1, by))
             self._cache.move(by, to, self._num_positions)
         del self._running[num_left:]
         self._num_positions = int(self._state[_POSITION, :num_left].max()) if num_left else 0
@@ -245,6 +246,8 @@ class Generation:
 
     def _read_finished(self) -> None:
         """Make completions of the finished responses and free their columns of the transcript."""
+        if not self._finished:
+            return
         finished, self._finished = self._finished, []
         for response, drawn in zip(finished, self._read(finished), strict=True):
             self._completions.append(Completion(response.request.id, *drawn, response.finish_reason))

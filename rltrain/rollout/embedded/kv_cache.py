@@ -24,6 +24,7 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self._max_slots = max_slots
         self._max_positions = round_up(max_positions)
@@ -114,35 +115,33 @@ class DecodeAttention:
     `positions` [slots] is where each token stands; `num_positions` bounds them (exclusive) and is all that is read.
     """
 
-    def __init__(self, cache: KvCache, num_heads: int, positions: Tensor, num_positions: int) -> None:
-        self._cache = cache
-        self._num_slots = len(positions)
-        self._num_positions = min(round_up(num_positions), cache.capacity)
-        self._written = (cache.first_positions[: self._num_slots] + positions[:, None]).view(-1)
-        beyond = torch.arange(self._num_positions, device=positions.device) > positions[:, None]
-        bias = torch.where(beyond, float("-inf"), 0.0).to(cache.keys.dtype)
-        rows = (self._num_slots * cache.num_kv_heads, num_heads // cache.num_kv_heads, self._num_positions)
-        self._bias = bias[:, None].expand(-1, num_heads, -1).reshape(rows)
+    def __init__(self, cache: KvCache, positions: Tensor, num_positions: int) -> None:
+        num_slots, head_dim = len(positions), cache.keys.shape[-1]
+        num_positions = min(round_up(num_positions), cache.capacity)
+        self._written = (cache.first_positions[:num_slots] + positions[:, None]).view(-1)
+        beyond = torch.arange(num_positions, device=positions.device) > positions[:, None]
+        bias = torch.zeros(beyond.shape, dtype=cache.keys.dtype, device=beyond.device)
+        bias.masked_fill_(beyond, float("-inf"))
+        self._bias = bias[:, None].expand(-1, cache.num_kv_heads, -1).reshape(-1, 1, num_positions)
+        # Views of each layer: where new tokens are stored, and what is read.
+        buffers = (cache.keys, cache.values)
+        self._stores = [buffer.view(cache.num_layers, -1, head_dim).unbind() for buffer in buffers]
+        self._reads = [buffer[:, :num_slots].flatten(1, 2)[:, :, :num_positions].unbind() for buffer in buffers]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
         head_dim = queries.shape[-1]
-        k = self._write(self._cache.keys[layer], keys)
-        v = self._write(self._cache.values[layer], values)
+        for stores, new in zip(self._stores, (keys, values), strict=True):
+            stores[layer].index_copy_(0, self._written, new.reshape(-1, head_dim))
+        k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
         return _attend(q, k, v, self._bias).view(len(queries), -1)
-
-    def _write(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Store `new`, then [slots * kv_heads, num_positions, head_dim] of the running slots, as a view."""
-        head_dim = new.shape[-1]
-        cache.view(-1, head_dim).index_copy_(0, self._written, new.reshape(-1, head_dim))
-        return cache[: self._num_slots].view(-1, *cache.shape[2:])[:, : self._num_positions]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """Attention of q [n, group, head_dim] over k, v [n, positions, head_dim]; the heads that share a KV head are rows.
 
-    `bias` [n, group, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
+    `bias` [n, 1, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
     pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
     """
     scale = q.shape[-1] ** -0.5

@@ -1,6 +1,7 @@
 """What the running responses have drawn, kept on the device until somebody reads it."""
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -20,11 +21,9 @@ class Transcript:
 
     def reserve(self, capacity: int) -> None:
         """Make room for positions below `capacity`, keeping what is there."""
-        missing = capacity * self._num_columns - self._tokens.numel()
-        if missing > 0:
-            self._tokens, self._logprobs = (
-                torch.cat([old, old.new_zeros(missing)]) for old in (self._tokens, self._logprobs)
-            )
+        size = capacity * self._num_columns
+        if size > len(self._tokens):
+            self._tokens, self._logprobs = _grown(self._tokens, size), _grown(self._logprobs, size)
 
     def take(self, num_columns: int) -> list[int]:
         """Free columns, for as many responses."""
@@ -45,14 +44,17 @@ class Transcript:
 
     def read(self, spans: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probs, on the host, of each span: its column, its first position and how many."""
-        if not spans:
-            return []
-        columns = torch.tensor([column for column, _, _ in spans], device=self._tokens.device)
-        top = min(first for _, first, _ in spans)
-        bottom = max(first + count for _, first, count in spans)
-        tokens, logprobs = (
-            buffer.view(-1, self._num_columns)[top:bottom].index_select(1, columns).t().tolist()
-            for buffer in (self._tokens, self._logprobs)
-        )
-        rows = [slice(first - top, first - top + count) for _, first, count in spans]
-        return [(tokens[i][row], logprobs[i][row]) for i, row in enumerate(rows)]
+        counts = [count for _, _, count in spans]
+        starts = [self.place(first, column) for column, first, _ in spans]
+        stride = self._num_columns
+        places = [*chain.from_iterable(range(i, i + n * stride, stride) for i, n in zip(starts, counts, strict=True))]
+        wanted = torch.tensor(places, dtype=torch.int64, device=self._tokens.device)
+        tokens, logprobs = (buffer.index_select(0, wanted).tolist() for buffer in (self._tokens, self._logprobs))
+        ends = accumulate(counts)
+        return [(tokens[end - n : end], logprobs[end - n : end]) for end, n in zip(ends, counts, strict=True)]
+
+
+def _grown(buffer: Tensor, size: int) -> Tensor:
+    grown = buffer.new_empty(size)
+    grown[: len(buffer)] = buffer
+    return grown

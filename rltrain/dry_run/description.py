@@ -6,17 +6,19 @@ from pathlib import Path
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks, resolve_placement, role_grids
-from rltrain.cluster.process_groups import group_lists
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.dry_run.memory import describe_memory
+from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps, steady_order
+from rltrain.dry_run.table import table
 from rltrain.reshard.families import Architecture
-from rltrain.reshard.families.of_roles import role_architectures
+from rltrain.reshard.families.of_roles import reference_uses_actor_modules, role_architectures
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
 from rltrain.schedule.legality import check_schedule
-from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
 from rltrain.training.layout import megatron_layout
 
@@ -33,18 +35,21 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
     check_schedule(config, placement, grids)
     order = build_order(config, placement)
     check(order, placement)
-    architecture = None
+    architectures = {}
     if Path(config.model.path, CONFIG_FILE).exists():
         architectures = role_architectures(config, placement.roles)
         check_against_architecture(config, grids, architectures)
-        architecture = architectures["actor"]
+    steady = steady_order(config, placement)
+    guests = ["reference"] if reference_uses_actor_modules(config, grids, architectures) else []
     sections = {
         f"Ranks: {world_size}, {ranks_per_node} per node": rank_map(placement, grids, world_size, ranks_per_node),
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
-        f"Schedule: {len(order)} entries, no deadlock": describe_order(order, config),
-        "Weight sync": describe_weight_sync(config, grids, architecture, ranks_per_node),
+        f"Schedule: {describe_mode(config)}; {len(order)} entries, no deadlock": describe_order(order, config),
+        "Overlaps": describe_overlaps(steady, config, placement),
+        "Memory": describe_memory(steady, config, placement, guests),
+        "Weight sync": describe_weight_sync(config, grids, architectures.get("actor"), ranks_per_node),
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 
@@ -82,17 +87,6 @@ def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
     return [f"{len(lists)} in the job, at most {most} on one rank; equal rank lists share one"]
 
 
-def describe_order(order: Order, config: Config) -> list[str]:
-    """The entries of the first step, of the first without an evaluation, and those after the last step."""
-    plain = next(
-        (s for s in range(1, config.steps) if not any("evaluation" in e.name for e in order if e.step == s)), 0
-    )
-    lines = []
-    for step in sorted({0, plain, config.steps}):
-        lines += [f"{number:3d}  {entry}" for number, entry in enumerate(e for e in order if e.step == step)] + [""]
-    return lines[:-1]
-
-
 def describe_weight_sync(
     config: Config, grids: Mapping[str, Grid], architecture: Architecture | None, ranks_per_node: int
 ) -> list[str]:
@@ -110,8 +104,3 @@ def describe_weight_sync(
         rows.append([str(sender), str(receiver), f"{num_bytes:,}", path])
     total = sum(num_bytes for (sender, receiver), num_bytes in moved.items() if sender != receiver)
     return [*table(rows), f"{total:,} bytes on the wire per sync"]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

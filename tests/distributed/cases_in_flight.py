@@ -1,0 +1,138 @@
+"""Cases for test_in_flight.py: an actor, and engines without a model, that follow the order of an asynchronous run."""
+
+import random
+import time
+
+import torch.distributed as dist
+
+from rltrain.cluster.in_flight import InFlightSync
+from rltrain.cluster.placement import resolve_placement
+from rltrain.cluster.polling import poll
+from rltrain.cluster.tickets import Tickets
+from rltrain.cluster.world import join_world
+from rltrain.config.schema import Config
+from rltrain.rollout.dealing import SharedDeal
+from rltrain.rollout.drawing import Drawing, Quota
+from rltrain.rollout.groups import DrawnGroup
+from rltrain.rollout.turns import Turns
+from rltrain.schedule.order import WEIGHT_SYNC, Entry
+from rltrain.schedule.steps import build_order
+from tests.unit.shared_store import ShortPatience
+from tests.unit.test_groups import prompt_groups
+
+ACTOR = 0
+ENGINES = ((1, 2, 3, 4), (5,))
+NUM_RANKS = 6
+PER_STEP, NUM_SAMPLES = 4, 2
+PATIENCE = ShortPatience()
+CONFIG = Config.model_validate(
+    {
+        "steps": 15,
+        "placement": {"actor": ACTOR, "rollout": "1-5", "reward": ACTOR},
+        "model": {"path": "m"},
+        "data": {"train": {"path": "t"}},
+        "batch": {"prompts_per_step": PER_STEP, "samples_per_prompt": NUM_SAMPLES},
+        "schedule": {"mode": "asynchronous", "max_staleness": 2},
+    }
+)
+ORDER = build_order(CONFIG, resolve_placement(CONFIG.placement, NUM_RANKS, NUM_RANKS))
+
+
+class Rank:
+    """A weight sync is a barrier of all ranks; pauses of random length stand for everything else."""
+
+    def __init__(self) -> None:
+        world = join_world(60.0)
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ENGINES}
+        self.rank, self.store = world.rank, dist.PrefixStore("case", world.store)
+        self.rng = random.Random(self.rank)
+        self.joined: list[int] = []
+        self.engine_ranks = next((ranks for ranks in ENGINES if self.rank in ranks), ())
+        leader = self.engine_ranks[0] if self.engine_ranks else ACTOR
+        self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
+        self.drawn: list[DrawnGroup] = []
+        if self.engine_ranks:
+            self.drawing = self.make_drawing(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
+
+    def make_drawing(self, group: dist.ProcessGroup | None) -> Drawing:
+        return Drawing(
+            prompt_groups(lambda number: 1 + number * 7 % 23, NUM_SAMPLES, num_slots=6),
+            SharedDeal(self.store),
+            Tickets(self.store, PER_STEP, num_readers=NUM_RANKS - 1, chunks_per_log=1),
+            Turns(group),
+            PATIENCE,
+            ranks=[],
+            log_of=lambda position: f"step {position // PER_STEP}",
+            sync_is_due=self.in_flight.is_due,
+            sync=self.in_flight.join,
+            advance=lambda: self.pause(2e-3),
+        )
+
+    def pause(self, longest_s: float) -> None:
+        time.sleep(self.rng.random() * longest_s)
+
+    def take_weights(self, position: int) -> None:
+        if self.engine_ranks:
+            self.drawing.groups.engine.begin_update()
+        dist.barrier()
+        self.joined.append(ORDER[position].step)
+        if self.engine_ranks:
+            self.drawing.groups.engine.policy_version = ORDER[position].step
+
+    def act(self) -> None:
+        """Train on a step once all engines have handed it over; come to a sync, announce it and wait."""
+        for position, entry in enumerate(ORDER):
+            if entry.name == "update":
+                due = (entry.step + 1) * (NUM_RANKS - 1)
+                poll(PATIENCE, lambda due=due: self.store.add("handed over", 0) >= due or None, str(entry), [])
+                self.pause(20e-3)
+            elif entry.name == WEIGHT_SYNC:
+                self.in_flight.announce()
+                self.take_weights(position)
+
+    def draw(self) -> None:
+        for position, entry in enumerate(ORDER):
+            if "rollout" not in entry.actors:
+                continue
+            self.in_flight.position = position
+            if entry.name == WEIGHT_SYNC:
+                self.in_flight.reach(position)
+            elif entry.name == "generate":
+                self.generate(entry)
+            else:
+                self.serve_for(self.rng.random() * 10e-3)
+
+    def generate(self, entry: Entry) -> None:
+        self.in_flight.enter()
+        poll(
+            PATIENCE,
+            lambda: self.in_flight.leader_has_entered() or None,
+            str(entry),
+            [],
+            serve=self.in_flight.join_before_leader_enters,
+        )
+        _, drawn = self.drawing.run(Quota(f"step {entry.step}", 0, horizon=lambda: self.horizon(entry.step)))
+        self.drawn += drawn
+        self.store.add("handed over", 1)
+
+    def horizon(self, step: int) -> int:
+        """The next step's groups too, where the weights are fresh enough for it."""
+        version = self.drawing.groups.engine.policy_version
+        is_fresh = version is not None and version >= step + 1 - CONFIG.schedule.max_staleness
+        return min(step + 1 + is_fresh, CONFIG.steps) * PER_STEP
+
+    def serve_for(self, seconds: float) -> None:
+        """A wait for others, as in the exchange."""
+        end = time.monotonic() + seconds
+        poll(PATIENCE, lambda: time.monotonic() >= end or None, "a while", [], serve=self.in_flight.join_if_due)
+
+
+def a_run() -> dict:
+    rank = Rank()
+    rank.draw() if rank.engine_ranks else rank.act()
+    dist.barrier()
+    return {
+        "joined": rank.joined,
+        "positions": [group.position for group in rank.drawn],
+        "versions": [list(c.policy_versions) for group in rank.drawn for c in group.completions],
+    }

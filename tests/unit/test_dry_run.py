@@ -1,0 +1,196 @@
+"""What --dry-run says of the order of tasks, of what overlaps, and of what is on whose device when."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.schema import Config
+from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.memory import describe_memory
+from rltrain.dry_run.steps import (
+    by_task,
+    describe_mode,
+    describe_order,
+    describe_overlaps,
+    fullest_step,
+    steady_order,
+)
+from rltrain.schedule.order import Order
+from rltrain.schedule.steps import build_order
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+COLOCATED = {"actor, rollout, reward": "0-1"}
+APART = {"actor, critic": 0, "rollout": 1, "reward": 2}
+WORLD = 4
+
+
+def make(placement, **sections):
+    values = {
+        "steps": 100,
+        "placement": placement,
+        "model": {"path": "m", "dtype": "float32"},
+        "data": {"train": {"path": "t"}, "eval": {"path": "e"}},
+    }
+    return Config.model_validate(values | sections), resolve_placement(placement, WORLD, WORLD)
+
+
+def memory(placement, guests=(), **sections):
+    """Lines without their indent, words without their columns."""
+    config, placed = make(placement, **sections)
+    return [" ".join(line.split()) for line in describe_memory(steady_order(config, placed), config, placed, guests)]
+
+
+def overlaps(placement, **sections):
+    config, placed = make(placement, **sections)
+    return describe_overlaps(steady_order(config, placed), config, placed)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_colocated_roles_take_turns():
+    assert memory(COLOCATED)[:7] == [
+        "ranks 0-1: actor, rollout",
+        "actor rollout",
+        "weights optimizer gradients weights kv_cache",
+        "weight_sync used host dropped used dropped",
+        "generate host host dropped used used",
+        "actor_logprobs used host dropped dropped dropped",
+        "update used used used dropped dropped",
+    ]
+
+
+def test_a_role_that_stays_is_told_from_one_that_leaves():
+    lines = memory(COLOCATED, actor={"offload": False})
+    assert "generate stays stays stays used used" in lines
+    assert "update used used used dropped dropped" in lines
+
+
+def test_a_reference_in_the_actors_modules_takes_the_place_of_its_weights_alone():
+    lines = memory({"actor, reference": 0, "rollout, reward": 1}, guests=["reference"])
+    assert lines[0] == "rank 0: actor, reference (in the actor's modules)"
+    assert "reference_logprobs host stays stays used" in lines
+    assert "update used used used host" in lines
+
+
+def test_half_precision_has_master_weights():
+    lines = memory(COLOCATED, model={"path": "m", "dtype": "bfloat16"})
+    assert "weights master_weights optimizer gradients weights kv_cache" in lines
+
+
+def test_ranks_with_the_same_roles_are_told_of_together_and_those_that_keep_all_in_a_line():
+    lines = memory({"actor": "0-3", "critic": 0, "rollout": "2-3", "reward": 0}, algorithm="ppo")
+    titles = [line for line in lines if line.startswith("rank")]
+    assert titles == [
+        "rank 0: actor, critic",
+        "rank 1: actor: everything stays on the device",
+        "ranks 2-3: actor, rollout",
+    ]
+
+
+def test_nothing_is_explained_where_nothing_leaves():
+    lines = memory({"actor": 0, "rollout, reward": 1})
+    assert lines == ["rank 0: actor: everything stays on the device", "rank 1: rollout: everything stays on the device"]
+
+
+def test_chunks_are_told_apart_where_they_differ():
+    lines = memory(APART, algorithm="ppo", loss={"old_logprobs": "rollout"}, schedule={"mode": "pipelined"})
+    assert "values, chunk 0 host host dropped used host dropped" in lines
+    assert "values, chunks 1-3 host host dropped used host host" in lines
+    assert "accumulate_critic host host dropped used host used" in lines
+    assert not any(line.startswith("accumulate_critic, ") for line in lines)
+
+
+def test_the_critics_head_start_does_not_hide_the_actors_update():
+    lines = memory({"actor, critic": 0, "rollout, reward": 1}, algorithm="ppo", critic={"critic_only_steps": 9})
+    assert any(line.startswith("update used used used") for line in lines)
+
+
+# --- Overlaps --------------------------------------------------------------------------------------------------------
+
+
+def test_colocated_nothing_overlaps_and_that_is_said():
+    (line,) = overlaps(COLOCATED)
+    assert line.startswith("none: ")
+
+
+def test_generation_overlaps_training_where_it_is_ahead():
+    sections = {"algorithm": "ppo", "critic": {"critic_only_steps": 50}}
+    sequential = " ".join(overlaps(APART, **sections))
+    ahead = " ".join(overlaps(APART, **sections, schedule={"mode": "asynchronous", "max_staleness": 1}))
+    beside_generate = ahead[ahead.index("generate (rollout) beside") :].split(" beside ")[1]
+    assert "update (actor)" in beside_generate and "update_critic (critic)" in beside_generate
+    assert "update (actor)" not in sequential
+
+
+def test_evaluations_between_are_told_of():
+    schedule = {"mode": "asynchronous", "max_staleness": 1}
+    words = " ".join(overlaps(APART, algorithm="ppo", evaluation={"interval": 20}, schedule=schedule))
+    assert "generate_evaluation (rollout) beside" in words
+    assert "generate_evaluation (rollout)" in words and "update (actor)" in words
+
+
+@given(st.sets(st.tuples(st.sampled_from("abcdef"), st.sampled_from("ghi"))))
+def test_every_pair_is_told_once(pairs):
+    told = [tuple(sorted((task, other))) for task, others in by_task(pairs) for other in others]
+    assert sorted(told) == sorted(pairs)
+
+
+def test_pairs_are_told_at_the_task_that_has_most():
+    assert list(by_task({("a", "z"), ("b", "z"), ("c", "z"), ("a", "y")})) == [("z", {"a", "b", "c"}), ("a", {"y"})]
+
+
+# --- The order -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({}, "sequential, chunks 1, max_staleness 0"),
+        ({"mode": "pipelined"}, "pipelined, chunks 4, max_staleness 0"),
+        (
+            {"mode": "asynchronous", "max_staleness": 1},
+            "asynchronous, chunks 1, max_staleness 1, generation 1 step ahead, weight syncs in flight",
+        ),
+        (
+            {"mode": "asynchronous", "max_staleness": 3, "sync_every": 2, "in_flight_sync": False},
+            "asynchronous, chunks 1, max_staleness 3, generation 2 steps ahead, weight syncs between generate tasks, "
+            "sync_every 2",
+        ),
+        (
+            {"mode": "sequential", "partial_rollouts": True},
+            "sequential, chunks 1, max_staleness 0, partial rollouts, 25% oversampled",
+        ),
+    ],
+)
+def test_the_mode_comes_with_its_limits(schedule, words):
+    config, _ = make(COLOCATED, schedule=schedule)
+    assert describe_mode(config) == words
+
+
+def test_the_step_in_the_middle_is_complete_and_without_an_evaluation():
+    config, placement = make(COLOCATED, evaluation={"interval": 1})
+    order = build_order(config, placement)
+    assert fullest_step(order) == 0, "every step has one"
+    config, placement = make(APART, algorithm="ppo", critic={"critic_only_steps": 7}, evaluation={"interval": 7})
+    assert fullest_step(build_order(config, placement)) == 8
+    assert fullest_step(Order()) == 0
+
+
+def test_a_run_of_one_step_can_be_described():
+    config, placement = make(COLOCATED, steps=1)
+    lines = describe_order(build_order(config, placement), config)
+    assert any("update[0]" in line for line in lines) and any("save_hf[1]" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_sft"])
+def test_every_shipped_run_can_be_described(name):
+    text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], 4, 4)
+    titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    assert titles == [
+        "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Overlaps", "Memory", "Weight sync",
+    ]  # fmt: skip
+    assert max(map(len, text.splitlines())) <= 130

@@ -1,0 +1,68 @@
+"""Reward metrics of a step: the same from chunks and ranks as from the whole."""
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rltrain.data.experience import Experience
+from rltrain.rewards.scorer import Scores
+from rltrain.roles.reward_statistics import RewardStatistics
+from tests.unit.packed_experience import packed_experience
+
+samples = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(1, 9), st.booleans()), min_size=1, max_size=12)
+Sample = tuple[float, int, bool]
+
+
+def scored(part: list[Sample], errors: int = 0, timeouts: int = 0) -> tuple[Experience, Scores]:
+    """Samples of (reward, response tokens, truncated), each behind a prompt of three tokens."""
+    rewards = [reward for reward, _, _ in part]
+    experience = packed_experience([(3, length) for _, length, _ in part]).with_fields(
+        rewards=torch.tensor(rewards), truncated=torch.tensor([cut for _, _, cut in part], dtype=torch.bool)
+    )
+    return experience, Scores(rewards, errors, timeouts)
+
+
+def metrics_of(by_rank: list[list[list[Sample]]]) -> dict[str, float]:
+    """By rank its chunks; every rank counts an error in its first chunk."""
+    records = []
+    for chunks in by_rank:
+        of_rank = RewardStatistics()
+        for number, chunk in enumerate(chunks):
+            of_rank.add(*scored(chunk, errors=int(number == 0)))
+        records.append(of_rank.record())
+    return RewardStatistics.metrics(records)
+
+
+def test_the_metrics_are_what_they_are_called():
+    part = [(1.0, 4, False), (0.0, 2, True), (0.5, 6, False)]
+    of_rank = RewardStatistics()
+    of_rank.add(*scored(part, errors=2, timeouts=1))
+    assert RewardStatistics.metrics([of_rank.record()]) == pytest.approx(
+        {
+            "reward_mean": 0.5,
+            "reward_std": statistics.pstdev([1.0, 0.0, 0.5]),
+            "response_length_mean": 4.0,
+            "response_length_max": 6.0,
+            "truncated_ratio": 1 / 3,
+            "reward_errors": 2,
+            "reward_timeouts": 1,
+        }
+    )
+
+
+@given(samples, st.data())
+def test_chunks_and_ranks_add_up_to_the_whole(whole, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=3, max_size=3)))
+    parts = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    together = metrics_of([[whole]])
+    apart = metrics_of([parts[:2], parts[2:]])
+    assert apart.pop("reward_errors") == 2 and together.pop("reward_errors") == 1
+    assert apart == pytest.approx(together, abs=1e-6)
+    assert together["reward_mean"] == pytest.approx(statistics.fmean(reward for reward, _, _ in whole), abs=1e-6)
+
+
+def test_equal_rewards_have_no_spread():
+    assert metrics_of([[[(0.1, 1, False)] * 3]])["reward_std"] == pytest.approx(0, abs=1e-6)
