@@ -57,8 +57,8 @@ class Trainer:
         self.in_flight = self._in_flight()
         serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
         exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.patience, serve)
-        if "reward" in self.roles:
-            self.roles["reward"].serve = serve  # type: ignore[attr-defined]
+        for role in self.roles.values():
+            role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._memory_metrics)
         self.end = len(order)

@@ -266,7 +266,8 @@ class Timeouts(Section):
     """Limits of waits for other ranks. They run only while the awaited rank shows no progress."""
 
     no_progress_s: Positive = 1800.0
-    """The job ends with a message that names the rank, its role, task and step."""
+    """The job then ends with a message that names the rank, its role, task and step. Longer than the longest piece of
+    work without progress: a micro-batch, a decode step, a reward, a checkpoint file, a first compilation."""
     report_s: Positive = 30.0
     """After this long a wait is reported, with what the awaited ranks are doing."""
     tasks: dict[str, float] = Field(default_factory=dict)

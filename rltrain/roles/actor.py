@@ -66,7 +66,9 @@ class Actor(Role):
     def demonstrate(self, step: int, chunk: int) -> None:
         """Take this replica's share of the step's demonstrations."""
         assert self.demonstrations is not None, "only algorithm: sft has this task"
-        self.batch.add(chunk, self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp))
+        experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)
+        self.batch.add(chunk, experience)
+        self._log_sample_ids(step, chunk, experience)
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
@@ -91,6 +93,7 @@ class Actor(Role):
         self.staleness.add(counts)
         experience = self._with_advantages(experience)
         self.batch.add(chunk, experience)
+        self._log_sample_ids(step, chunk, experience)
         if experience.returns is not None:
             self._leave_returns(step, chunk, experience, scored.group_tokens)
 
@@ -134,7 +137,6 @@ class Actor(Role):
         metrics["perf/train_tokens_per_s"] = float(self._total(torch.tensor(experience.num_tokens))) / seconds
         if self.config.algorithm != "sft":
             metrics |= self._staleness_metrics()
-        self._log_sample_ids(step, experience)
         return metrics
 
     def _whitened(self, experience: Experience) -> Experience:
@@ -154,9 +156,9 @@ class Actor(Role):
         dist.all_reduce(totals, group=self.job.groups.cpu[self.grid.ranks])
         return totals
 
-    def _log_sample_ids(self, step: int, experience: Experience) -> None:
+    def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():
-            self.sample_ids.append({"step": step, "sample_ids": experience.sample_ids.tolist()})
+            self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
 
     def save_hf(self, step: int, chunk: int) -> None:
         """Write <output_dir>/hf. Collective over: the actor's ranks."""

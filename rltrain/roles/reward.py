@@ -1,7 +1,5 @@
 """The reward: scores responses against their prompts' labels."""
 
-from collections.abc import Callable
-
 import torch
 
 from rltrain.cluster.exchange import Shipment
@@ -31,8 +29,6 @@ class Reward(Role):
         self.evaluation_score = float("nan")
         self.statistics = RewardStatistics()
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
-        self.serve: Callable[[], None] | None = None
-        """What this rank does for others while it waits, if anything."""
 
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""

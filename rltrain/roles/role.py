@@ -1,6 +1,6 @@
 """What every role is made of."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -79,6 +79,8 @@ class Role:
         self.config = job.config
         self.grid = job.grids[self.name]
         self.shipments: dict[tuple[str, int, int], Shipment] = {}
+        self.serve: Callable[[], None] | None = None
+        """What this rank does for others while it waits, if anything; set before the first task."""
 
     @property
     def leader(self) -> int:

@@ -70,11 +70,14 @@ MODES = {
 }
 PLACEMENTS = {"beside": "placement={actor: 0, 'rollout, reward': 1-2}"}
 """beside: ranks that score may be needed for a weight sync while they wait for each other's samples."""
+FAST = {"ahead", "beside"}
 LEAD = 2
 """Steps by which the rollout may be ahead of training."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode in FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_over_200_steps_every_sample_is_trained_on_once(short_run, mode, tmp_path):
     steps, groups, samples = 200, 4, 4
     records, ids = short_run(

@@ -72,6 +72,7 @@ CASES = {
         sharing={"actor", "critic"},
     ),
 }
+FAST = {"colocated", "hybrid"}
 
 ROLES = ("actor", "critic", "reference", "rollout")
 SETTINGS = {
@@ -110,7 +111,9 @@ def left(records: Records) -> set[str]:
     return {role for role in ROLES for step in records if f"memory/{role}_residue_bytes" in step}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files, tmp_path):
     case = CASES[name]
     paths = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]

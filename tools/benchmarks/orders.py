@@ -2,11 +2,11 @@
 
     python tools/benchmarks/orders.py [--case slow_rewards] [--steps 20] [--modes sequential,pipelined] [key=value ...]
 
-An untrained model ends its responses at random, so their lengths have a long tail. In the case slow_rewards the reward
-function sleeps for every sample; in uneven_steps a step is so small that the longest of its few responses decides how
-long it takes. Actor, rollout and reward have a rank each. Every mode is a whole job on the same seed; its tasks are
-timed by the trace. The bound is what the order would take if nothing but the tasks took time. Prints one JSON object
-last.
+An untrained model ends its responses at random, so their lengths have a long tail. Actor, rollout and reward have a
+rank each. In the case slow_rewards the reward function sleeps for every sample; quickstart has that task's batch and
+nothing slowed; in uneven_steps a step is so small that the longest of its few responses decides how long it takes.
+Every mode is a whole job on the same seed; its tasks are timed by the trace. The bound is what the order would take
+if nothing but the tasks took time. Prints one JSON object last.
 """
 
 import argparse
@@ -53,6 +53,11 @@ CASES = {
     "slow_rewards": [
         "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 1}",
         "reward={function: 'tools.benchmarks.slow_reward:slow', options: {seconds: 0.005}, num_workers: 4}",
+    ],
+    "quickstart": [
+        "batch={prompts_per_step: 32, samples_per_prompt: 16, mini_batches: 1}",
+        "rollout.sampling.max_response_tokens=40",
+        "reward={function: exact_match, options: {after: ','}}",
     ],
     "uneven_steps": [
         "batch={prompts_per_step: 2, samples_per_prompt: 4, mini_batches: 1}",
