@@ -9,6 +9,14 @@ class ConfigError(UserError):
     """The config file or an override is wrong."""
 
 
+def cannot_write(path: object, error: OSError, config_key: str = "output_dir") -> ConfigError:
+    """For a file of the run folder that a run was asked for under `config_key`."""
+    return ConfigError(
+        f"{config_key}: cannot write {path}: {error.strerror}; expected output_dir to be a folder that this user may "
+        "write to"
+    )
+
+
 class PlacementError(ConfigError):
     """The placement does not fit the world, the roles or a parallel layout."""
 

@@ -25,7 +25,7 @@ from rltrain.transfers import Transfers
 
 def reporting_rank(job: Job, entry: Entry) -> int:
     """The rank whose metrics of a task are those of the whole role."""
-    return job.grids[entry.roles[0]].owner(0)
+    return job.leader_of(entry.roles[0])
 
 
 def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) -> Reporter:
@@ -33,7 +33,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     for entry in order:
         if entry.kind == "task":
             expected[entry.step][reporting_rank(job, entry)] += 1
-    logging_rank = job.grids["actor"].owner(0)
+    logging_rank = job.leader_of("actor")
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
     return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish)
@@ -93,7 +93,7 @@ class Trainer:
         goal = self.job.config.evaluation.stop_at
         assert goal is not None, "the order has this task only where evaluation.stop_at is set"
         verdict = f"stop/{step}"
-        reward_leader = self.job.grids["reward"].owner(0)
+        reward_leader = self.job.leader_of("reward")
         if self.rank == reward_leader:
             reward: Reward = self.roles["reward"]  # type: ignore[assignment]
             self.job.bulletin.put(verdict, reward.evaluation_score >= goal)
@@ -103,13 +103,12 @@ class Trainer:
     def _execute(self, position: int) -> None:
         entry = self.order[position]
         role = "+".join(role for role in entry.actors if role in self.hosted)
-        is_out_of_turn = self.in_flight is not None and entry.name == WEIGHT_SYNC
         self.job.heartbeat.begin(
             entry.name if entry.kind == "task" else f"{entry.kind} {entry.name}",
             role,
             entry.step,
             entry.chunk,
-            position=None if is_out_of_turn else position,
+            position=None if self._is_in_flight(entry) else position,
             joined_by=entry.roles if entry.kind == "task" else (),
         )
         with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
@@ -123,10 +122,9 @@ class Trainer:
 
     def _task(self, position: int) -> None:
         entry = self.order[position]
-        is_in_flight = self.in_flight is not None and entry.name == WEIGHT_SYNC
-        if not (is_in_flight and "rollout" in self.hosted):
+        if not (self._is_in_flight(entry) and "rollout" in self.hosted):
             self.residency.enter(position)
-        if self.in_flight and is_in_flight and self.rank == self.job.grids["actor"].owner(0):
+        if self.in_flight and self._is_in_flight(entry) and self.rank == self.job.leader_of("actor"):
             self.in_flight.announce()
         start = time.perf_counter()
         task = self.joint_tasks.get(entry.name) or getattr(self.roles[entry.roles[0]], entry.name)
@@ -138,9 +136,13 @@ class Trainer:
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
 
+    def _is_in_flight(self, entry: Entry) -> bool:
+        """Whether engines may come to it at another place than the order's."""
+        return self.in_flight is not None and entry.name == WEIGHT_SYNC
+
     def _memory_metrics(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
-        leads = {name for name in self.hosted if self.job.grids[name].owner(0) == self.rank}
+        leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
         of_rank = {"host", "offload", "onload"} if "actor" in leads else set()
         metrics = self.residency.metrics()
         return {name: metrics[name] for name in metrics if re.split("[/_]", name)[1] in leads | of_rank}
@@ -150,7 +152,7 @@ class Trainer:
         if not self.job.config.syncs_in_flight:
             return None
         rollout = self.roles.get("rollout")
-        leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.grids["actor"].owner(0)
+        leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.leader_of("actor")
         in_flight = InFlightSync(
             self.order.syncs(), self.job.world.store, leader=leader, rank=self.rank, run=self._join_sync
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-POLL_S = 0.002
+from rltrain.cluster.polling import POLL_S
 
 
 class InFlightSync:

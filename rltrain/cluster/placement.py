@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.roles import ROLES, TRAINING_ROLES, split_roles
-from rltrain.config.schema import Config, Parallel
+from rltrain.config.roles import ROLES, split_roles
+from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
@@ -98,7 +98,7 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
     """The grid of every placed role; PlacementError if its tp * pp * cp does not divide its number of ranks."""
     grids = {}
     for role in placement.roles:
-        parallel, key = _parallel_of(config, role)
+        parallel, key = config.parallel_of(role)
         ranks = placement.ranks(role)
         replica_size = parallel.tp * parallel.pp * parallel.cp
         if len(ranks) % replica_size:
@@ -130,15 +130,3 @@ def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ..
             raise PlacementError(f"{where}: {unit} {min(twice)} is named twice; name each {unit} of a role once")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))
-
-
-def _parallel_of(config: Config, role: str) -> tuple[Parallel, str]:
-    """The parallel sizes of `role` and the config key that gives them."""
-    own = {"critic": config.critic.parallel, "reference": config.reference.parallel}.get(role)
-    if own is not None:
-        return own, f"{role}.parallel"
-    if role in TRAINING_ROLES:
-        return config.actor.parallel, "actor.parallel"
-    if role == "rollout":
-        return config.rollout.parallel, "rollout.parallel"
-    return Parallel(), f"placement.{role}"

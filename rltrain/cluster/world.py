@@ -109,11 +109,6 @@ class Bulletin:
     def forget(self, key: str) -> None:
         self.store.delete_key(key)
 
-    def announce(self, what: str) -> None:
-        """Tell the others what this rank is doing from now on."""
-        self.heartbeat.begin(what)
-        self.heartbeat.start()
-
     def activity(self, rank: int) -> str:
         """What `rank` is doing, in words."""
         beat = self.heartbeat.now() if rank == self.world.rank else self.heartbeat.board.read([rank])[rank]

@@ -68,7 +68,7 @@ def check_against_architecture(
     for role in ("actor", "critic", "reference", "rollout"):
         if role in grids:
             problems += _model_problems(config, role, architectures)
-            problems += _grid_problems(_parallel_key(config, role), grids[role], architectures[role])
+            problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
     _raise_if_any(problems, ConfigError)
 
 
@@ -194,17 +194,9 @@ def _training_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _parallel_key(config: Config, role: str) -> str:
-    inherits = (role == "reference" and config.reference.parallel is None) or (
-        role == "critic" and config.critic.parallel is None
-    )
-    return "actor.parallel" if inherits else f"{role}.parallel"
-
-
 def _model_problems(config: Config, role: str, architectures: Mapping[str, ModelSizes]) -> Iterator[str]:
     architecture = architectures[role]
-    own = {"critic": config.critic.path, "reference": config.reference.path}.get(role)
-    key, path = (f"{role}.path", own) if own else ("model.path", config.model.path)
+    path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
     expected = "expected a dense model of family llama, qwen2 or qwen3: neither the trainer nor the embedded engine has"
     if architecture.num_experts:

@@ -299,6 +299,19 @@ class Config(Section):
     residency: Residency = Residency()
     timeouts: Timeouts = Timeouts()
 
+    def parallel_of(self, role: str) -> tuple[Parallel, str]:
+        """The parallel sizes of a role and the config key that gives them."""
+        inheriting = {"critic": self.critic.parallel, "reference": self.reference.parallel}
+        own = {"actor": self.actor.parallel, "rollout": self.rollout.parallel, **inheriting}.get(role)
+        if own is not None:
+            return own, f"{role}.parallel"
+        return (self.actor.parallel, "actor.parallel") if role in inheriting else (Parallel(), f"placement.{role}")
+
+    def checkpoint_of(self, role: str) -> tuple[str, str]:
+        """The folder that a role's model starts from and the config key that gives it."""
+        own = {"critic": self.critic.path, "reference": self.reference.path}.get(role)
+        return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
     @property
     def samples_per_group(self) -> int:
         """Samples that the actor gets of one prompt: a demonstration is alone."""

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,7 @@ class MetricsWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"output_dir: cannot write {self.path}: {error.strerror}; expected a folder this user may write to"
-            ) from error
+            raise cannot_write(self.path, error) from error
         self._start = time.monotonic()
         self._wandb_run = _start_wandb(config) if config.logging.wandb.project is not None else None
 

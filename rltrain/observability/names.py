@@ -88,6 +88,14 @@ METRICS = (
 _PATTERNS = tuple(re.compile(re.sub("<[a-z]+>", "[a-z_]+", metric.name)) for metric in METRICS)
 
 
+def timed_task(metric: str) -> str | None:
+    """generate for perf/generate_s; None for a metric that is not a task's time."""
+    is_task_time = metric.startswith("perf/") and metric.endswith("_s") and not metric.endswith("_per_s")
+    if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
+        return None
+    return metric.removeprefix("perf/").removesuffix("_s")
+
+
 def is_documented(name: str) -> bool:
     """Whether the table has this metric."""
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 
 from rltrain.config.schema import Config
-from rltrain.observability.names import METRICS
+from rltrain.observability.names import timed_task
 
 # Metric, label and format of what is shown, in this order. A metric that a run does not have is left out.
 SHOWN = (
@@ -55,7 +55,7 @@ class Progress:
         """`metrics` of `step`, which counts from 0; a last record may follow the last training step."""
         self.latest.update(metrics)
         for name, seconds in metrics.items():
-            if (task := _timed_task(name)) is not None:
+            if (task := timed_task(name)) is not None:
                 self.task_seconds[task] = self.task_seconds.get(task, 0.0) + seconds
         if not self.enabled:
             return
@@ -118,11 +118,3 @@ def format_duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def _timed_task(metric: str) -> str | None:
-    """generate for perf/generate_s; None for a metric that is not a task's time."""
-    is_task_time = metric.startswith("perf/") and metric.endswith("_s") and not metric.endswith("_per_s")
-    if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
-        return None
-    return metric.removeprefix("perf/").removesuffix("_s")

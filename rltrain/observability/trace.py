@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
+from rltrain.errors import cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,7 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"logging.trace: cannot write {self.path}: {error.strerror}; expected output_dir to be a folder that "
-                "this user may write to"
-            ) from error
+            raise cannot_write(self.path, error, "logging.trace") from error
         self.rank = rank
         self._epoch_ns = _wall_clock_at_zero()
         self._events: deque[Event] = deque()

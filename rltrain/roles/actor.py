@@ -13,17 +13,18 @@ from rltrain.algorithms.kl import apply_kl_to_rewards, kl_penalty
 from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.sft import sft_loss
-from rltrain.checkpoint.hf import load_parameters, save_checkpoint
+from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
+from rltrain.roles.models import load_model
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.training.forward import compute_logprobs
 from rltrain.training.memory import training_parts
-from rltrain.training.model import build_model, local_parameters
+from rltrain.training.model import local_parameters
 from rltrain.training.trainable import TrainableModel
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
@@ -35,19 +36,10 @@ class Actor(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        config, world = self.config, job.world
+        config = self.config
         self.layout = job.megatron_layout(self.name)
-        model = build_model(
-            job.architecture,
-            self.grid,
-            job.groups,
-            model=config.model,
-            parallel=config.actor.parallel,
-            device=world.device,
-        )
-        model.on_micro_batch = job.heartbeat.advance
+        model = load_model(job, self.name)
         self.parameters = local_parameters(model)
-        load_parameters(Path(config.model.path), self.layout, world.rank, self.parameters)
         self.model = TrainableModel(model, config.actor, total_updates=config.num_actor_updates)
         self.parts = training_parts(self.model)
         self.loss_function = self._loss_function()
@@ -55,7 +47,7 @@ class Actor(Role):
         self.demonstrations = Demonstrations(config) if config.algorithm == "sft" else None
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
-        self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{world.rank}.jsonl")
+        self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
         self.accumulate_s = 0.0
 
     def _loss_function(self) -> LossFunction:

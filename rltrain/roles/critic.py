@@ -1,17 +1,14 @@
 """The critic: estimates the reward that is still to come, for PPO's advantages."""
 
-from pathlib import Path
-
 import torch
 
 from rltrain.algorithms.value import value_loss
-from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
+from rltrain.roles.models import load_model
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.training.memory import training_parts
-from rltrain.training.model import build_model, local_parameters
 from rltrain.training.objective import VALUE
 from rltrain.training.trainable import TrainableModel
 from rltrain.training.values import compute_values
@@ -23,23 +20,7 @@ class Critic(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         config, settings = self.config, self.config.critic
-        model = build_model(
-            job.architectures[self.name],
-            self.grid,
-            job.groups,
-            model=config.model,
-            parallel=settings.parallel or config.actor.parallel,
-            device=job.world.device,
-        )
-        model.on_micro_batch = job.heartbeat.advance
-        self.parameters = local_parameters(model)
-        load_parameters(
-            Path(settings.path or config.model.path),
-            job.megatron_layout(self.name),
-            job.world.rank,
-            self.parameters,
-            config_key="critic.path" if settings.path else "model.path",
-        )
+        model = load_model(job, self.name)
         total_updates = config.steps * config.batch.mini_batches
         self.model = TrainableModel(model, settings, total_updates=total_updates, objective=VALUE)
         self.parts = training_parts(self.model)

@@ -1,20 +1,17 @@
 """The reference: the frozen policy that a KL penalty or metric compares the actor with."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
 
-from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.parts import Overlay, Part
 from rltrain.data.experience import Experience
 from rltrain.reshard.families.of_roles import reference_uses_actor_modules
 from rltrain.roles.actor import Actor
+from rltrain.roles.models import load_model, load_weights
 from rltrain.roles.role import Job, Role
 from rltrain.training.forward import compute_logprobs
 from rltrain.training.memory import model_parts
-from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.model import LanguageModel
 
 
 def uses_actor_modules(job: Job) -> bool:
@@ -37,21 +34,8 @@ class Reference(Role):
         if actor is not None and uses_actor_modules(job):
             self.model, self.parts = actor.model.model, {"weights": self._weights_over(actor)}
         else:
-            self.model = self._own_model()
+            self.model = load_model(job, self.name).eval()
             self.parts = model_parts(self.model)
-
-    def _own_model(self) -> LanguageModel:
-        config = self.config
-        model = build_model(
-            self.job.architectures[self.name],
-            self.grid,
-            self.job.groups,
-            model=config.model,
-            parallel=config.reference.parallel or config.actor.parallel,
-            device=self.job.world.device,
-        ).eval()
-        self._load(local_parameters(model))
-        return model
 
     def _weights_over(self, actor: Actor) -> Overlay:
         pinned = self.job.world.device.type == "cuda"
@@ -59,18 +43,8 @@ class Reference(Role):
             name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
             for name, parameter in actor.parameters.items()
         }
-        self._load(host)
+        load_weights(self.job, self.name, host)
         return Overlay(actor.parts["weights"], list(actor.parameters.values()), list(host.values()))
-
-    def _load(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        path = self.config.reference.path
-        load_parameters(
-            Path(path or self.config.model.path),
-            self.job.megatron_layout(self.name),
-            self.job.world.rank,
-            parameters,
-            config_key="reference.path" if path else "model.path",
-        )
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""

@@ -41,6 +41,10 @@ class Job:
     def heartbeat(self) -> Heartbeat:
         return self.bulletin.heartbeat
 
+    def leader_of(self, role: str) -> int:
+        """The rank that reports for a role: its metrics are those of the whole role."""
+        return self.grids[role].owner(0)
+
     @property
     def architecture(self) -> Architecture:
         """Of the policy."""
@@ -84,8 +88,8 @@ class Role:
 
     @property
     def leader(self) -> int:
-        """The rank that reports for the role: its metrics are those of the whole role."""
-        return self.grid.owner(0)
+        """The rank that reports for the role."""
+        return self.job.leader_of(self.name)
 
     @property
     def dp(self) -> int:

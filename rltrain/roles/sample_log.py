@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rltrain.errors import ConfigError
+from rltrain.errors import cannot_write
 
 
 class SampleLog:
@@ -21,6 +21,4 @@ class SampleLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
         except OSError as error:
-            raise ConfigError(
-                f"output_dir: cannot write {self.path}: {error.strerror}; expected a folder this user may write to"
-            ) from error
+            raise cannot_write(self.path, error) from error

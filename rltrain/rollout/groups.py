@@ -45,12 +45,8 @@ class PromptGroups:
     ) -> None:
         self.engine, self.sampling, self.prompt_at, self.num_samples = engine, sampling, prompt_at, num_samples
         self.begun: dict[int, tuple[Prompt, dict[int, Completion]]] = {}
+        """Groups with samples still to draw, and those that are drawn, by position."""
         self.suspended: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        """Groups with samples still to draw."""
-        return len(self.begun)
 
     @property
     def num_wanted(self) -> int:

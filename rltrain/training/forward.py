@@ -101,19 +101,29 @@ def token_logprobs(
     return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
 
 
-@torch.no_grad()
 def compute_logprobs(model: LanguageModel, experience: Experience, *, temperature: float, max_tokens: int) -> Tensor:
-    """[tokens] fp32 host log-probs of the replica's samples under `model`, 0 at each sample's first token.
+    """[tokens] fp32 host log-probs of the replica's samples under `model`, 0 at each sample's first token; otherwise as
+    `evaluate_tokens`."""
+    return evaluate_tokens(
+        model, experience, lambda batch, logits: token_logprobs(model, batch, logits, temperature)[0], max_tokens
+    )
+
+
+@torch.no_grad()
+def evaluate_tokens(
+    model: LanguageModel, experience: Experience, per_token: Callable[[MicroBatch, Tensor], Tensor], max_tokens: int
+) -> Tensor:
+    """[tokens] fp32 in host memory: what `per_token` makes of each micro-batch and the last stage's output for it.
 
     Every rank of the replica passes the same samples and gets the same result; `max_tokens` per micro-batch.
     Collective over: the replica's tensor- and pipeline-parallel groups.
     """
-    logprobs = torch.zeros(experience.num_tokens, device=model.device)
+    result = torch.zeros(experience.num_tokens, device=model.device)
     if experience.num_samples == 0:
-        return logprobs.cpu()
+        return result.cpu()
 
-    def outputs(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        values, _ = token_logprobs(model, batch, logits, temperature)
+    def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        values = per_token(batch, of_tokens)
         return values.new_zeros(()), values
 
     was_training = model.training
@@ -123,8 +133,8 @@ def compute_logprobs(model: LanguageModel, experience: Experience, *, temperatur
     model.train(was_training)
 
     for batch, values in zip(micro_batches, kept, strict=False):
-        logprobs[batch.token_index.to(logprobs.device)] = values
+        result[batch.token_index.to(result.device)] = values
     pipeline = model.pg_collection.pp
     if pipeline.size() > 1:
-        dist.broadcast(logprobs, group=pipeline, group_src=pipeline.size() - 1)
-    return logprobs.cpu()
+        dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
+    return result.cpu()

@@ -68,7 +68,8 @@ def late_source() -> dict:
     exchange, bulletin = make_exchange(timeout_s=30, stall_report_s=0.3)
     route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
     shipment = Shipment(make_experience([3, 4]).columns(), torch.tensor([3, 4]))
-    bulletin.announce("generate[0]")
+    bulletin.heartbeat.begin("generate[0]")
+    bulletin.heartbeat.start()
     dist.barrier()
     if exchange.rank == 0:
         time.sleep(1.0)
@@ -89,7 +90,8 @@ def late_source() -> dict:
 def missing_source() -> str:
     """Rank 0 never posts: rank 1 gives up in time and says who is missing and what it does."""
     exchange, bulletin = make_exchange(timeout_s=1.0 if dist.get_rank() == 1 else 30.0, stall_report_s=0.4)
-    bulletin.announce("generate[7] (rollout)")
+    bulletin.heartbeat.begin("generate[7] (rollout)")
+    bulletin.heartbeat.start()
     dist.barrier()
     message = "no error"
     if exchange.rank == 1:

@@ -191,12 +191,12 @@ def test_a_partial_rollout_ends_with_enough_groups_and_goes_on_with_the_others(s
     drawing = setting.drawing(0, store)
     finished, _ = drawing.run(setting.quota(0, ahead=1))
     assert positions(finished) == [1, 2], "group 0 is not waited for"
-    assert drawing.groups.num_unfinished == 1
+    assert len(drawing.groups.begun) == 1
     drawing.groups.suspend()
     assert positions(drawing.run(setting.quota(1, ahead=1))[0]) == [3, 4]
     assert positions(drawing.run(setting.quota(2, ahead=0))[0]) == [0, 5]
     assert drawing.groups.engine.started.count(0) == 2, "continued once, not begun anew"
-    assert drawing.groups.num_unfinished == 0
+    assert len(drawing.groups.begun) == 0
 
 
 def test_suspended_groups_go_on_also_where_no_new_ones_may_begin(store):

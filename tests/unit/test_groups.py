@@ -28,12 +28,12 @@ def test_a_group_is_finished_when_its_last_sample_is():
     groups.start([0, 1])
     assert groups.step() == []
     assert [group.position for group in groups.step()] == [1]
-    assert groups.num_unfinished == 1
+    assert len(groups.begun) == 1
     (group,) = groups.step()
     assert [completion.id for completion in group.completions] == [0, 1], "not in the order of finishing"
     assert [completion.tokens for completion in group.completions] == [(0, 1, 2), (1000,)]
     assert (group.position, group.row, group.prompt) == (0, 100, (0,))
-    assert groups.num_unfinished == 0
+    assert len(groups.begun) == 0
 
 
 def test_token_counts_are_those_of_all_samples():
@@ -76,7 +76,7 @@ def test_suspending_at_any_step_changes_no_response(lengths, suspensions):
                 assert groups.engine.num_unfinished == 0
                 groups.start(())
             drawn += groups.step()
-        assert groups.num_unfinished == 0
+        assert len(groups.begun) == 0
         return {group.position: group for group in drawn}
 
     assert draw(suspensions) == draw(set())

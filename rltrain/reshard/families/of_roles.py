@@ -10,12 +10,10 @@ from rltrain.reshard.families.architecture import Architecture, read_architectur
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
     """By role, with that of model.path under actor. CheckpointError where a config.json cannot be used."""
-    policy = read_architecture(Path(config.model.path))
-    own = {"critic": config.critic.path, "reference": config.reference.path}
-    architectures = {"actor": policy}
-    for role in roles:
-        path = own.get(role)
-        model = read_architecture(Path(path), f"{role}.path") if path else policy
+    architectures = {}
+    for role in ("actor", *roles):
+        path, key = config.checkpoint_of(role)
+        model = read_architecture(Path(path), key)
         architectures[role] = model.value_model() if role == "critic" else model
     return architectures
 
@@ -24,9 +22,8 @@ def reference_uses_actor_modules(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> bool:
     """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
-    parallel = config.reference.parallel or config.actor.parallel
     return (
         grids.get("reference") == grids["actor"]
-        and parallel == config.actor.parallel
+        and config.parallel_of("reference")[0] == config.actor.parallel
         and architectures.get("reference") == architectures.get("actor")
     )
