@@ -18,7 +18,10 @@ def reward_role(rank: int, shared: dict[str, str]) -> Reward:
     role = Reward.__new__(Reward)
     role.grid = Grid((4, 6))
     role.job = SimpleNamespace(  # type: ignore[assignment]
-        bulletin=FakeBulletin(shared, rank), world=SimpleNamespace(rank=rank), patience=ShortPatience()
+        bulletin=FakeBulletin(shared, rank),
+        world=SimpleNamespace(rank=rank),
+        patience=ShortPatience(),
+        leader_of=lambda role: 4,
     )
     role.serve = None
     return role
