@@ -6,8 +6,13 @@
 # It makes .venv and installs into it the versions of launch/constraints-cpu.txt; when that is done already it takes
 # no time. With RLTRAIN_PYTHON=/path/to/python (one with a CUDA build of torch, say) that interpreter is used as it is
 # and nothing is installed.
+#
+# `prepare_sglang` sets $sglang_python in the same way: the SGLang of launch/constraints-sglang.txt in .venv-sglang, or
+# RLTRAIN_SGLANG_PYTHON as it is. A .venv-sglang that was made by hand is kept where it is complete.
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+SGLANG_DISK_GB=16 # 11 stay; packages are downloaded before they are unpacked
 
 fail() {
   echo "rltrain: $*" >&2
@@ -41,6 +46,49 @@ _use_interpreter() {
   "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' ||
     fail "RLTRAIN_PYTHON=$1 has no torch: install torch and the dependencies in pyproject.toml there"
   export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
+}
+
+prepare_sglang() {
+  if [[ -n ${RLTRAIN_SGLANG_PYTHON:-} ]]; then
+    sglang_python=$RLTRAIN_SGLANG_PYTHON
+    "$sglang_python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("sglang") is None)' ||
+      fail "RLTRAIN_SGLANG_PYTHON=$sglang_python has no sglang: install $(_sglang_pin) there, or unset it"
+    return
+  fi
+  local venv=$REPOSITORY/.venv-sglang stamp
+  sglang_python=$venv/bin/python
+  stamp=$venv/.installed-$(_sglang_pin)
+  if [[ -e $stamp && -x $sglang_python ]]; then return; fi
+  if ! _sglang_is_complete 2>/dev/null; then
+    _require_disk "$SGLANG_DISK_GB" "$(_sglang_pin)"
+    if ! "$sglang_python" -m pip --version >/dev/null 2>&1; then _step "create .venv-sglang" _create_venv "$venv"; fi
+    _step "install $(_sglang_pin) and what it needs, about 5 minutes" \
+      "$sglang_python" -m pip install -qq --requirement "$REPOSITORY/launch/constraints-sglang.txt"
+    _step "import SGLang" _sglang_is_complete
+  fi
+  touch "$stamp"
+}
+
+_sglang_pin() { grep '^sglang==' "$REPOSITORY/launch/constraints-sglang.txt"; }
+
+# pip puts a package's metadata in place last, and sglang after what it needs.
+_sglang_is_complete() {
+  "$sglang_python" - "$(_sglang_pin)" <<'END'
+import sys
+from importlib.metadata import version
+
+found = f"sglang=={version('sglang')}"
+if found != sys.argv[1]:
+    sys.exit(f"{sys.executable} has {found}, not {sys.argv[1]}")
+import sglang.srt.server_args
+END
+}
+
+# _require_disk GB WHAT: free where the repository is.
+_require_disk() {
+  local free_gb
+  free_gb=$(df -Pk "$REPOSITORY" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
+  if ((free_gb < $1)); then fail "$2 takes $1 GB of disk while it is installed; $REPOSITORY has $free_gb GB free"; fi
 }
 
 # The repository's path belongs to it because an editable installation does not survive a move.

@@ -43,3 +43,11 @@ class SyncError(UserError):
 
 class SyncMismatchError(SyncError):
     """After a weight sync a rank holds other values than the ranks that it has them from."""
+
+
+class EngineError(UserError):
+    """A rollout engine in a process of its own cannot be started, refuses what it is asked, or has died too often."""
+
+
+class EngineLost(Exception):  # noqa: N818 - names what happened; never shown to users
+    """The server of a rollout engine died or stopped answering. Whoever holds the engine starts it anew."""

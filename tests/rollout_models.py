@@ -10,6 +10,7 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.families import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.engine import Request
 from rltrain.rollout.layout import engine_layout
 
@@ -18,7 +19,8 @@ MAX_POSITIONS = 256
 
 
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
-    """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may."""
+    """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
+    what `overrides` say comes first."""
     classes = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
@@ -38,7 +40,7 @@ def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.P
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return classes[family](**settings, **head_dim, **overrides)
+    return classes[family](**settings | head_dim | overrides)
 
 
 def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:
@@ -65,11 +67,13 @@ def load_engine(
     max_context_tokens: int = MAX_POSITIONS,
     dtype: torch.dtype = torch.float32,
     tokenizer: object | None = None,
+    device: str = "cpu",
+    record: Record | None = None,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
     """An engine on the checkpoint, and the parameters it reads."""
     architecture = read_architecture(path)
     layout = engine_layout(architecture, grid or Grid((0,)))
-    parameters = allocate_parameters(layout, rank, dtype=dtype)
+    parameters = allocate_parameters(layout, rank, dtype=dtype, device=device)
     load_parameters(path, layout, rank, parameters)
     engine = EmbeddedEngine(
         architecture,
@@ -78,7 +82,9 @@ def load_engine(
         max_running_requests=max_running_requests,
         max_context_tokens=max_context_tokens,
         dtype=dtype,
+        device=device,
         tokenizer=tokenizer,
+        record=record,
     )
     return engine, parameters
 

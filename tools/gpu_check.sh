@@ -6,12 +6,14 @@
 #
 # FOLDER/summary.json has the date, the versions, what became of every step and the benchmarks' results; NAME.log beside
 # it is a step's output. Needs no network. Python is RLTRAIN_PYTHON, or else python3: one with a CUDA build of torch,
-# numpy and setuptools, and for the tests pytest and what rltrain depends on.
+# numpy and setuptools, and for the tests pytest and what rltrain depends on. Where RLTRAIN_SGLANG_PYTHON names a Python
+# that has SGLang, its tests run too and may take seven minutes more.
 #
 # Exit status: 0 every step passed; 1 a step failed, the others ran all the same; 2 no GPU, or no such Python.
 set -uo pipefail
 
 TOTAL_S=470
+SGLANG_S=420
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${RLTRAIN_PYTHON:-python3}
 
@@ -52,7 +54,7 @@ gpu_tests() {
     echo "$python lacks ${missing[*]}: tests that need them fail. Where pip can be used: pip install -e '.[dev]'"
   fi
   if [[ " ${missing[*]} " == *" pytest_timeout "* ]]; then options=(-o addopts=--strict-markers); fi
-  "$python" -m pytest -m gpu -q "${options[@]}" tests/gpu
+  "$python" -m pytest -m gpu -q "${options[@]}" "$@"
 }
 export -f gpu_tests
 
@@ -79,10 +81,16 @@ steps=()
 failed=()
 
 step build 150 "$python" setup.py build_ext --inplace
-step tests 150 bash -c gpu_tests
+step tests 150 bash -c 'gpu_tests tests/gpu --ignore tests/gpu/test_sglang.py'
 step reshard_kernel 90 "$python" tools/benchmarks/reshard_kernel.py --device cuda
 step weight_sync 110 "$python" tools/benchmarks/weight_sync.py --device cuda --params 1b --dtype bfloat16
 step plan 60 "$python" tools/benchmarks/plan.py
+if [[ -n ${RLTRAIN_SGLANG_PYTHON:-} ]]; then
+  TOTAL_S=$((SECONDS + SGLANG_S))
+  step sglang "$SGLANG_S" bash -c 'gpu_tests tests/gpu/test_sglang.py'
+else
+  echo "sglang: not run; set RLTRAIN_SGLANG_PYTHON to a Python that has it"
+fi
 "$python" tools/gpu_summary.py "$folder" "${steps[@]}" || failed+=(summary)
 
 if ((${#failed[@]})); then

@@ -102,8 +102,30 @@ class Sampling(Section):
     max_response_tokens: Count = 1024
 
 
+class SGLang(Section):
+    """An engine is a server of its own, a child of the engine's first rank."""
+
+    python: str | None = None
+    """Interpreter of an environment that has SGLang, which pins a torch of its own; null: the one that runs rltrain."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for the server, by their long names with underscores, such as {attention_backend: fa3}. Checked
+    against the installed version; what rltrain sets itself is refused."""
+    staging_mb: Positive = 512.0
+    """Weights reach an engine's process through two slots of this size per rank."""
+    start_timeout_s: Positive = 1800.0
+    """For a server that starts; runs only while nothing is added to its log."""
+    hang_timeout_s: Positive = 300.0
+    """A server that has requests and draws no token for so long is started anew."""
+    max_restarts: NonNegativeInt = 3
+    """Per engine and run; after as many the job ends."""
+    keep_weights: bool = True
+    """Keep a copy of each engine's weights on the host, for an engine that has to be started anew or comes back to a
+    device that it shares. Without it such an engine ends the job."""
+
+
 class Rollout(Section):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SGLang = SGLang()
     parallel: Parallel = Parallel()
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256

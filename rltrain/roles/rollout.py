@@ -9,17 +9,15 @@ import torch
 
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.in_flight import InFlightSync
-from rltrain.cluster.parts import Part
 from rltrain.cluster.polling import poll
 from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.data.prompts import PromptDataset
+from rltrain.roles.engines import build_engine
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
 from rltrain.rollout.drawing import Drawing, Quota
-from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.groups import DrawnGroup, Prompt, PromptGroups
-from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.packing import pack_groups
 from rltrain.rollout.seeds import request_seed
 from rltrain.rollout.turns import Turns
@@ -38,39 +36,26 @@ class Rollout(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        config, world = self.config, job.world
-        self.layout = engine_layout(job.architecture, self.grid, dtype=config.model.dtype)
-        dtype = getattr(torch, config.model.dtype)
-        self.parameters = allocate_parameters(self.layout, world.rank, dtype=dtype, device=world.device)
         self.engine_ranks = self.grid.replica(self.dp)
-        self.engine = EmbeddedEngine(
-            job.architecture,
-            self.parameters,
-            tp_group=job.groups[self.engine_ranks] if self.grid.tp > 1 else None,
-            max_running_requests=config.rollout.max_running_requests,
-            max_context_tokens=config.rollout.max_context_tokens,
-            dtype=dtype,
-            device=world.device,
-            tokenizer=job.prompts.decoder,
-        )
-        self.engine.begin_update()  # its weights are zeros until the first weight sync
-        self.parts = {
-            "weights": Part(self.parameters.values),
-            "kv_cache": Part(self.engine.cache_tensors, forget=self.leave),
-        }
+        hosted = build_engine(job, self.engine_ranks, self.leave)
+        self.engine, self.parts = hosted.engine, hosted.parts
         self.in_flight: InFlightSync | None = None
         """Set where weights may change between decode steps."""
         self.turns = Turns(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         self.training = self._training()
         self.step_start_s = 0.0
         self.step_response_tokens = 0
-        if world.rank == self.leader:
+        if job.world.rank == self.leader:
             job.prompts.report_dropped()
 
     def leave(self) -> None:
         """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
         self.training.groups.suspend()
         self.engine.release_cache()
+
+    def close(self) -> None:
+        """End what the engine has outside of this process."""
+        self.engine.close()
 
     def generate(self, step: int, chunk: int) -> Metrics:
         """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""

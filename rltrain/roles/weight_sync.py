@@ -9,14 +9,15 @@ from torch import Tensor
 
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.reshard.execute.golden import golden_sync
-from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.execute.verify import verify
+from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import engine_parts
 
 BUCKET_MB = {"cpu": 8, "cuda": 64}
 """Where the config leaves it open."""
@@ -28,16 +29,41 @@ class WeightSync:
     """Built on every rank that hosts either role. Collective over: the union of both roles' ranks."""
 
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
-        self.actor, self.rollout = actor, rollout
+        self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
         self.timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
-        world = job.world
         self.source = job.megatron_layout("actor")
-        self.destination = engine_layout(job.architecture, job.grids["rollout"], dtype=job.config.model.dtype)
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
-        self.resharding = Resharding(
-            plan(self.source, self.destination, world.rank, world.ranks_per_node),
+        self.parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
+        self.reshardings = [self._resharding(job, part) for part in self.parts]
+
+    def weight_sync(self, step: int, chunk: int) -> Metrics:
+        """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
+
+        Collective over: the union of both roles' ranks.
+        """
+        if self.engine:
+            self.engine.begin_update()
+        source = self.actor.parameters if self.actor else None
+        move = {"planned": self._move_planned, "golden": self._move_golden}[self.config.transport]
+        reports, verify_s = [], 0.0
+        for part in range(len(self.parts)):
+            destination = self.engine.incoming(part) if self.engine else None
+            reports += move(part, source, destination)
+            if self.config.verify:
+                verify_s += self._verify(part, source, destination)
+            if self.engine:
+                self.engine.arrived(part)
+        if self.engine:
+            self.engine.end_update(step)
+        metrics = metrics_of(total(reports)) if reports else {}
+        return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.config.verify else metrics
+
+    def _resharding(self, job: Job, part: Layout) -> Resharding:
+        world = job.world
+        return Resharding(
+            plan(self.source, part, world.rank, world.ranks_per_node),
             group=self.group,
             cpu_group=self.cpu_group,
             bucket_bytes=(self.config.bucket_mb or BUCKET_MB[world.device.type]) * 2**20,
@@ -46,37 +72,21 @@ class WeightSync:
             timeout_s=TRANSPORT_TIMEOUT_S,
         )
 
-    def weight_sync(self, step: int, chunk: int) -> Metrics:
-        """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
+    def _move_planned(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
+        return [self.reshardings[part].run(source, destination)]
 
-        Collective over: the union of both roles' ranks.
-        """
-        if self.rollout:
-            self.rollout.engine.begin_update()
-        source = self.actor.parameters if self.actor else None
-        destination = self.rollout.parameters if self.rollout else None
-        move = {"planned": self._move_planned, "golden": self._move_golden}[self.config.transport]
-        metrics = move(source, destination)
-        if self.config.verify:
-            metrics |= self._verify(source, destination)
-        if self.rollout:
-            self.rollout.engine.policy_version = step
-        return metrics
-
-    def _move_planned(self, source: Tensors, destination: Tensors) -> Metrics:
-        return metrics_of(self.resharding.run(source, destination))
-
-    def _move_golden(self, source: Tensors, destination: Tensors) -> Metrics:
+    def _move_golden(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
         # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
         dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
-        golden_sync(self.source, self.destination, source, destination, self.group)
+        golden_sync(self.source, self.parts[part], source, destination, self.group)
         dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
-        return {}
+        return []
 
-    def _verify(self, source: Tensors, destination: Tensors) -> Metrics:
+    def _verify(self, part: int, source: Tensors, destination: Tensors) -> float:
+        """Seconds that it took."""
         start = time.perf_counter()
-        verify(self.resharding.plan, self.source, self.destination, source, destination, group=self.cpu_group)
-        return {"perf/weight_sync_verify_s": time.perf_counter() - start}
+        verify(self.reshardings[part].plan, self.source, self.parts[part], source, destination, group=self.cpu_group)
+        return time.perf_counter() - start
 
 
 def metrics_of(report: SyncReport) -> Metrics:

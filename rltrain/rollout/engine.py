@@ -1,8 +1,10 @@
 """What every rollout engine understands: requests of token ids in, completions of token ids out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -68,9 +70,10 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Draws many responses at once, one token of each per `step`; requests may come and weights change between steps.
+    """Draws many responses at once, one token of each or more per `step`; requests may come and weights change between
+    steps.
 
-    Generation is collective over the engine's tensor-parallel group: its ranks make equal calls in one order.
+    Everything is collective over the engine's ranks: they make equal calls in one order.
     """
 
     policy_version: int | None
@@ -87,10 +90,24 @@ class Engine(Protocol):
         ...
 
     def begin_update(self) -> None:
-        """The weights are about to be rewritten: no token may be drawn until `policy_version` is set again.
+        """The weights are about to be rewritten: no token may be drawn until `end_update`.
 
         Running responses stay and go on under the new weights, with the keys and values that the old ones computed.
         """
+        ...
+
+    def incoming(self, part: int) -> Mapping[str, Tensor]:
+        """Where a part of the new weights (rollout.layout.engine_parts) is to be written, by parameter; parts come in
+        order, and this waits until the engine has taken what lay there before."""
+        ...
+
+    def arrived(self, part: int) -> None:
+        """This rank's share of the part has been written."""
+        ...
+
+    def end_update(self, version: int) -> None:
+        """All parts have arrived, on all ranks: the engine serves `version` from now on. Raises EngineError where its
+        process was lost and cannot be brought back."""
         ...
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
@@ -125,4 +142,8 @@ class Engine(Protocol):
 
     def release_cache(self) -> None:
         """Free the memory of keys and values until the next step. Raises ValueError while anything is unfinished."""
+        ...
+
+    def close(self) -> None:
+        """Called once, after the last use."""
         ...

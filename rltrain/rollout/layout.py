@@ -3,9 +3,11 @@
 from functools import partial
 
 from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
+from rltrain.reshard.parts import split
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
@@ -39,6 +41,14 @@ def engine_layout(
         types=element_types(architecture, dtype),
         build=partial(_build, ModelCutter(architecture, ENGINE), grid.tp, expert_parallel),
     )
+
+
+def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list[Layout]:
+    """The layout of the rollout's engines, cut into what one of them can receive at a time. Equal on all ranks."""
+    layout = engine_layout(architecture, grid, dtype=config.model.dtype)
+    if config.rollout.engine == "embedded":
+        return [layout]  # its parameters are this process's own: there is nothing to bound
+    return split(layout, int(config.rollout.sglang.staging_mb * 2**20))
 
 
 def _build(cutter: ModelCutter, tp: int, ep: int, index: int) -> RankLayout:

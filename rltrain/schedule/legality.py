@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.cluster.grid import Grid
+from rltrain.cluster.memory_plan import DEVICE_ROLES
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
@@ -12,7 +13,7 @@ from rltrain.errors import ConfigError
 def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
-    problems += [*_engine_problems(config, placement, grids), *_offload_problems(config)]
+    problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -126,22 +127,33 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
 
 
 def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Ranks of an engine take in-flight weights at one decode step, so none of them may be held up elsewhere."""
-    if not config.syncs_in_flight or "rollout" not in grids:
-        return
-    grid = grids["rollout"]
-    for dp in range(grid.dp):
-        ranks = grid.replica(dp)
-        if len({placement.hosts(rank) for rank in ranks}) > 1:
-            yield (
-                f"schedule.in_flight_sync: the engine on ranks {format_ranks(ranks)} has ranks that host different "
-                "roles, and could not change its weights at one decode step. The nearest that works is "
-                "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
-            )
-            return
+    """What the ranks of one engine do together, they do at one time: so none of them may be held up elsewhere."""
+    held_up = _uneven_engine(placement, grids, set(placement.roles))
+    if config.syncs_in_flight and held_up:
+        yield (
+            f"schedule.in_flight_sync: the engine on ranks {format_ranks(held_up)} has ranks that host different "
+            "roles, and could not change its weights at one decode step. The nearest that works is "
+            "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
+        )
+    sharing = _uneven_engine(placement, grids, set(DEVICE_ROLES))
+    if config.rollout.engine == "sglang" and sharing:
+        yield (
+            f"placement.rollout: the engine on ranks {format_ranks(sharing)} shares the devices of some of its ranks, "
+            "but its server leaves and returns to all of them at once (rollout.engine sglang). Place the other roles "
+            "on all of its ranks or none; or set rollout.engine: embedded"
+        )
 
 
-def _offload_problems(config: Config) -> Iterator[str]:
+def _uneven_engine(placement: Placement, grids: Mapping[str, Grid], roles: set[str]) -> tuple[int, ...] | None:
+    """The ranks of an engine that do not all host the same of `roles`, if there is one."""
+    grid = grids.get("rollout")
+    for ranks in [grid.replica(dp) for dp in range(grid.dp)] if grid else []:
+        if len({frozenset(roles.intersection(placement.hosts(rank))) for rank in ranks}) > 1:
+            return ranks
+    return None
+
+
+def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
     """Weights in flight come whenever the actor has them, also between two generate tasks."""
     if config.syncs_in_flight and config.rollout.offload is True:
         yield (
@@ -149,3 +161,17 @@ def _offload_problems(config: Config) -> Iterator[str]:
             "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "
             "ranks stays; or schedule.in_flight_sync: false"
         )
+    rollout = config.rollout
+    if rollout.engine == "sglang" and not rollout.sglang.keep_weights and _rollout_leaves(config, placement):
+        yield (
+            "rollout.sglang.keep_weights: got false for an engine that may leave its device and come back to weights "
+            "that no sync has renewed; expected true, or rollout.offload: false"
+        )
+
+
+def _rollout_leaves(config: Config, placement: Placement) -> bool:
+    """Whether any engine leaves its device between its tasks."""
+    if config.rollout.offload != "auto" or "rollout" not in placement.roles:
+        return config.rollout.offload is True
+    others = {role for rank in placement.ranks("rollout") for role in placement.hosts(rank)} - {"rollout"}
+    return not others.isdisjoint(DEVICE_ROLES)

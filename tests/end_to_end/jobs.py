@@ -40,3 +40,13 @@ def dry_run(config: str | Path, *overrides: str, world_size: int) -> subprocess.
 
 def column(records: list[dict[str, Any]], name: str) -> list[float]:
     return [record[name] for record in records if name in record]
+
+
+def sample_ids(output: Path) -> dict[int, list[int]]:
+    """The ids of the samples that each step trained on."""
+    ids: dict[int, list[int]] = {}
+    for path in sorted((output / "sample_ids").glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            ids.setdefault(record["step"], []).extend(record["sample_ids"])
+    return ids

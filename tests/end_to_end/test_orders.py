@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.observability.report.run_folder import read_run
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 
 APART = "placement={'actor, reference': 0, rollout: 1-2, reward: 3}"
 SMALL = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}", "data.eval=null", "actor.parallel.tp=1")
@@ -34,15 +34,6 @@ def quickstart(warm_up, data_overrides, tmp_path):
     """Runs the quickstart with changes; its records."""
     paths = [f"model.path={warm_up[0]}/hf", f"output_dir={tmp_path}", *data_overrides]
     return lambda *overrides: train(REPOSITORY / "configs/quickstart.yaml", *paths, *overrides)
-
-
-def sample_ids(output: Path) -> dict[int, list[int]]:
-    ids: dict[int, list[int]] = {}
-    for path in sorted((output / "sample_ids").glob("rank*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            ids.setdefault(record["step"], []).extend(record["sample_ids"])
-    return ids
 
 
 def most_steps_held(output: Path) -> float:

@@ -127,7 +127,11 @@ def test_gpu_check_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
     python, output = tmp_path / "python", tmp_path / "out"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    done = run(["bash", str(REPOSITORY / "tools/gpu_check.sh"), str(output)], RLTRAIN_PYTHON=str(python))
+    done = run(
+        ["bash", str(REPOSITORY / "tools/gpu_check.sh"), str(output)],
+        RLTRAIN_PYTHON=str(python),
+        RLTRAIN_SGLANG_PYTHON="",
+    )
     assert done.returncode == 1, done.stderr
     assert "the compiler says: no" in done.stdout
     summary = json.loads((output / "summary.json").read_text())
@@ -143,3 +147,22 @@ def test_gpu_check_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
     assert json.loads((output / "reshard_kernel.json").read_text()) == results["reshard_kernel"]
     assert results["plan"] is None
     assert summary["torch"] == torch.__version__
+
+
+def test_gpu_check_tests_sglang_where_there_is_one(tmp_path: Path) -> None:
+    python, output = tmp_path / "python", tmp_path / "out"
+    write = 'echo "$*" >> $(dirname "$0")/tested; echo "2 passed"'
+    python.write_text(FAKE_PYTHON.replace('echo "2 passed"', write).replace("exit 3", "exit 0"))
+    python.chmod(0o755)
+    script = str(REPOSITORY / "tools/gpu_check.sh")
+    for sglang, steps in (("", ["tests"]), ("/a/python", ["tests", "sglang"])):
+        done = run(["bash", script, str(output)], RLTRAIN_PYTHON=str(python), RLTRAIN_SGLANG_PYTHON=sglang)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = json.loads((output / "summary.json").read_text())
+        names = {step["name"] for step in summary["steps"] if step["outcome"] == "passed"}
+        assert {"tests", "sglang"} & names == set(steps)
+        assert ("set RLTRAIN_SGLANG_PYTHON" in done.stdout) == (sglang == "")
+    assert [line.split("-q ")[1] for line in (tmp_path / "tested").read_text().splitlines()] == [
+        *2 * ["tests/gpu --ignore tests/gpu/test_sglang.py"],
+        "tests/gpu/test_sglang.py",
+    ]

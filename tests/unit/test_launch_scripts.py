@@ -1,37 +1,12 @@
 """The shell scripts, run for real with stand-ins for what they call."""
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-# An interpreter that notes how it was started. It really runs `-c` and `-`, except for the question which torch is
-# installed, and leaves metrics as a GRPO run does.
-INTERPRETER = f"""#!{sys.executable}
-import json, os, pathlib, subprocess, sys
-arguments = sys.argv[1:]
-if arguments[0] == "-c" and "distributions" in arguments[1]:
-    sys.exit(print(os.environ.get("FAKE_INSTALLED_TORCH", "")))
-if arguments[0] in ("-c", "-"):
-    sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
-note = {{name: os.environ.get(name) for name in ("FAKE_HOST", "PYTHONPATH", "OMP_NUM_THREADS")}}
-with open(os.environ["FAKE_LOG"], "a") as log:
-    log.write(json.dumps({{"arguments": arguments, **note}}) + "\\n")
-if "configs/quickstart.yaml" in arguments:
-    folder = next(a.split("=", 1)[1] for a in arguments if a.startswith("output_dir="))
-    os.makedirs(folder, exist_ok=True)
-    with open(folder + "/metrics.jsonl", "a") as metrics:
-        for score in (0.416, None, 0.957):
-            metrics.write(json.dumps({{"eval/score": score}} if score else {{"train/loss": 1}}) + "\\n")
-fail_at = os.environ.get("FAKE_FAIL_AT")
-sys.exit(7 if fail_at and fail_at in " ".join(arguments) else 0)
-"""
+from tests.unit.script_stand_ins import REPOSITORY, repository_with_venv, run, stand_ins, started
 
 # Slurm numbers a step's nodes by their place in the node list; here they start in another order.
 SRUN = """#!/usr/bin/env bash
@@ -48,31 +23,9 @@ SCONTROL = """#!/usr/bin/env bash
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    for name, text in {"python": INTERPRETER, "srun": SRUN, "scontrol": SCONTROL}.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(text)
-        program.chmod(0o755)
     (tmp_path / "hosts").write_text("node07\nnode03\nnode11\n")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RLTRAIN_", "MASTER_"))}
-    return {
-        **kept,
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "RLTRAIN_PYTHON": str(tmp_path / "bin" / "python"),
-        "FAKE_LOG": str(tmp_path / "log"),
-        "FAKE_HOSTS": str(tmp_path / "hosts"),
-        "FAKE_SRUN_LOG": str(tmp_path / "srun_log"),
-    }
-
-
-def run(environment: dict[str, str], *command: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", *command], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
-
-
-def started(environment: dict[str, str]) -> list[dict[str, object]]:
-    return [json.loads(line) for line in Path(environment["FAKE_LOG"]).read_text().splitlines()]
+    added = {"FAKE_HOSTS": str(tmp_path / "hosts"), "FAKE_SRUN_LOG": str(tmp_path / "srun_log")}
+    return stand_ins(tmp_path, srun=SRUN, scontrol=SCONTROL) | added
 
 
 def after(arguments: list[str], option: str) -> str:
@@ -174,21 +127,6 @@ def test_an_interpreter_without_torch_is_refused(environment: dict[str, str], tm
     bare.chmod(0o755)
     done = run(environment | {"RLTRAIN_PYTHON": str(bare)}, "tests/run.sh")
     assert done.returncode == 1 and "has no torch" in done.stderr
-
-
-def repository_with_venv(folder: Path) -> Path:
-    """The script that prepares a repository of nothing but what environment.sh reads, whose .venv is the stand-in."""
-    interpreter = folder / ".venv" / "bin" / "python"
-    interpreter.parent.mkdir(parents=True)
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
-    for name in ("pyproject.toml", "setup.py", "launch/environment.sh", "launch/constraints-cpu.txt"):
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text((REPOSITORY / name).read_text())
-    script = folder / "prepare.sh"
-    script.write_text("set -euo pipefail\nsource launch/environment.sh\nprepare_environment dev\necho ready: $python\n")
-    return script
 
 
 def test_the_environment_is_installed_once_torch_first_and_again_after_a_change(

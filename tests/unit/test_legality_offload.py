@@ -40,3 +40,38 @@ def test_an_engine_that_stays_may_take_them(offload):
 )
 def test_offload_is_allowed_where_weights_wait_for_the_engine(schedule):
     check(schedule, True)
+
+
+def check_server(placement, *, num_ranks=4, offload="auto", keep_weights=True, **schedule):
+    config = Config.model_validate(
+        {
+            "steps": 3,
+            "placement": placement,
+            "model": {"path": "m"},
+            "data": {"train": {"path": "t"}},
+            "rollout": {
+                "engine": "sglang",
+                "offload": offload,
+                "parallel": {"tp": 2},
+                "sglang": {"keep_weights": keep_weights},
+            },
+            "schedule": schedule,
+        }
+    )
+    placement = resolve_placement(config.placement, num_ranks, num_ranks)
+    check_schedule(config, placement, role_grids(config, placement))
+
+
+def test_ranks_of_a_server_host_the_same_roles():
+    with pytest.raises(ConfigError, match=r"placement\.rollout: the engine on ranks 2-3 shares.*some of its ranks"):
+        check_server({"actor": "0-2", "rollout": "2-3", "reward": 0})
+    check_server({"actor, rollout": "0-3", "reward": 0})
+    check_server({"actor": "0-1", "rollout, reward": "2-3"})
+
+
+def test_a_server_that_leaves_its_device_needs_the_copy_of_its_weights():
+    colocated, apart = {"actor, rollout": "0-3", "reward": 0}, {"actor": "0-1", "rollout, reward": "2-3"}
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.keep_weights: got false.*rollout\.offload: false"):
+        check_server(colocated, keep_weights=False)
+    check_server(colocated, keep_weights=False, offload=False)
+    check_server(apart, keep_weights=False)

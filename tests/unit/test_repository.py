@@ -17,6 +17,10 @@ SOURCES = sorted(path for folder in ("rltrain", "launch", "tools") for path in (
 SCRIPTS = [*sorted((REPOSITORY / "launch").rglob("*.s[hb]*")), REPOSITORY / "tests/run.sh", REPOSITORY / ".ci/run"]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 CONSTRAINTS = REPOSITORY / "launch" / "constraints-cpu.txt"
+SGLANG_CONSTRAINTS = REPOSITORY / "launch" / "constraints-sglang.txt"
+
+RUN_BY_SGLANG = REPOSITORY / "rltrain" / "rollout" / "sglang" / "server"
+"""Files for another Python, in which there is no rltrain. They stand on its path as modules, not in a package."""
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -96,6 +100,13 @@ def _is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+def top_level_imports(path: Path) -> set[str]:
+    """All that a file imports, whatever it is, up to the first dot."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [[a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] for node in nodes]
+    return {name.split(".")[0] for found in names for name in found}
+
+
 def is_within(module: str, part: str) -> bool:
     return module == part or module.startswith(f"{part}.")
 
@@ -129,6 +140,15 @@ def test_the_import_rule_has_no_cycle() -> None:
 def test_launch_imports_only_the_command() -> None:
     for path in (REPOSITORY / "launch").rglob("*.py"):
         assert set(imported_modules(path)) <= {"command"}, relative(path)
+
+
+def test_what_sglangs_python_runs_imports_nothing_that_it_lacks() -> None:
+    files = sorted(RUN_BY_SGLANG.rglob("*.py"))
+    modules = {path.stem for path in files}
+    assert modules and all(name.startswith("rltrain_") for name in modules), "nothing else there may have their names"
+    for path in files:
+        foreign = top_level_imports(path) - {"torch", "sglang", *modules, *sys.stdlib_module_names}
+        assert not foreign, f"{relative(path)} imports {sorted(foreign)}"
 
 
 def test_pure_modules_do_not_load_torch() -> None:
@@ -171,13 +191,9 @@ def test_megatrons_global_parallel_state_is_never_initialised() -> None:
 
 def test_nothing_is_unpickled() -> None:
     for path in SOURCES:
-        modules = {
-            name.split(".")[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        }
-        assert not modules & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, relative(path)
+        assert not top_level_imports(path) & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, relative(
+            path
+        )
         for name, call in calls(path):
             assert name.split(".")[-1] not in PICKLING_COLLECTIVES, f"{relative(path)}: {name} pickles"
             if name == "torch.load":
@@ -216,8 +232,8 @@ def declared_requirements() -> list[Requirement]:
     return [Requirement(text) for text in texts]
 
 
-def pins() -> dict[str, Requirement]:
-    lines = (line.split("#")[0].strip() for line in CONSTRAINTS.read_text().splitlines())
+def pins(file: Path = CONSTRAINTS) -> dict[str, Requirement]:
+    lines = (line.split("#")[0].strip() for line in file.read_text().splitlines())
     return {canonicalize_name(pin.name): pin for pin in (Requirement(line) for line in lines if line)}
 
 
@@ -225,8 +241,30 @@ def test_building_needs_setuptools_only() -> None:
     assert [Requirement(text).name for text in PYPROJECT["build-system"]["requires"]] == ["setuptools"]
 
 
+def test_an_installation_has_every_file() -> None:
+    """Also those that belong to no package with an __init__.py."""
+    program = (
+        "from setuptools import Distribution\n"
+        "distribution = Distribution({'script_name': 'setup.py'})\n"
+        "distribution.parse_config_files()\n"
+        "distribution.set_defaults()\n"
+        "command = distribution.get_command_obj('build_py')\n"
+        "command.ensure_finalized()\n"
+        "print('\\n'.join(command.get_outputs(include_bytecode=False)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    installed = {line.partition("/lib/")[2] for line in done.stdout.splitlines()}
+    files = {relative(path) for kind in ("py", "css", "js") for path in (REPOSITORY / "rltrain").rglob(f"*.{kind}")}
+    assert files - installed == set()
+
+
 def test_apex_is_never_a_requirement() -> None:
-    texts = [path.read_text() for path in REPOSITORY.glob("**/*requirements*.txt") if ".venv" not in path.parts]
+    texts = [
+        path.read_text()
+        for path in REPOSITORY.glob("**/*requirements*.txt")
+        if not {".venv", ".venv-sglang"} & {*path.parts}
+    ]
     listed = {re.split(r"[\s=<>!~;\[]", line.strip())[0].lower() for text in texts for line in text.splitlines()}
     declared = {canonicalize_name(requirement.name) for requirement in declared_requirements()}
     assert "apex" not in listed | declared | pins().keys()
@@ -245,8 +283,10 @@ def test_every_requirement_is_pinned_to_a_version_it_allows() -> None:
         assert requirement.specifier.contains(version), f"{CONSTRAINTS.name} pins {name} {version}, not {requirement}"
 
 
-def test_constraints_are_exact_and_public() -> None:
-    for pin in pins().values():
+@pytest.mark.parametrize("file", [CONSTRAINTS, SGLANG_CONSTRAINTS], ids=relative)
+def test_constraints_are_exact_and_public(file: Path) -> None:
+    assert pins(file)
+    for pin in pins(file).values():
         assert re.fullmatch(r"==[^*+]+", str(pin.specifier)), f"{pin}: expected name==version without a local part"
 
 

@@ -102,9 +102,8 @@ def test_sampled_frequencies_match_the_tempered_softmax(temperature: float) -> N
     count, vocab = 60_000, 12
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(3))
     streams = random_streams(list(range(count)), CPU)
-    tokens, logprobs = draw(
-        row.expand(count, -1), streams, torch.zeros(count, dtype=torch.int64), sampling(temperature)
-    )
+    numbers = uniforms(streams, torch.zeros(count, dtype=torch.int64))
+    tokens, logprobs = draw(row.expand(count, -1), numbers, sampling(temperature))
     probabilities = torch.softmax(row / temperature, -1)
     counts = tokens.bincount(minlength=vocab).float()
     assert chi_square(counts, probabilities * count) < chi_square_bound(vocab - 1)
@@ -113,8 +112,8 @@ def test_sampled_frequencies_match_the_tempered_softmax(temperature: float) -> N
 
 def test_greedy_takes_the_largest_logit_and_scores_it_at_temperature_one() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    ignored = torch.zeros(50, dtype=torch.int64)
-    tokens, logprobs = draw(logits, ignored, ignored, sampling(temperature=0.0))
+    ignored = torch.full((50,), torch.nan)
+    tokens, logprobs = draw(logits, ignored, sampling(temperature=0.0))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
 
@@ -161,7 +160,7 @@ def test_truncated_draws_stay_inside_and_keep_untruncated_logprobs(
     tempered = torch.log_softmax(logits / temperature, -1)
     positions = torch.arange(64)
     streams = random_streams([seed], CPU).expand(64)
-    tokens, logprobs = draw(logits, streams, positions, sampling(temperature, top_p, top_k))
+    tokens, logprobs = draw(logits, uniforms(streams, positions), sampling(temperature, top_p, top_k))
     assert set(tokens.tolist()) <= kept_reference(tempered[0].exp().tolist(), top_p, top_k)
     torch.testing.assert_close(logprobs, tempered[0][tokens])
 
@@ -170,7 +169,7 @@ def test_truncated_frequencies_match_the_renormalised_distribution() -> None:
     count, vocab, top_k = 40_000, 10, 4
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(5))
     positions = torch.arange(count)
-    tokens, _ = draw(row.expand(count, -1), random_streams([11], CPU).expand(count), positions, sampling(top_k=top_k))
+    tokens, _ = draw(row.expand(count, -1), uniforms(random_streams([11], CPU), positions), sampling(top_k=top_k))
     kept = row.topk(top_k).indices
     expected = torch.softmax(row[kept], -1) * count
     counts = tokens.bincount(minlength=vocab).float()
@@ -188,9 +187,9 @@ def test_inversion_never_picks_a_token_of_weight_zero() -> None:
 def test_a_draw_depends_on_its_own_row_only() -> None:
     logits = torch.randn(32, 20, generator=torch.Generator().manual_seed(1))
     streams, positions = random_streams(list(range(32)), CPU), torch.arange(32)
-    tokens, logprobs = draw(logits, streams, positions, sampling())
+    tokens, logprobs = draw(logits, uniforms(streams, positions), sampling())
     order = torch.randperm(32, generator=torch.Generator().manual_seed(2))
-    shuffled, shuffled_logprobs = draw(logits[order], streams[order], positions[order], sampling())
+    shuffled, shuffled_logprobs = draw(logits[order], uniforms(streams[order], positions[order]), sampling())
     assert shuffled.tolist() == tokens[order].tolist()
     torch.testing.assert_close(shuffled_logprobs, logprobs[order])
 
@@ -199,6 +198,6 @@ def test_rows_with_nan_are_drawn_without_failing_and_stay_visible() -> None:
     logits = torch.zeros(3, 5)
     logits[1] = float("nan")
     zeros = torch.zeros(3, dtype=torch.int64)
-    tokens, logprobs = draw(logits, random_streams([1, 2, 3], CPU), zeros, sampling())
+    tokens, logprobs = draw(logits, uniforms(random_streams([1, 2, 3], CPU), zeros), sampling())
     assert int(tokens.min()) >= 0 and int(tokens.max()) < 5
     assert torch.isfinite(logprobs).tolist() == [True, False, True]

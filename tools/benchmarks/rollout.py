@@ -1,10 +1,14 @@
-"""Tokens per second of the embedded engine and of transformers' `generate`, side by side on one model.
+"""Tokens per second of the embedded engine and of its rivals, side by side on one model.
 
-    python tools/benchmarks/rollout.py [--model DIR] [--repeats 9] [--threads 1]
+    OMP_NUM_THREADS=1 python tools/benchmarks/rollout.py [--model DIR] [--repeats 9] [--slow-repeats 3]
+        [--threads 1] [--sglang-python PATH]
 
-Both get the same prompts and draw at temperature 1 without truncation; the engine also returns every token's log-prob.
-Each repeat times the engine and then `generate`, so that other load on the machine meets both alike; reported are
-medians. Tokens after a sequence's end are not counted. The last line is one JSON object.
+The rivals are transformers' `generate` and its continuous batching and, where `--sglang-python` or
+RLTRAIN_SGLANG_PYTHON names an interpreter that has it, an SGLang server. All get the same prompts and draw at
+temperature 1 without truncation; the engine and SGLang also return every token's log-prob. Each repeat times one after
+the other, so that other load on the machine meets all alike; continuous batching and SGLang take part in the first
+--slow-repeats. Reported are medians, and the engine's ratio to the better of the two of transformers. Tokens after a
+sequence's end are not counted. The last line is one JSON object.
 
 Without --model a Qwen3 of the quickstart's size with random weights is made: there each token ends its sequence with a
 probability near 1/15, so that lengths in the cases that stop there have a long tail.
@@ -12,46 +16,43 @@ probability near 1/15, so that lengths in the cases that stop there have a long 
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import transformers
+from rollout_cases import CASES, MAX_CONTEXT_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Case
+from rollout_rivals import ContinuousBatching, Generate, SGLang
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import read_architecture
+from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.layout import engine_layout
 
-PROMPT_TOKENS = 8
-MAX_RUNNING = 256
 DEFAULT_EOS = 0
+SLOW = (ContinuousBatching.name, SGLang.name)
 
 
-@dataclass(frozen=True)
-class Case:
-    """`samples_per_prompt` neighbours share a prompt; `stops` lets sequences end at the end-of-sequence tokens."""
-
+class Contestant(Protocol):
     name: str
-    num_sequences: int
-    max_response_tokens: int
-    samples_per_prompt: int = 1
-    stops: bool = False
 
+    def begin(self, case: Case) -> None:
+        """Set up what outlives a run, untimed."""
+        ...
 
-CASES = (
-    Case("64 sequences of 26 tokens", 64, 26),
-    Case("256 sequences of 26 tokens", 256, 26),
-    Case("256 sequences of 26 tokens, 16 per prompt", 256, 26, samples_per_prompt=16),
-    Case("256 sequences of long-tailed length", 256, 96, stops=True),
-    Case("1024 sequences of long-tailed length", 1024, 96, stops=True),
-)
+    def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
+        """Number of tokens generated."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def write_default_model(folder: Path) -> Path:
@@ -74,119 +75,129 @@ def write_default_model(folder: Path) -> Path:
     return folder
 
 
-class Bench:
-    """Both generators on the checkpoint at `path`."""
+class Embedded:
+    """The embedded engine on the checkpoint at `path`."""
 
-    def __init__(self, path: Path) -> None:
-        self.architecture = read_architecture(path)
-        self.eos = self.architecture.eos_token_ids
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.model.generation_config.eos_token_id = None  # each case says what ends a sequence
-        layout = engine_layout(self.architecture, Grid((0,)))
+    name = "engine"
+
+    def __init__(self, path: Path, architecture: Architecture) -> None:
+        self._eos = architecture.eos_token_ids
+        layout = engine_layout(architecture, Grid((0,)))
         parameters = allocate_parameters(layout, 0, dtype=torch.float32)
         load_parameters(path, layout, 0, parameters)
-        self.engine = EmbeddedEngine(
-            self.architecture,
+        self._engine = EmbeddedEngine(
+            architecture,
             parameters,
             tp_group=None,
             max_running_requests=MAX_RUNNING,
-            max_context_tokens=PROMPT_TOKENS + max(case.max_response_tokens for case in CASES),
+            max_context_tokens=MAX_CONTEXT_TOKENS,
             dtype=torch.float32,
         )
 
-    def prompts(self, case: Case) -> torch.Tensor:
-        """[sequences, PROMPT_TOKENS] without end-of-sequence tokens."""
-        generator = torch.Generator().manual_seed(0)
-        allowed = torch.tensor([t for t in range(self.architecture.vocab_size) if t not in self.eos])
-        shape = (case.num_sequences // case.samples_per_prompt, PROMPT_TOKENS)
-        distinct = allowed[torch.randint(len(allowed), shape, generator=generator)]
-        return distinct.repeat_interleave(case.samples_per_prompt, dim=0)
+    def begin(self, case: Case) -> None:
+        pass
 
-    def run_engine(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
+    def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
         """Number of tokens generated."""
-        rows = prompts.tolist()
-        requests = [Request(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(rows)]
-        sampling = SamplingParams(1.0, 1.0, 0, case.max_response_tokens, self.eos if case.stops else ())
-        return sum(len(completion.tokens) for completion in self.engine.generate(requests, sampling))
+        requests = [Request(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(prompts.tolist())]
+        sampling = SamplingParams(1.0, 1.0, 0, case.max_response_tokens, self._eos if case.stops else ())
+        return sum(len(completion.tokens) for completion in self._engine.generate(requests, sampling))
 
-    def run_transformers(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
-        """Number of tokens generated, at most as many sequences at once as the engine runs."""
-        torch.manual_seed(seed)
-        return sum(self._generate_batch(case, batch) for batch in prompts.split(MAX_RUNNING))
-
-    def _generate_batch(self, case: Case, prompts: torch.Tensor) -> int:
-        sequences = self.model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=case.max_response_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=list(self.eos) if case.stops else None,
-            pad_token_id=self.eos[0] if self.eos else 0,
-        )
-        responses = sequences[:, prompts.shape[1] :]
-        if not case.stops:
-            return responses.numel()
-        ended = torch.isin(responses, torch.tensor(self.eos)).cumsum(-1)
-        return int((ended.cumsum(-1) <= 1).sum())
+    def close(self) -> None:
+        pass
 
 
-def tokens_per_s(run: Callable[[Case, torch.Tensor, int], int], case: Case, prompts: torch.Tensor, seed: int) -> float:
+def draw_prompts(case: Case, architecture: Architecture) -> torch.Tensor:
+    """[sequences, PROMPT_TOKENS] without end-of-sequence tokens."""
+    generator = torch.Generator().manual_seed(0)
+    eos = architecture.eos_token_ids
+    allowed = torch.tensor([token for token in range(architecture.vocab_size) if token not in eos])
+    shape = (case.num_sequences // case.samples_per_prompt, PROMPT_TOKENS)
+    distinct = allowed[torch.randint(len(allowed), shape, generator=generator)]
+    return distinct.repeat_interleave(case.samples_per_prompt, dim=0)
+
+
+def tokens_per_s(contestant: Contestant, case: Case, prompts: torch.Tensor, seed: int) -> float:
     start = time.perf_counter()
-    return run(case, prompts, seed) / (time.perf_counter() - start)
+    return contestant.run(case, prompts, seed) / (time.perf_counter() - start)
 
 
-def measure(bench: Bench, case: Case, repeats: int) -> dict[str, str | float]:
-    prompts = bench.prompts(case)
-    runs = {"engine": bench.run_engine, "transformers": bench.run_transformers}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+def measure(
+    contestants: Sequence[Contestant], case: Case, prompts: torch.Tensor, repeats: int, slow_repeats: int
+) -> dict[str, str | float]:
+    samples: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for contestant in contestants:
+        contestant.begin(case)
     for seed in range(repeats + 1):
-        for name, run in runs.items():
-            speed = tokens_per_s(run, case, prompts, seed)
+        for contestant in contestants:
+            if contestant.name in SLOW and seed > slow_repeats:
+                continue
+            speed = tokens_per_s(contestant, case, prompts, seed)
             if seed:  # the first round warms up
-                samples[name].append(speed)
-    engine, reference = (statistics.median(samples[name]) for name in runs)
+                samples[contestant.name].append(speed)
+    medians = {name: statistics.median(speeds) for name, speeds in samples.items()}
+    ratios = {
+        "ratio_to_generate": medians["engine"] / medians["generate"],
+        "ratio": medians["engine"] / max(medians["generate"], medians["continuous_batching"]),
+    }
     return {
         "case": case.name,
-        "engine_tokens_per_s": round(engine),
-        "transformers_tokens_per_s": round(reference),
-        "ratio": round(engine / reference, 2),
+        **{f"{name}_tokens_per_s": round(speed) for name, speed in medians.items()},
+        **{name: round(ratio, 2) for name, ratio in ratios.items()},
     }
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--slow-repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cases", default="", help="only those whose name contains this")
+    parser.add_argument("--sglang-python", default=os.environ.get("RLTRAIN_SGLANG_PYTHON"))
     arguments = parser.parse_args()
+    if min(arguments.repeats, arguments.slow_repeats) < 1:
+        parser.error("--repeats and --slow-repeats are at least 1")
+    if not any(arguments.cases in case.name for case in CASES):
+        parser.error(f"--cases {arguments.cases!r} fits none of {[case.name for case in CASES]}")
+    return arguments
+
+
+def build(arguments: argparse.Namespace, folder: Path, architecture: Architecture, model: Path) -> list[Contestant]:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference.generation_config.eos_token_id = None  # each case says what ends a sequence
+    eos = architecture.eos_token_ids
+    found: list[Contestant] = [
+        Embedded(model, architecture),
+        Generate(reference, eos),
+        ContinuousBatching(reference, eos),
+    ]
+    if arguments.sglang_python:
+        found.append(SGLang(arguments.sglang_python, model, folder / "sglang.log", MAX_CONTEXT_TOKENS, eos))
+    return found
+
+
+def main() -> None:
+    arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments.model or write_default_model(Path(folder)))
     results = []
-    with torch.inference_mode():
-        for case in CASES:
-            results.append(measure(bench, case, arguments.repeats))
-            result = results[-1]
-            print(
-                f"{result['case']:44s} engine {result['engine_tokens_per_s']:>8} tokens/s   "
-                f"transformers {result['transformers_tokens_per_s']:>8}   {result['ratio']:>5}x",
-                flush=True,
-            )
-    print(
-        json.dumps(
-            {
-                "threads": arguments.threads,
-                "repeats": arguments.repeats,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "cases": results,
-            }
-        )
-    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = arguments.model or write_default_model(folder / "model")
+        architecture = read_architecture(model)
+        contestants = build(arguments, folder, architecture, model)
+        for contestant in contestants:
+            stack.callback(contestant.close)
+        stack.enter_context(torch.inference_mode())
+        for case in (case for case in CASES if arguments.cases in case.name):
+            prompts = draw_prompts(case, architecture)
+            result = measure(contestants, case, prompts, arguments.repeats, arguments.slow_repeats)
+            results.append(result)
+            speeds = "   ".join(f"{each.name} {result[f'{each.name}_tokens_per_s']:>7}" for each in contestants)
+            print(f"{case.name:44s} {speeds}   {result['ratio']:>5}x", flush=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"threads": arguments.threads, "repeats": arguments.repeats, **versions, "cases": results}))
 
 
 if __name__ == "__main__":

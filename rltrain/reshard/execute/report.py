@@ -1,6 +1,7 @@
 """What a reshard did and how long it took."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,9 @@ class SyncReport:
     def bandwidth_bytes_per_s(self) -> float:
         """Achieved by all ranks together, over the length of the whole call."""
         return self.bytes_moved / self.seconds
+
+
+def total(reports: Sequence[SyncReport]) -> SyncReport:
+    """Of reshards that one rank made one after the other."""
+    sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(SyncReport)}
+    return SyncReport(**{**sums, "peak_staging_bytes": max(report.peak_staging_bytes for report in reports)})

@@ -10,12 +10,15 @@ from torch import Tensor
 from rltrain.errors import ConfigError, DataError, DivergenceError, SyncError
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
+from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
-from rltrain.rollout.embedded.stop_strings import StopStrings, Tokenizer
+from rltrain.rollout.embedded.recording import Record, recorder
+from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
 
 def allocate_parameters(
@@ -28,7 +31,8 @@ def allocate_parameters(
 class EmbeddedEngine:
     """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
-    The KV cache's memory is kept until released.
+    The KV cache's memory is kept until released. `record` says how decode steps are recorded to be replayed; None
+    takes what the device has, if it has anything.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends with reason "length".
     """
@@ -44,16 +48,18 @@ class EmbeddedEngine:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
+        record: Record | None = None,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
         self._max_running_requests = max_running_requests
         self._max_context_tokens = max_context_tokens
         self._tokenizer = tokenizer
+        self._parameters = parameters
         self._model = EngineModel(
             architecture, parameters, TensorParallel(tp_group), max_context_tokens, dtype, self._device
         )
-        self._cache = KvCache(
+        cache = KvCache(
             self._model.num_layers,
             self._model.num_kv_heads,
             self._model.head_dim,
@@ -62,6 +68,8 @@ class EmbeddedEngine:
             dtype,
             self._device,
         )
+        self._slots = Slots(cache, max_running_requests)
+        self._decoder = Decoder(self._model, self._slots, record or recorder(self._device, tp_group))
         self._generation: Generation | None = None
 
     @property
@@ -77,6 +85,17 @@ class EmbeddedEngine:
     def begin_update(self) -> None:
         """Withdraw the policy version: the weights are about to be rewritten. What is running stays."""
         self.policy_version = None
+
+    def incoming(self, part: int) -> Mapping[str, Tensor]:
+        """The parameters themselves: new weights come in one part, and in place."""
+        return self._parameters
+
+    def arrived(self, part: int) -> None:
+        """Nothing is left to do."""
+
+    def end_update(self, version: int) -> None:
+        """Serve `version` from the next step on."""
+        self.policy_version = version
 
     @torch.inference_mode()
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
@@ -130,12 +149,15 @@ class EmbeddedEngine:
 
     def cache_tensors(self) -> tuple[Tensor, Tensor]:
         """The keys and values that the cache holds memory for now."""
-        return self._cache.keys, self._cache.values
+        return self._slots.cache.keys, self._slots.cache.values
 
     def release_cache(self) -> None:
         """Free the KV cache's memory; the next step allocates what it needs."""
         self._expect_idle("release_cache")
-        self._cache.release()
+        self._release()
+
+    def close(self) -> None:
+        """Nothing outlives this process's memory."""
 
     def _served_version(self) -> int:
         if self.policy_version is None:
@@ -152,11 +174,11 @@ class EmbeddedEngine:
     def _new_generation(self, sampling: SamplingParams) -> Generation:
         return Generation(
             self._model,
-            self._cache,
+            self._slots,
+            self._decoder,
             sampling,
             self._stop_strings(sampling),
-            num_slots=self._max_running_requests,
-            max_context_tokens=self._max_context_tokens,
+            self._max_context_tokens,
         )
 
     @contextmanager
@@ -166,8 +188,12 @@ class EmbeddedEngine:
             yield
         except DivergenceError:
             self._generation = None
-            self._cache.release()
+            self._release()
             raise
+
+    def _release(self) -> None:
+        self._decoder.forget()
+        self._slots.release()
 
     def _check_prompts(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import DivergenceError
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, KvCache, PrefillAttention
+from rltrain.rollout.embedded.decoder import Decoder
+from rltrain.rollout.embedded.kv_cache import PrefillAttention
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.sampling import draw, random_streams
-from rltrain.rollout.embedded.stop_strings import StopStrings
-from rltrain.rollout.embedded.transcript import Transcript
+from rltrain.rollout.embedded.sampling import random_streams
+from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
 from rltrain.rollout.engine import Completion, Drawn, FinishReason, Request, SamplingParams
+from rltrain.rollout.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192
 """Padded prompt tokens of one prefill pass; bounds its activations. A longer prompt stands alone."""
 _ADMIT_FRACTION = 8
 """New requests enter once 1/8 of the slots are free: one prefill then serves several."""
-
-# Rows of the slot state.
-_TOKEN, _POSITION, _DRAWN, _PLACE, _LIMIT, _STREAM = range(6)
 
 
 @dataclass(slots=True)
@@ -44,39 +42,33 @@ class _Response:
 
 
 class Generation:
-    """Running requests fill slots 0 .. num_running - 1 of the cache, of `_running` and of `_state` [6, slots] int64.
+    """Running requests, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
 
-    `_TOKEN` is the next token to feed, `_POSITION` where it stands, `_DRAWN` how many response tokens exist, `_LIMIT`
-    how many may, `_PLACE` where the transcript notes the next one. A request enters with its context cached but for
-    the last token, which the next decode step feeds: so all sampling happens in one place. A running request draws one
-    token per step, which tells what it drew when. What a response drew is read out only when it is asked for, or when
-    its place in the transcript is needed: many at a time in `run`.
+    A request enters with its context cached but for the last token, which the next decode step feeds: so all sampling
+    happens in one place. A running request draws one token per step, which tells what it drew when. What a response
+    drew is read out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
     """
 
     def __init__(
         self,
         model: EngineModel,
-        cache: KvCache,
+        slots: Slots,
+        decoder: Decoder,
         sampling: SamplingParams,
         stop_strings: StopStrings | None,
-        *,
-        num_slots: int,
         max_context_tokens: int,
     ) -> None:
+        slots.clear()
         self.sampling = sampling
-        self._model, self._cache, self._stop_strings = model, cache, stop_strings
-        self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
-        self._device = cache.keys.device
-        self._stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
+        self._model, self._slots, self._decoder, self._stop_strings = model, slots, decoder, stop_strings
+        self._max_context_tokens = max_context_tokens
+        self._device = slots.state.device
         self._unfinished: dict[int, Request] = {}  # by id, in the order of submission
         self._waiting: deque[Request] = deque()
         self._running: list[_Response] = []
         self._finished: list[_Response] = []  # still in the transcript
         self._completions: list[Completion] = []
         self._num_positions = 0
-        self._state = torch.zeros(6, num_slots, dtype=torch.int64, device=self._device)
-        self._increments = torch.tensor([[1], [1], [num_slots]], device=self._device)  # of _POSITION, _DRAWN, _PLACE
-        self._transcript = Transcript(num_slots, self._device)
         self._num_steps = 0
         self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
 
@@ -121,28 +113,32 @@ class Generation:
         return list(requests.values())
 
     def _advance(self, policy_version: int) -> None:
+        num_foreseen = 0 if self._num_steps % NUMBERS_AHEAD == 0 else len(self._running)
         if self._should_admit():
             self._admit()
         if not self._running:
             return
+        if self.sampling.temperature > 0 and num_foreseen < len(self._running):
+            self._slots.foresee(num_foreseen, len(self._running))
         if not self._versions or self._versions[-1][1] != policy_version:
             self._versions.append((self._num_steps, policy_version))
         self._decode_step()
 
     def _should_admit(self) -> bool:
-        num_free = self._num_slots - len(self._running)
-        num_wanted = min(len(self._waiting), max(1, self._num_slots // _ADMIT_FRACTION))
+        num_free = self._slots.num_slots - len(self._running)
+        num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // _ADMIT_FRACTION))
         return 0 < num_wanted <= num_free
 
     def _admit(self) -> None:
         """Fill the free slots with waiting requests and cache their contexts."""
         self._read_finished()
         first = len(self._running)
-        num_new = min(self._num_slots - first, len(self._waiting))
-        admitted = [self._response(self._waiting.popleft(), column) for column in self._transcript.take(num_new)]
+        num_new = min(self._slots.num_slots - first, len(self._waiting))
+        columns = self._slots.transcript.take(num_new)
+        admitted = [self._response(self._waiting.popleft(), column) for column in columns]
         longest = max(len(response.context) for response in admitted)
         self._num_positions = max(self._num_positions, longest - 1)
-        self._reserve(first + num_new)
+        self._slots.reserve(first + num_new, self._num_positions, num_used=first)
         self._running += admitted
         self._write_state(first, admitted)
         self._prefill(first, admitted)
@@ -152,22 +148,16 @@ class Generation:
         recent = self._stop_strings.recent(drawn) if self._stop_strings else None
         return _Response(request, request.prompt + drawn, column, self._num_steps, recent)
 
-    def _reserve(self, num_slots: int) -> None:
-        self._cache.reserve(num_slots, self._num_positions, num_used=len(self._running))
-        self._transcript.reserve(self._cache.capacity)
-
     def _write_state(self, first: int, admitted: Sequence[_Response]) -> None:
-        requests = [response.request for response in admitted]
+        requests, transcript = [response.request for response in admitted], self._slots.transcript
         rows = [
             [response.context[-1] for response in admitted],
             [len(response.context) - 1 for response in admitted],
             [len(request.drawn.tokens) if request.drawn else 0 for request in requests],
-            [self._transcript.place(len(response.context) - 1, response.column) for response in admitted],
+            [transcript.place(len(response.context) - 1, response.column) for response in admitted],
             [self._response_limit(request) for request in requests],
         ]
-        new = self._state[:, first : len(self._running)]
-        new[:_STREAM] = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        new[_STREAM] = random_streams([request.seed for request in requests], self._device)
+        self._slots.fill(first, rows, random_streams([request.seed for request in requests], self._device))
 
     def _response_limit(self, request: Request) -> int:
         return min(self.sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
@@ -183,36 +173,29 @@ class Generation:
             tokens = torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1)
             positions = torch.arange(width, device=self._device).repeat(len(heads))
             slots = [(slot, row) for row, head in enumerate(heads) for slot in slots_of[head]]
-            attention = PrefillAttention(self._cache, torch.tensor(slots, device=self._device), width)
+            attention = PrefillAttention(self._slots.cache, torch.tensor(slots, device=self._device), width)
             self._model.fill_cache(tokens, positions, attention)
 
     def _decode_step(self) -> None:
         """Feed every running slot's token and draw its next one."""
-        state = self._state[:, : len(self._running)]
-        fed, positions, num_drawn, places, limits, streams = state.unbind()
+        num_running = len(self._running)
         self._num_positions += 1
-        self._reserve(len(self._running))
-        attention = DecodeAttention(self._cache, positions, self._num_positions)
-        logits = self._model.logits(self._model.forward(fed, positions, attention))
-        tokens, logprobs = draw(logits, streams, num_drawn, self.sampling)
-        self._transcript.write(places, tokens, logprobs)
+        self._decoder.step(num_running, self._num_positions, self.sampling)
         self._num_steps += 1
-        fed.copy_(tokens)
-        state[_POSITION : _PLACE + 1].add_(self._increments)
-        stopped = self._stops(tokens)
-        finished = torch.logical_or(stopped, num_drawn >= limits).nonzero().squeeze(1)
+        stopped, ended = self._slots.stopped[:num_running], self._slots.finished[:num_running]
+        if self._stop_strings is not None:
+            matched = self._matched(self._stop_strings)
+            stopped, ended = stopped.logical_or(matched), ended.logical_or(matched)
+        finished = ended.nonzero().squeeze(1)
         slots = finished.tolist()
         if slots:
             self._retire(slots, stopped[finished].tolist())
 
-    def _stops(self, tokens: Tensor) -> Tensor:
-        """[running] whether the token just drawn ends its response."""
-        stopped = (tokens[:, None] == self._stop_tokens).any(-1)
-        if self._stop_strings is not None:
-            recent = [response.recent for response in self._running if response.recent is not None]
-            matched = self._stop_strings.append(recent, tokens.tolist())
-            stopped.logical_or_(torch.tensor(matched, device=self._device))
-        return stopped
+    def _matched(self, stop_strings: StopStrings) -> Tensor:
+        """[running] whether the token just drawn completes a stop string."""
+        recent = [response.recent for response in self._running if response.recent is not None]
+        tokens = self._slots.state[TOKEN, : len(self._running)].tolist()
+        return torch.tensor(stop_strings.append(recent, tokens), device=self._device)
 
     def _retire(self, finished: list[int], stopped: list[bool]) -> None:
         """Free the `finished` slots; `stopped` says of each whether a stop token or string ended its response."""
@@ -232,11 +215,10 @@ class Generation:
         if destinations:
             for source, destination in zip(sources, destinations, strict=True):
                 self._running[destination] = self._running[source]
-            to, by = torch.tensor([destinations, sources], device=self._device)
-            self._state.index_copy_(1, to, self._state.index_select(1, by))
-            self._cache.move(by, to, self._num_positions)
+            self._slots.move(sources, destinations, self._num_positions)
         del self._running[num_left:]
-        self._num_positions = int(self._state[_POSITION, :num_left].max()) if num_left else 0
+        self._slots.free(num_left, num_running)
+        self._num_positions = int(self._slots.state[POSITION, :num_left].max()) if num_left else 0
 
     def _take_completions(self) -> list[Completion]:
         """Those that have not been taken yet."""
@@ -252,7 +234,7 @@ class Generation:
         for response, drawn in zip(finished, self._read(finished), strict=True):
             self._completions.append(Completion(response.request.id, *drawn, response.finish_reason))
             del self._unfinished[response.request.id]
-        self._transcript.give_back([response.column for response in finished])
+        self._slots.transcript.give_back([response.column for response in finished])
 
     def _read(self, responses: Sequence[_Response]) -> Iterator[tuple[list[int], list[float], list[int]]]:
         """Tokens, log-probs and policy versions of all that each response has drawn, before and here."""
@@ -261,7 +243,8 @@ class Generation:
             (response.column, len(response.context) - 1, end - response.first_step)
             for response, end in zip(responses, ends, strict=True)
         ]
-        for response, end, (tokens, logprobs) in zip(responses, ends, self._transcript.read(spans), strict=True):
+        drawn = self._slots.transcript.read(spans)
+        for response, end, (tokens, logprobs) in zip(responses, ends, drawn, strict=True):
             versions = self._policy_versions(response.first_step, end)
             if not math.isfinite(sum(logprobs)):
                 raise DivergenceError(

@@ -61,12 +61,17 @@ class EngineModel:
         self.num_heads = architecture.num_heads // tensor_parallel.size
         self.num_kv_heads = max(1, architecture.num_kv_heads // tensor_parallel.size)
         self.num_layers = architecture.num_layers
+        self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
         self._layers = tuple(_layer(parameters, index) for index in range(self.num_layers))
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
         frequencies = inverse_frequencies(architecture)
         self._rotary = RotaryEmbedding(frequencies, max_positions, dtype, device)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where each parameter lies now: memory that is offloaded comes back elsewhere."""
+        return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """Hidden states [tokens, hidden] before the final norm, of `tokens` [tokens] standing at `positions` [tokens].
@@ -103,12 +108,14 @@ class EngineModel:
         self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, vocab_size] float32, without the padded columns, equal on every rank.
+        """[tokens, padded vocab_size] float32, -inf in the padded columns, equal on every rank.
 
         Collective over: the engine's tensor-parallel group.
         """
         shard = F.linear(self._norm(hidden, self._final_norm), self._head)
-        return self._tp.all_gather_columns(shard)[:, : self._vocab_size].float()
+        logits = self._tp.all_gather_columns(shard).float()
+        logits[:, self._vocab_size :].fill_(float("-inf"))
+        return logits
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._tp.size == 1:
@@ -126,10 +133,11 @@ class EngineModel:
             len(hidden), -1, self.head_dim
         )
         num_rotated = self.num_heads + self.num_kv_heads
-        rotated = fused[:, :num_rotated].contiguous()
+        rotated = fused[:, :num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
-            scales = torch.cat([layer.q_norm.expand(self.num_heads, -1), layer.k_norm.expand(self.num_kv_heads, -1)])
-            rotated = F.rms_norm(rotated, (self.head_dim,), None, self._eps).mul_(scales)
+            rotated = F.rms_norm(rotated, (self.head_dim,), None, self._eps)
+            rotated[:, : self.num_heads].mul_(layer.q_norm)
+            rotated[:, self.num_heads :].mul_(layer.k_norm)
         rotated = rotate(rotated, rotation)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], fused[:, num_rotated:]
 

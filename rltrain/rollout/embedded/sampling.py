@@ -36,17 +36,18 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
     return (bits + 0.5) * 2.0**-_UNIFORM_BITS
 
 
-def draw(logits: Tensor, streams: Tensor, positions: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, numbers: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """One token per row of `logits` [rows, vocab] float32, and its log-prob; both [rows].
 
-    Log-probs are of the tempered but untruncated distribution (temperature 1 when greedy).
+    `numbers` [rows] are `uniforms`; greedy drawing does not look at them. Log-probs are of the tempered but untruncated
+    distribution (temperature 1 when greedy).
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
         return tokens[:, 0], torch.log_softmax(logits, -1).gather(-1, tokens)[:, 0]
     tempered = logits if sampling.temperature == 1 else logits / sampling.temperature
     probabilities = torch.softmax(tempered, -1)
-    numbers = uniforms(streams, positions)[:, None]
+    numbers = numbers[:, None]
     if sampling.top_k or sampling.top_p < 1:
         kept, ids = truncate(probabilities, sampling.top_p, sampling.top_k)
         tokens = ids.gather(-1, invert_cdf(kept, numbers))

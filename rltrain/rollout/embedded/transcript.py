@@ -1,7 +1,7 @@
 """What the running responses have drawn, kept on the device until somebody reads it."""
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,19 +11,40 @@ class Transcript:
     """Tokens and log-probs [capacity, num_columns], a column per response: row p holds what feeding position p drew.
 
     A response keeps its column while it moves between the slots of the cache, and its places while capacity grows.
+    Until something is drawn for a place, its log-prob may be the random number to draw with. One more column, that no
+    response has, is for what nobody will read.
     """
 
     def __init__(self, num_columns: int, device: torch.device) -> None:
-        self._num_columns = num_columns
+        self._num_columns = num_columns + 1
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # both flat, as `write` needs them
         self._logprobs = torch.zeros(0, dtype=torch.float32, device=device)
-        self._free = list(range(num_columns))[::-1]
+        self.nowhere = num_columns
+        """A place of the column that nobody reads."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all columns."""
+        self._free = list(range(self.nowhere))[::-1]
 
     def reserve(self, capacity: int) -> None:
         """Make room for positions below `capacity`, keeping what is there."""
         size = capacity * self._num_columns
         if size > len(self._tokens):
             self._tokens, self._logprobs = _grown(self._tokens, size), _grown(self._logprobs, size)
+
+    @property
+    def stride(self) -> int:
+        """From a place to that of the column's next position."""
+        return self._num_columns
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._tokens, self._logprobs = self._tokens.new_empty(0), self._logprobs.new_empty(0)
+
+    def addresses(self) -> tuple[int, int]:
+        """Where tokens and log-probs lie now."""
+        return self._tokens.data_ptr(), self._logprobs.data_ptr()
 
     def take(self, num_columns: int) -> list[int]:
         """Free columns, for as many responses."""
@@ -34,8 +55,16 @@ class Transcript:
         self._free += columns
 
     def place(self, position: int, column: int) -> int:
-        """Where `write` puts what feeding `position` draws; the next position is `num_columns` further."""
+        """Where `write` puts what feeding `position` draws; the next position is `stride` further."""
         return position * self._num_columns + column
+
+    def write_numbers(self, places: Tensor, numbers: Tensor) -> None:
+        """Keep the random numbers to draw with: places and numbers of one shape."""
+        self._logprobs.index_copy_(0, places.view(-1), numbers.view(-1))
+
+    def numbers(self, places: Tensor) -> Tensor:
+        """The random numbers kept at `places` [running]."""
+        return self._logprobs.index_select(0, places)
 
     def write(self, places: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         """Note what was drawn at each place: all [running]."""
@@ -46,11 +75,13 @@ class Transcript:
         """Tokens and log-probs, on the host, of each span: its column, its first position and how many."""
         counts = [count for _, _, count in spans]
         starts = [self.place(first, column) for column, first, _ in spans]
-        stride = self._num_columns
-        places = [*chain.from_iterable(range(i, i + n * stride, stride) for i, n in zip(starts, counts, strict=True))]
-        wanted = torch.tensor(places, dtype=torch.int64, device=self._tokens.device)
+        ends = [*accumulate(counts)]
+        # Place n of all that is wanted is `stride` after place n - 1, but where a span starts.
+        bases = [start - (end - n) * self.stride for start, end, n in zip(starts, ends, counts, strict=True)]
+        per_span = torch.tensor([bases, counts], dtype=torch.int64, device=self._tokens.device)
+        wanted = torch.arange(sum(counts), device=per_span.device).mul_(self.stride)
+        wanted += per_span[0].repeat_interleave(per_span[1], output_size=len(wanted))
         tokens, logprobs = (buffer.index_select(0, wanted).tolist() for buffer in (self._tokens, self._logprobs))
-        ends = accumulate(counts)
         return [(tokens[end - n : end], logprobs[end - n : end]) for end, n in zip(ends, counts, strict=True)]
 
 

@@ -1,0 +1,199 @@
+"""The engine of a rollout rank, as rollout.engine names it, and the parts of memory that it lives in."""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rltrain.cluster.memory_plan import DEVICE_ROLES, leaving_roles
+from rltrain.cluster.parts import Part
+from rltrain.cluster.remote_part import RemotePart
+from rltrain.errors import ConfigError
+from rltrain.roles.role import Job
+from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.engine import Engine
+from rltrain.rollout.layout import engine_layout, engine_parts
+from rltrain.rollout.sglang.arguments import check_arguments
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.delivery import Delivery
+from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.sglang.process import Server, ServerSpec
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class HostedEngine:
+    """`parts` are "weights" and "kv_cache", as cluster.memory_plan names them."""
+
+    engine: Engine
+    parts: Mapping[str, Part]
+
+
+def build_engine(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> HostedEngine:
+    """This rank's share of the engine on `ranks`; without weights until the first weight sync.
+
+    `leave` gives up what the engine has running, before its keys and values are dropped. Collective over: `ranks`.
+    """
+    build = {"embedded": _embedded, "sglang": _sglang}[job.config.rollout.engine]
+    return build(job, ranks, leave)
+
+
+def _embedded(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> HostedEngine:
+    config, world = job.config, job.world
+    dtype = getattr(torch, config.model.dtype)
+    layout = engine_layout(job.architecture, job.grids["rollout"], dtype=config.model.dtype)
+    parameters = allocate_parameters(layout, world.rank, dtype=dtype, device=world.device)
+    engine = EmbeddedEngine(
+        job.architecture,
+        parameters,
+        tp_group=job.groups[ranks] if len(ranks) > 1 else None,
+        max_running_requests=config.rollout.max_running_requests,
+        max_context_tokens=config.rollout.max_context_tokens,
+        dtype=dtype,
+        device=world.device,
+        tokenizer=job.prompts.decoder,
+    )
+    engine.begin_update()  # its weights are zeros until the first weight sync
+    parts = {"weights": Part(parameters.values), "kv_cache": Part(engine.cache_tensors, forget=leave)}
+    return HostedEngine(engine, parts)
+
+
+def _sglang(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> HostedEngine:
+    config, world, settings = job.config, job.world, job.config.rollout.sglang
+    if world.device.type == "cpu" and len(ranks) > 1:
+        raise ConfigError(
+            f"rollout.parallel.tp: got {len(ranks)} for rollout.engine sglang without a GPU; expected 1, since SGLang "
+            "runs on CPUs in one process, or rollout.engine: embedded"
+        )
+    group = job.groups.cpu[ranks] if len(ranks) > 1 else None
+    rendezvous = _rendezvous(job, ranks)
+    on_node = [rank for rank in ranks if rank // world.ranks_per_node == world.rank // world.ranks_per_node]
+    leaves = world.device.type == "cuda" and "rollout" in leaving_roles(_offload(job))
+    server, client = None, None
+    if world.rank == on_node[0]:
+        spec = _server_spec(job, ranks, on_node, rendezvous, leaves)
+        check_arguments(spec)
+        server = Server(spec)
+    if world.rank == ranks[0]:
+        client = Client(settings.hang_timeout_s)
+    delivery = Delivery(
+        engine_parts(config, job.architecture, job.grids["rollout"]),
+        world.rank,
+        device=world.device,
+        keep=settings.keep_weights,
+        group=group,
+        call=client.call if client else None,
+    )
+    seeded = bool(settings.args.get("enable_deterministic_inference"))
+    if not seeded and world.rank == job.leader_of("rollout"):
+        logger.warning(
+            "SGLang draws with random numbers of its own, so that `seed` fixes no responses; for those set "
+            "rollout.sglang.args.enable_deterministic_inference to true, which costs some speed"
+        )
+    engine = SGLangEngine(
+        server,
+        client,
+        delivery,
+        group=group,
+        max_running_requests=config.rollout.max_running_requests,
+        max_context_tokens=config.rollout.max_context_tokens,
+        settings=settings,
+        advance=job.heartbeat.advance,
+        tokenizer=job.prompts.decoder,
+        seeded=seeded,
+        verify=config.weight_sync.verify,
+    )
+    engine.start()
+    return HostedEngine(engine, _parts_of_server(engine, delivery, leave, leaves))
+
+
+def _parts_of_server(
+    engine: SGLangEngine, delivery: Delivery, leave: Callable[[], None], leaves: bool
+) -> Mapping[str, Part]:
+    """Without a GPU the server keeps its memory, which is the host's, and only forgets what lies in it."""
+
+    def release(*tags: str) -> None:
+        if leaves:
+            engine.release(tags)
+
+    def resume(*tags: str) -> None:
+        if leaves:
+            engine.resume(tags)
+
+    weights = RemotePart(
+        release=lambda: release("weights"),
+        resume=lambda: resume("weights"),
+        num_bytes=lambda: delivery.num_bytes,
+        restore=engine.redeliver,
+    )
+    kv_cache = RemotePart(
+        release=lambda: release("kv_cache", "cuda_graph"),
+        resume=lambda: resume("kv_cache", "cuda_graph"),
+        num_bytes=lambda: 0,  # the server's, which takes what it finds free
+        forget=leave,
+    )
+    return {"weights": weights, "kv_cache": kv_cache}
+
+
+def _offload(job: Job) -> dict[str, bool | str]:
+    """What the roles of this rank that use its device chose."""
+    hosted = job.placement.hosts(job.world.rank)
+    return {role: getattr(job.config, role).offload for role in hosted if role in DEVICE_ROLES}
+
+
+def _server_spec(
+    job: Job, ranks: tuple[int, ...], on_node: list[int], rendezvous: str | None, leaves: bool
+) -> ServerSpec:
+    config, world, rollout = job.config, job.world, job.config.rollout
+    num_nodes = len({rank // world.ranks_per_node for rank in ranks})
+    return ServerSpec(
+        python=rollout.sglang.python or sys.executable,
+        model_path=config.model.path,
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        dtype=config.model.dtype,
+        tp=len(ranks),
+        gpus=_gpus(on_node, world.ranks_per_node) if world.device.type == "cuda" else (),
+        host=rendezvous.rsplit(":", 1)[0] if rendezvous else LOOPBACK,
+        log_path=Path(config.output_dir) / "engines" / f"rank{world.rank}.log",
+        max_running_requests=rollout.max_running_requests,
+        max_context_tokens=rollout.max_context_tokens,
+        needs_tokenizer=bool(rollout.sampling.stop),
+        memory_saver=leaves,
+        args=rollout.sglang.args,
+        node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
+        num_nodes=num_nodes,
+        rendezvous=rendezvous,
+    )
+
+
+def _gpus(ranks: list[int], ranks_per_node: int) -> tuple[str, ...]:
+    """Those of `ranks`, as CUDA_VISIBLE_DEVICES is to name them for a child process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return tuple(names[rank % ranks_per_node] for rank in ranks)
+
+
+def _rendezvous(job: Job, ranks: tuple[int, ...]) -> str | None:
+    """host:port where the processes of an engine over several nodes meet, on the node of its first rank."""
+    if len({rank // job.world.ranks_per_node for rank in ranks}) == 1:
+        return None
+    key = f"engine/{ranks[0]}"
+    if job.world.rank == ranks[0]:
+        with socket.create_server(("", 0)) as free:
+            job.bulletin.put(key, f"{_own_address()}:{free.getsockname()[1]}")
+    return str(job.bulletin.get(key, waiting_for=f"the address of the engine on rank {ranks[0]}"))
+
+
+def _own_address() -> str:
+    """Of the interface by which this node reaches the others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,86 @@
+"""All that a decode step reads and writes besides weights: it outlives sessions, so that recorded steps can too."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.rollout.embedded.kv_cache import KvCache, read_length
+from rltrain.rollout.embedded.sampling import uniforms
+from rltrain.rollout.embedded.transcript import Transcript
+
+# Rows of the state.
+TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)
+
+NUMBERS_AHEAD = 16
+"""Random numbers of so many steps are made at once."""
+
+
+class Slots:
+    """Running responses fill slots 0 .. num_running - 1 of the cache and of `state` [6, slots] int64.
+
+    `TOKEN` is the next token to feed, `POSITION` where it stands, `DRAWN` how many response tokens exist, `LIMIT` how
+    many may, `PLACE` where the transcript notes the next one, `STREAM` where the random numbers start. An idle slot may
+    take part in a step: it feeds the same token to position 0 again and again, and nobody reads what it draws.
+    """
+
+    def __init__(self, cache: KvCache, num_slots: int) -> None:
+        device = cache.keys.device
+        self.cache = cache
+        self.num_slots = num_slots
+        self.transcript = Transcript(num_slots, device)
+        self.state = torch.zeros(6, num_slots, dtype=torch.int64, device=device)
+        self.increments = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
+        """What a step adds to POSITION, DRAWN and PLACE."""
+        self.stopped, self.finished = torch.zeros(2, num_slots, dtype=torch.bool, device=device)
+        """Of the last step: whose token was a stop token, and whose response ends for that or for its length."""
+        idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
+        self._idle_state = torch.tensor(idle, device=device)[:, None]
+        self._ahead = torch.arange(NUMBERS_AHEAD, device=device)[:, None]
+        self.clear()
+
+    def clear(self) -> None:
+        """All slots are idle."""
+        self.transcript.clear()
+        self.free(0, self.num_slots)
+
+    def release(self) -> None:
+        """Give the memory back that grows with the context."""
+        self.cache.release()
+        self.transcript.release()
+
+    def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
+        """Make room for `num_positions` in each of `num_slots`, of which the first `num_used` keep what they hold."""
+        self.cache.reserve(num_slots, read_length(num_positions), num_used=num_used)
+        self.transcript.reserve(self.cache.capacity + NUMBERS_AHEAD)
+
+    def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
+        """Start responses from slot `first` on: `rows` are their TOKEN to LIMIT."""
+        new = slice(first, first + len(streams))
+        self.state[:STREAM, new] = torch.tensor(rows, dtype=torch.int64, device=streams.device)
+        self.state[STREAM, new] = streams
+        self.increments[:2, new] = 1
+        self.increments[2, new] = self.transcript.stride
+        self.cache.occupy(first, self.state[POSITION, new])
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
+        """Copy slots `sources` over slots `destinations`, up to `num_positions`."""
+        to, by = torch.tensor([destinations, sources], device=self.state.device)
+        self.state.index_copy_(1, to, self.state.index_select(1, by))
+        self.cache.move(by, to, num_positions)
+
+    def free(self, first: int, end: int) -> None:
+        """Slots from `first` up to `end` are idle from now on."""
+        self.state[:, first:end] = self._idle_state
+        self.increments[:, first:end] = 0
+
+    def foresee(self, first: int, end: int) -> None:
+        """Make the random numbers of the next NUMBERS_AHEAD steps of these slots."""
+        _, _, drawn, places, _, streams = self.state[:, first:end].unbind()
+        numbers = uniforms(streams, drawn + self._ahead)
+        self.transcript.write_numbers(places + self._ahead * self.transcript.stride, numbers)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where everything lies now, and how: equal as long as a recorded step is valid."""
+        cache, transcript = self.cache, self.transcript
+        return cache.keys.data_ptr(), cache.values.data_ptr(), *cache.mask.shape, *transcript.addresses()

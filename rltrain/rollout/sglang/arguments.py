@@ -1,0 +1,178 @@
+"""The arguments of an SGLang server: what rltrain sets, what it only proposes, and what the config adds."""
+
+import functools
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from rltrain.config.roles import nearest
+from rltrain.errors import ConfigError
+from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, clean_environment
+
+MIN_VERSION = "0.5.23"
+"""Older ones lack update sessions or report one weight version per response instead of one per token."""
+
+ARGS, PYTHON = "rollout.sglang.args", "rollout.sglang.python"
+CHECK_TIMEOUT_S = 600.0
+CONTEXT_SLACK_TOKENS = 8
+"""SGLang cuts responses a few tokens before what it takes for the longest context."""
+MAX_CPU_CACHE_TOKENS = 2**17
+
+NOT_FOR_CONFIGS = {
+    "model_path": "it is model.path",
+    "tokenizer_path": "it is model.path",
+    "device": "it is the device that the run was started on",
+    "dtype": "it follows from model.dtype",
+    "tp_size": "it is rollout.parallel.tp",
+    "pp_size": "an engine has no pipeline stages; more engines come from more ranks in placement",
+    "dp_size": "an engine is one replica; more engines come from more ranks in placement",
+    "nnodes": "it follows from the placement",
+    "node_rank": "it follows from the placement",
+    "dist_init_addr": "it follows from the placement",
+    "base_gpu_id": "an engine sees the GPUs of its ranks only",
+    "gpu_id_step": "an engine sees the GPUs of its ranks only",
+    "host": "the server is for its own ranks only",
+    "port": "a free one is taken at every start",
+    "nccl_port": "a free one is taken at every start",
+    "api_key": "a random one is made at every start",
+    "admin_api_key": "a random one is made at every start",
+    "ssl_keyfile": "the server is for its own ranks only, which speak plain HTTP to it",
+    "ssl_certfile": "the server is for its own ranks only, which speak plain HTTP to it",
+    "tokenizer_worker_num": "with more than one SGLang checks no API key",
+    "max_running_requests": "it is rollout.max_running_requests",
+    "context_length": "it follows from rollout.max_context_tokens",
+    "skip_tokenizer_init": "it follows from rollout.sampling.stop",
+    "custom_weight_loader": "weights come by weight syncs",
+    "weight_version": "weights come by weight syncs",
+    "enable_memory_saver": "it follows from the placement",
+    "skip_server_warmup": "there are no weights to warm up with before the first weight sync",
+    "incremental_streaming_output": "responses come as what is new of them",
+    "config": "arguments are given one by one, so that each can be checked",
+    **dict.fromkeys(
+        ("enable_eplb", "init_expert_location", "ep_num_redundant_experts"),
+        "experts would lie elsewhere than weight syncs write them",
+    ),
+    **dict.fromkeys(("enable_lora", "lora_paths"), "adapters would be added to the weights that are trained"),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
+        "weight syncs write to the device",
+    ),
+    "weight_cache_mode": "the weights would be shared with engines of other runs",
+}
+"""Fields of SGLang's ServerArgs that the config may not give, and why."""
+
+
+def check_arguments(spec: ServerSpec) -> None:
+    """Ask the interpreter of the spec whether it has SGLang and what the installed version says to `spec.args`.
+
+    Takes some seconds, once per interpreter and arguments. Raises ConfigError.
+    """
+    for name in spec.args:
+        _refuse_ours(name, name)
+    reply = _ask(spec.python, json.dumps(dict(spec.args)))
+    if "missing" in reply:
+        raise ConfigError(
+            f"{PYTHON}: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
+            f"{MIN_VERSION} or newer in it: name the interpreter of an environment that has it"
+        )
+    if _numbers(reply["version"]) < _numbers(MIN_VERSION):
+        raise ConfigError(
+            f"{PYTHON}: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
+            "install that or name another interpreter"
+        )
+    for name in spec.args:
+        if name not in reply["fields"]:
+            near = nearest(name, reply["names"])
+            hint = f"the nearest that it has is {near}" if near else "its own list: python -m sglang.launch_server -h"
+            raise ConfigError(f"{ARGS}.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
+        _refuse_ours(name, reply["fields"][name])
+    if reply["problem"] is not None:
+        raise ConfigError(f"{ARGS}: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
+
+
+def _refuse_ours(name: str, field: str) -> None:
+    if field in NOT_FOR_CONFIGS:
+        raise ConfigError(
+            f"{ARGS}.{name}: cannot be chosen in a run of rltrain: {NOT_FOR_CONFIGS[field]}; remove the key"
+        )
+
+
+def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[str, dict[str, Any]]:
+    """What rltrain_serve.py takes: arguments by name under "defaults", "args" and "own", of which later ones win."""
+    return {
+        "defaults": _proposed(spec),
+        "args": dict(spec.args),
+        "own": {
+            "model_path": spec.model_path,
+            "device": spec.device,
+            "dtype": spec.dtype,
+            "tp_size": spec.tp,
+            "host": spec.host,
+            "port": port,
+            "nccl_port": rendezvous_port,
+            "max_running_requests": spec.max_running_requests,
+            "context_length": spec.max_context_tokens + CONTEXT_SLACK_TOKENS,
+            "skip_tokenizer_init": not spec.needs_tokenizer,
+            "custom_weight_loader": ["rltrain_weight_loader.load"],
+            "enable_memory_saver": spec.memory_saver,
+            "skip_server_warmup": True,
+            "incremental_streaming_output": True,
+            "nnodes": spec.num_nodes,
+            "node_rank": spec.node_rank,
+            "dist_init_addr": spec.rendezvous,
+        },
+    }
+
+
+def _proposed(spec: ServerSpec) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "log_level_http": "warning",
+        # With it a pause leaves a batch half done: its tokens would be counted to the weights that come next.
+        "disable_overlap_schedule": True,
+    }
+    if spec.device == "cuda":
+        return common
+    # SGLang takes most of the host's memory for keys and values where it finds no GPU.
+    longest = spec.max_context_tokens + CONTEXT_SLACK_TOKENS
+    return common | {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+        "max_total_tokens": max(longest, min(spec.max_running_requests * longest, MAX_CPU_CACHE_TOKENS)),
+        "mem_fraction_static": 0.3,
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _ask(python: str, args: str) -> Mapping[str, Any]:
+    command = [python, str(SERVER_FOLDER / "rltrain_arguments.py"), args]
+    try:
+        done = subprocess.run(
+            command, env=clean_environment(), capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{PYTHON}: cannot run {python}: {error.strerror}; expected the interpreter of an environment with SGLang"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{PYTHON}: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter of an "
+            "environment with SGLang, on a file system that answers"
+        ) from error
+    if done.returncode:
+        last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-5:])
+        raise ConfigError(
+            f"{PYTHON}: {python} cannot tell which arguments its SGLang takes (exit status {done.returncode}); "
+            f"expected the interpreter of an environment with SGLang {MIN_VERSION} or newer. It said:\n{last}"
+        )
+    reply: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reply
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23.post1"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -1,0 +1,383 @@
+"""SGLang as the rollout engine: a server that the engine's first rank starts, feeds and, where it dies, replaces."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.config.schema import SGLang
+from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, EngineLost, SyncError
+from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.delivery import Delivery
+from rltrain.rollout.sglang.flights import continued
+from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.session import Session
+from rltrain.rollout.sglang.sharing import Row, Sharing
+from rltrain.rollout.stop_strings import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+STEP_WAIT_S = 0.005
+"""What a step waits for a response to end: a decode step of a fast model."""
+FLUSH = "/flush_cache?timeout=10"
+"""Seconds that the server may take to notice that nothing runs."""
+
+
+class SGLangEngine:
+    """Implements `Engine`. All ranks of the engine make equal calls. `server` is given on the first rank of each node,
+    `client` on the engine's first rank.
+
+    A server draws tokens whether or not anybody calls `step`, which returns what has finished meanwhile. One that dies,
+    or draws nothing for `hang_timeout_s` though it has requests, is replaced up to `max_restarts` times: what it was
+    drawing goes on from what is known of it. `advance` is called while a server starts. With `seeded` requests carry
+    their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
+    checksums of the weights that it has copied; one that has others is replaced too.
+    """
+
+    def __init__(
+        self,
+        server: Server | None,
+        client: Client | None,
+        delivery: Delivery,
+        *,
+        group: dist.ProcessGroup | None,
+        max_running_requests: int,
+        max_context_tokens: int,
+        settings: SGLang,
+        advance: Callable[[], None],
+        tokenizer: Tokenizer | None = None,
+        seeded: bool = False,
+        verify: bool = False,
+    ) -> None:
+        self.policy_version: int | None = None
+        self.delivery = delivery
+        self.num_restarts = 0
+        self._server, self._client = server, client
+        self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
+        self._settings = settings
+        self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
+        self._sharing = Sharing(group)
+        self._unfinished: dict[int, Request] = {}
+        self._sampling: SamplingParams | None = None
+        self._lost: str | None = None
+        """Why the server is to be replaced at the end of the update."""
+        self._is_updating = False
+        self._released: set[str] = set()
+        self._session: Session | None = None
+        if client is not None:
+            self._session = Session(
+                client,
+                num_slots=max_running_requests,
+                max_context_tokens=max_context_tokens,
+                hang_timeout_s=settings.hang_timeout_s,
+                seeded=seeded,
+            )
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted whose completion no step has returned yet."""
+        return len(self._unfinished)
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests would start at the next step."""
+        return max(0, self._max_running_requests - self.num_unfinished)
+
+    def start(self) -> None:
+        """Start the server and wait until it can take weights; from the main thread.
+
+        Raises EngineError where it cannot be started. Collective over: the engine's ranks.
+        """
+        try:
+            self._start()
+        except EngineLost as lost:
+            self._restart(lost)
+
+    def begin_update(self) -> None:
+        """Withdraw the policy version. What is running stops after its present token and keeps keys and values.
+
+        A server that is lost is replaced in `end_update`. Collective over: the engine's ranks.
+        """
+        self.policy_version = None
+        if self._is_updating:
+            return
+        self._is_updating = True
+        try:
+            self._sharing.together(self._pause)
+        except EngineLost as lost:
+            self._lost = str(lost)
+        self.delivery.begin()
+
+    def incoming(self, part: int) -> Mapping[str, Tensor]:
+        """Where a part of the new weights is to be written, by parameter. Collective over: the engine's ranks."""
+        return self.delivery.tensors(part)
+
+    def arrived(self, part: int) -> None:
+        """This rank's share of the part has been written. Collective over: the engine's ranks."""
+        self.delivery.arrived(part, self._verify)
+
+    def end_update(self, version: int) -> None:
+        """All parts have arrived: serve them as `version`. What was running goes on.
+
+        Raises EngineError where the server has to be replaced and cannot be. Collective over: the engine's ranks.
+        """
+        try:
+            self.delivery.finish(version)
+            if self._lost is not None:
+                raise EngineLost(self._lost)
+            self._sharing.together(self._go_on)
+        except EngineLost as lost:
+            self._restart(lost)
+        if self.delivery.version != version:
+            raise SyncError(
+                f"the engine serves weights of version {self.delivery.version} after a weight sync that was to bring "
+                f"version {version}"
+            )
+        self._is_updating, self._lost = False, None
+        self._serve(version)
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
+        if not requests:
+            return
+        self._check_requests(requests, sampling)
+        self._sampling = sampling
+        self._unfinished |= {request.id: request for request in requests}
+        if self._session is not None:
+            self._session.submit(requests, sampling, self._tokenizer)
+
+    def step(self) -> list[Completion]:
+        """What has finished since the last step; where nothing has, wait for some milliseconds.
+
+        Raises SyncError, on every rank, between `begin_update` and `end_update`. Collective over: the engine's ranks.
+        """
+        self._check_version()
+        if not self._unfinished:
+            return []
+        try:
+            rows = self._sharing.rows(self._step)
+        except EngineLost as lost:
+            version = self.policy_version
+            self._restart(lost)
+            self._serve(version)
+            return []
+        except DivergenceError:
+            self._forget()
+            raise
+        for row in rows:
+            del self._unfinished[row.id]
+        return [row.completion for row in rows]
+
+    def suspend(self) -> list[Request]:
+        """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
+
+        Raises SyncError where something runs between `begin_update` and `end_update`. Collective over: the engine's
+        ranks.
+        """
+        if not self._unfinished:
+            return []
+        self._check_version()
+        try:
+            rows = self._sharing.rows(self._suspend)
+        except DivergenceError:
+            self._forget()
+            raise
+        drawn = {row.id: row.drawn for row in rows}
+        unfinished, self._unfinished = self._unfinished, {}
+        return [continued(request, drawn[request.id]) for request in unfinished.values()]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        """Completions in the order of `requests`, while nothing else is unfinished.
+
+        Raises as `submit` and `step` do. Collective over: the engine's ranks.
+        """
+        self._check_version()
+        self._expect_idle("generate")
+        self.submit(requests, sampling)
+        completions: dict[int, Completion] = {}
+        while self._unfinished:
+            completions |= {completion.id: completion for completion in self.step()}
+        return [completions[request.id] for request in requests]
+
+    def release_cache(self) -> None:
+        """Forget all keys and values. Their memory stays the server's: `release` gives it back.
+
+        Collective over: the engine's ranks.
+        """
+        self._expect_idle("release_cache")
+        self._reaches_server(lambda: self._call(FLUSH))
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Give back the device memory of "weights", "kv_cache" or "cuda_graph", contents lost, until `resume`.
+
+        Only where the server was started for it. Collective over: the engine's ranks.
+        """
+        self._expect_idle("release")
+        while not self._reaches_server(lambda: self._call("/release_memory_occupation", tags=[*tags])):
+            pass
+        self._released |= {*tags}
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take back what of `tags` is released; weights need `redeliver`. Collective over: the engine's ranks."""
+        released = [tag for tag in tags if tag in self._released]
+        if released:
+            self._reaches_server(lambda: self._call("/resume_memory_occupation", tags=released))
+            self._released -= {*released}
+
+    def redeliver(self) -> None:
+        """Give the server the weights once more that it had last. Collective over: the engine's ranks."""
+        try:
+            self.delivery.redeliver(self._verify)
+        except EngineLost as lost:
+            self._restart(lost)
+
+    def close(self) -> None:
+        """End the server, whatever state it is in."""
+        self._unfinished = {}
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.kill()
+        self.delivery.close()
+
+    # Of the first rank alone, where there are a server, a client and a session.
+
+    def _wait_for_server(self, advance: Callable[[], None]) -> None:
+        assert self._server is not None and self._client is not None
+        self._server.wait_until_ready(self._settings.start_timeout_s, advance)
+        self._client.connect(self._server.url, self._server.token)
+
+    def _step(self) -> list[Row]:
+        assert self._session is not None and self._server is not None
+        if (ending := self._server.ending) is not None:
+            raise EngineLost(ending)
+        return self._session.step(STEP_WAIT_S)
+
+    def _pause(self) -> None:
+        assert self._session is not None
+        self._session.receive()
+        self._call("/pause_generation", mode="in_place")
+
+    def _go_on(self) -> None:
+        self._call("/continue_generation", torch_empty_cache=False)
+        if not self._unfinished:
+            self._call(FLUSH)
+
+    def _suspend(self) -> list[Row]:
+        """Where the server is lost, what is known to be drawn; the next step replaces it."""
+        assert self._session is not None and self._server is not None
+        try:
+            return self._session.suspend()
+        except EngineLost:
+            self._server.kill()
+            self._session.lose_server()
+            return self._session.give_back()
+
+    def _forget_all(self) -> None:
+        assert self._session is not None
+        self._session.forget()
+
+    def _lose_server(self) -> None:
+        assert self._client is not None and self._session is not None
+        self._session.lose_server()
+        self._client.disconnect()
+
+    def _call(self, path: str, **body: object) -> None:
+        assert self._client is not None
+        self._client.call(path, body)
+
+    # Of all ranks.
+
+    def _start(self) -> None:
+        if self._server is not None:
+            self._server.start()
+            if not self._sharing.is_first:
+                self._server.wait_until_ready(self._settings.start_timeout_s, self._advance)
+        self._sharing.wait(self._wait_for_server, self._advance)
+        self._released.clear()
+        self.delivery.check_layout()
+
+    def _serve(self, version: int | None) -> None:
+        assert version is not None
+        self.policy_version = version
+        if self._session is not None:
+            self._session.begin_version(version)
+
+    def _reaches_server(self, action: Callable[[], None]) -> bool:
+        """`action` on the first rank; where the server is lost, replace it instead."""
+        try:
+            self._sharing.together(action)
+        except EngineLost as lost:
+            self._restart(lost)
+            return False
+        return True
+
+    def _restart(self, lost: EngineLost) -> None:
+        """Replace the server by one with the weights that were delivered last, and queue what was in flight."""
+        while True:
+            if self.num_restarts >= self._settings.max_restarts:
+                raise EngineError(
+                    f"The SGLang server of this engine was lost: {lost}. It has been started anew {self.num_restarts} "
+                    f"times, and rollout.sglang.max_restarts = {self._settings.max_restarts} allows no more. Its log "
+                    "is in the run folder."
+                )
+            self.num_restarts += 1
+            if self._sharing.is_first:
+                logger.warning("The SGLang server of this engine was lost and is started anew: %s", lost)
+            self._sharing.together(self._lose_server)
+            if self._server is not None:
+                self._server.kill()
+            try:
+                self._start()
+                self.delivery.redeliver(self._verify)
+                return
+            except EngineLost as again:
+                lost = again
+
+    def _forget(self) -> None:
+        """After a divergence nothing is unfinished."""
+        self._unfinished = {}
+        with suppress(EngineLost):  # a server that is lost has nothing unfinished
+            self._sharing.together(self._forget_all)
+
+    def _check_version(self) -> None:
+        if self.policy_version is None:
+            raise SyncError(
+                "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
+                "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
+            )
+
+    def _expect_idle(self, method: str) -> None:
+        if self.num_unfinished:
+            raise ValueError(f"{method} with {self.num_unfinished} requests unfinished; expected none: suspend() first")
+
+    def _check_requests(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        if self._unfinished and self._sampling != sampling:
+            raise ValueError(f"submitted with {sampling} while requests with {self._sampling} are unfinished")
+        if sampling.stop and self._tokenizer is None:
+            raise ConfigError(
+                f"rollout.sampling.stop = {list(sampling.stop)} needs the model's tokenizer to decode responses, and "
+                "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
+            )
+        new = {request.id for request in requests}
+        if len(new) < len(requests) or not new.isdisjoint(self._unfinished):
+            raise ValueError("requests with equal ids; expected distinct ones among all that are unfinished")
+        for request in requests:
+            self._check_room(request, sampling)
+
+    def _check_room(self, request: Request, sampling: SamplingParams) -> None:
+        if not 0 < len(request.prompt) < self._max_context_tokens:
+            raise DataError(
+                f"The prompt of request {request.id} has {len(request.prompt)} tokens; expected at least 1 and "
+                f"fewer than rollout.max_context_tokens = {self._max_context_tokens}, so that a response fits. "
+                "Raise rollout.max_context_tokens or lower data.max_prompt_tokens."
+            )
+        limit = min(sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
+        if request.drawn and len(request.drawn.tokens) >= limit:
+            raise ValueError(
+                f"request {request.id} has drawn {len(request.drawn.tokens)} tokens; expected fewer than the "
+                f"{limit} that its response may have"
+            )

@@ -1,0 +1,69 @@
+"""SGLang's HTTP server in this process, with the arguments that one JSON object gives by name:
+
+    RLTRAIN_SGLANG_TOKEN=... python rltrain_serve.py '{"defaults": {...}, "args": {...}, "own": {...}}'
+
+Later ones win. Imports only the standard library and SGLang.
+"""
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import rltrain_arguments
+
+TOKEN_VARIABLE = "RLTRAIN_SGLANG_TOKEN"
+
+
+def take_token() -> str:
+    """The server's API key, out of the environment, so that no child of this process gets to see it there."""
+    return os.environ.pop(TOKEN_VARIABLE)
+
+
+def keep_out_of_the_log(token: str) -> None:
+    """SGLang logs its arguments, of which the token is one."""
+    make_record = logging.getLogRecordFactory()
+
+    def without_token(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if token in (text := record.getMessage()):
+            record.msg, record.args = text.replace(token, "***"), None
+        return record
+
+    logging.setLogRecordFactory(without_token)
+
+
+def run_scheduler_on_cpu(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process where there is no GPU and no build of SGLang for CPUs.
+
+    The module of rotary embeddings takes whatever is neither a GPU nor SGLang's CPU build for a device that has vLLM's
+    kernels, and imports them, although it then calls its own operations in torch. Told that it is on a CPU it does not.
+    """
+    from sglang.srt.layers.rotary_embedding import base
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    base._is_cpu = True
+    run_scheduler_process(*args, **kwargs)
+
+
+def main() -> None:
+    token = take_token()
+    keep_out_of_the_log(token)
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    given = json.loads(sys.argv[1])
+    parser = rltrain_arguments.make_parser()
+    layers = [given[name] for name in ("defaults", "args", "own")]
+    server_args = prepare_server_args(rltrain_arguments.command_line(parser, *layers))
+    server_args.api_key = server_args.admin_api_key = token
+    on_cpu = given["own"]["device"] == "cpu"
+    launch_server(server_args, run_scheduler_process_func=run_scheduler_on_cpu if on_cpu else run_scheduler_process)
+
+
+if __name__ == "__main__":
+    main()

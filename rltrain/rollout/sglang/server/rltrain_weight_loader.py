@@ -1,0 +1,264 @@
+"""Runs inside SGLang's schedulers, once per tensor-parallel rank: puts weights into place that another process staged.
+
+Named to the server as its custom weight loader. SGLang calls `load(model, [(text, tensor), ...])`; the text is a
+message in JSON and the tensor is empty. An exception here would end the scheduler, so the outcome of every message goes
+into the file that it names. Needs torch alone: this Python need not have rltrain.
+
+Messages have `op`, `id`, and `reply` (the path of a file that is open in another process). What the ops do:
+
+describe   reply with every parameter's name, dtype, shape, strides and device, and with what forbids updates in place
+load       copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters
+finish     after all loads of a sync: what the model itself derives from its parameters
+"""
+
+import ctypes
+import json
+import math
+import mmap
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Message = dict[str, Any]
+Reply = dict[str, Any]
+
+CHUNK_ELEMENTS = 2**18
+IPC_HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
+
+_IN_PLACE_BACKENDS = ("auto", "triton", "deep_gemm")
+"""MoE backends that read experts as SGLang's loader would have written them: gate above up, nothing permuted."""
+
+_FILLED_HERE = {"Fp8KVCacheMethod": {"k_scale": -1.0, "v_scale": -1.0}}
+"""Parameters that exist only inside the engine, by the method that makes them. A load format that reads no checkpoint
+leaves noise there; with these values SGLang takes the scales for absent, as in a checkpoint that has none."""
+
+_mapped: dict[str, Tensor] = {}
+"""Memory of the other process, by the id of its handle."""
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Does what the messages say; never raises."""
+    for text, _ in named_tensors:
+        try:
+            message = json.loads(text)
+            _answer(message, _outcome(model, message))
+        except Exception:
+            # There is nobody to tell but the log: the other side misses the reply and says so.
+            traceback.print_exc()
+
+
+def _outcome(model: torch.nn.Module, message: Message) -> Reply:
+    try:
+        with torch.no_grad():
+            return {"error": None, **_OPERATIONS[message["op"]](model, message)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _answer(message: Message, reply: Reply) -> None:
+    file = os.open(message["reply"], os.O_WRONLY | os.O_TRUNC)
+    with os.fdopen(file, "w") as stream:
+        json.dump({"id": message["id"], **reply}, stream)
+
+
+def _describe(model: torch.nn.Module, message: Message) -> Reply:
+    own = _own_parameters(model)
+    parameters = [
+        [name, _dtype(parameter), list(parameter.shape), list(parameter.stride()), parameter.device.type]
+        for name, parameter in model.named_parameters()
+        if name not in own
+    ]
+    return {"parameters": parameters, "refusals": refusals(model)}
+
+
+def _load(model: torch.nn.Module, message: Message) -> Reply:
+    memory = _memory(message["memory"])
+    parameters = dict(model.named_parameters())
+    for name, dtype, shape, offset, checksum in message["fields"]:
+        target = parameters.get(name)
+        if target is None:
+            raise ValueError(f"the engine has no parameter {name}")
+        if _dtype(target) != dtype or list(target.shape) != shape or not target.is_contiguous():
+            raise ValueError(
+                f"parameter {name} is {list(target.shape)} of {_dtype(target)} with strides {list(target.stride())} in "
+                f"the engine; expected {shape} of {dtype}, contiguous"
+            )
+        num_bytes = math.prod(shape) * target.dtype.itemsize
+        target.data.copy_(memory[offset : offset + num_bytes].view(target.dtype).view(shape))
+        if checksum is not None and checksum_of(target.data) != checksum:
+            raise ValueError(f"parameter {name} differs from what was staged (weight_sync.verify)")
+    _synchronize()
+    return {}
+
+
+def _finish(model: torch.nn.Module, message: Message) -> Reply:
+    # SGLang itself takes this step only where a session loaded nothing.
+    post_load: Any = getattr(model, "post_load_weights", None)
+    if post_load is not None:
+        post_load()
+    parameters = dict(model.named_parameters())
+    for name, value in _own_parameters(model).items():
+        parameters[name].data.fill_(value)
+    _synchronize()
+    return {}
+
+
+_OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
+    "describe": _describe,
+    "load": _load,
+    "finish": _finish,
+}
+
+
+def refusals(model: torch.nn.Module) -> list[str]:
+    """Why parameters of this model may not be rewritten in place; one sentence per kind of layer, each with a layer."""
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and (reason := _reason(module, method)):
+            reasons.setdefault(reason, name)
+        cached = getattr(module, "_derived_weight_cache_error", None)
+        if cached is not None:
+            reasons.setdefault(str(cached), name)
+    return [f"{layer}: {reason}" for reason, layer in reasons.items()]
+
+
+def _reason(module: torch.nn.Module, method: object) -> str | None:
+    """Every way of storing weights that is known to keep what a checkpoint has, as SGLang 0.5.23 has it; no other.
+
+    What SGLang changes in place at the end of an update is allowed: all parameters are written anew in every one.
+    """
+    kind = type(method).__name__
+    if getattr(module, "use_intel_amx_backend", False):
+        return "its weights are packed for AMX after loading; use model.dtype=float32 on the CPU, which is not packed"
+    if kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "PackWeightMethod", *_FILLED_HERE):
+        return None
+    if kind == "UnquantizedFusedMoEMethod":
+        return _moe_reason(module, method)
+    if kind in ("Fp8LinearMethod", "Fp8MoEMethod"):
+        return _fp8_reason(module, method)
+    return (
+        f"{kind} is not among the quantisation methods whose weights can be rewritten in place: none, and FP8 in "
+        "blocks of 128 x 128"
+    )
+
+
+def _moe_reason(module: torch.nn.Module, method: object) -> str | None:
+    if getattr(method, "load_up_proj_weight_first", False):
+        return "its MoE backend has up above gate; use moe_runner_backend: triton"
+    if getattr(module, "use_flashinfer_trtllm_moe", False):
+        return "flashinfer_trtllm has up above gate and permutes rows; use moe_runner_backend: triton"
+    if getattr(module, "use_triton_kernels", False):
+        return "triton_kernel has transposed experts; use moe_runner_backend: triton"
+    find = getattr(method, "get_moe_runner_backend", None)
+    backend = find(module) if find else None
+    value = getattr(backend, "value", None)
+    if backend is None or value in _IN_PLACE_BACKENDS:
+        return None
+    return f"MoE backend {value or backend} is not known to read experts as they were written; use triton or deep_gemm"
+
+
+def _fp8_reason(module: torch.nn.Module, method: object) -> str | None:
+    config = getattr(method, "quant_config", None)
+    if not getattr(config, "is_checkpoint_fp8_serialized", False):
+        return "the engine quantises by itself (quantization: fp8); have weights quantised before they are sent"
+    if not getattr(method, "block_quant", False):
+        return "FP8 with one scale per tensor or channel is transposed after loading; use blocks of 128 x 128"
+    if list(getattr(config, "weight_block_size", None) or ()) != [128, 128]:
+        return f"FP8 in blocks of {getattr(config, 'weight_block_size', None)}; only 128 x 128 is sent"
+    for flag in ("use_mxfp8", "convert_mxfp8_to_block", "use_marlin", "is_fp4_expert"):
+        if getattr(method, flag, False):
+            return f"{flag} repacks weights after loading"
+    if any(getattr(parameter, "format_ue8m0", False) for parameter in module.parameters(recurse=False)):
+        return "DeepGEMM requantises to scales that are powers of two and does not undo it; use another FP8 backend"
+    return _moe_reason(module, method) if type(method).__name__ == "Fp8MoEMethod" else None
+
+
+def _own_parameters(model: torch.nn.Module) -> dict[str, float]:
+    own: dict[str, float] = {}
+    for prefix, module in model.named_modules():
+        values = _FILLED_HERE.get(type(getattr(module, "quant_method", None)).__name__, {})
+        own |= {f"{prefix}.{name}": value for name, value in values.items()}
+    return own
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """A sum over elements, modulo 2**64, of a number that the bits and the place of each give."""
+    bits_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    flat = tensor.detach().view(-1).view(bits_type)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, flat.numel(), CHUNK_ELEMENTS):
+        bits = flat[first : first + CHUNK_ELEMENTS].to(torch.int64)
+        places = torch.arange(first, first + bits.numel(), device=flat.device)
+        total += (_mixed(bits) * (_mixed(places) | 1)).sum()
+    return int(total)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    mixed = (numbers + 1) * -0x61C8864680B583EB
+    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * -0x4B47D0C5A0A8B1AD
+    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _memory(handle: Message) -> Tensor:
+    """uint8: the memory behind a handle, mapped once."""
+    if handle["id"] not in _mapped:
+        maps = {"file": _map_file, "cuda": _map_cuda}[handle["kind"]]
+        _mapped[handle["id"]] = maps(handle)
+    return _mapped[handle["id"]]
+
+
+def _map_file(handle: Message) -> Tensor:
+    file = os.open(handle["path"], os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(file).st_uid != os.getuid():
+            raise PermissionError(f"{handle['path']} is of user {os.fstat(file).st_uid}, not of {os.getuid()}")
+        return torch.frombuffer(mmap.mmap(file, handle["bytes"]), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]  # noqa: RUF012
+
+
+class _Array:
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _map_cuda(handle: Message) -> Tensor:
+    device = torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    if uuid != handle["device"]:
+        raise ValueError(f"weights were staged on device {handle['device']}, but this rank of the engine is on {uuid}")
+    torch.cuda.synchronize()  # makes the device's context this thread's
+    exported = _IpcHandle.from_buffer_copy(bytes.fromhex(handle["handle"]))
+    pointer = ctypes.c_uint64()
+    status = ctypes.CDLL("libcuda.so.1").cuIpcOpenMemHandle_v2(
+        ctypes.byref(pointer), exported, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS)
+    )
+    if status:
+        raise RuntimeError(f"cuIpcOpenMemHandle of the CUDA driver returned error {status}; expected 0")
+    return torch.as_tensor(_Array(int(pointer.value), handle["bytes"]), device=f"cuda:{device}")

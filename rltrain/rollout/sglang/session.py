@@ -1,0 +1,213 @@
+"""What the first rank of an engine has at its server: a queue, responses in flight, and those that have ended."""
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import count
+from queue import Empty
+from typing import Any
+
+from rltrain.errors import EngineError, EngineLost
+from rltrain.rollout.engine import Drawn, Request, SamplingParams
+from rltrain.rollout.sglang.client import Client, Failure
+from rltrain.rollout.sglang.flights import Flight, StopCut, continued, generate_body
+from rltrain.rollout.sglang.sharing import Row
+from rltrain.rollout.stop_strings import StopStrings, Tokenizer
+
+_STREAM_REQUESTS = 64
+"""Responses that share a stream: the server looks through all of them at every event."""
+_ABORT_AGAIN_S = 0.25
+"""Requests that were on their way to the server's scheduler do not see an abort."""
+_ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
+_NOTHING = Drawn((), (), ())
+
+
+class Session:
+    """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
+
+    `begin_version` tells the weights that requests are sent to from now on. The server reuses keys and values only
+    among requests sent to the same weights.
+    """
+
+    def __init__(
+        self, client: Client, *, num_slots: int, max_context_tokens: int, hang_timeout_s: float, seeded: bool
+    ) -> None:
+        self._client = client
+        self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
+        self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
+        self._sampling: SamplingParams | None = None
+        self._cut: StopCut | None = None
+        self._queue: deque[Request] = deque()
+        self._flights: dict[str, Flight] = {}
+        self._done: list[tuple[Request, Row]] = []
+        """Ended, and not taken yet."""
+        self._ended: dict[Request, Row] = {}
+        """What ended while it was suspended, by the request that was given back for it."""
+        self._is_aborting = False
+        self._names = count()
+        self._version, self._epoch = 0, 0
+        self._alive_s = time.monotonic()
+
+    def begin_version(self, version: int) -> None:
+        """From now on the server has the weights of `version`."""
+        self._version, self._epoch = version, self._epoch + 1
+        self._alive_s = time.monotonic()
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """Queue `requests`. What ended while they were suspended is done at once."""
+        if sampling != self._sampling:
+            self._sampling, self._cut = sampling, _stop_cut(sampling, tokenizer)
+        for request in requests:
+            if (row := self._ended.pop(request, None)) is not None:
+                self._done.append((request, row))
+            else:
+                self._queue.append(request)
+
+    def step(self, wait_s: float) -> list[Row]:
+        """Fill free slots, and what has ended since the last step; waits for the first one for `wait_s` at most.
+
+        Raises EngineLost where the server is gone or has stopped drawing, EngineError where it refuses a request.
+        """
+        self.send()
+        deadline = time.monotonic() + wait_s
+        while self._receive(max(0.0, deadline - time.monotonic()) if not self._done else 0.0):
+            pass
+        self._check_progress()
+        self.send()
+        done, self._done = self._done, []
+        return [row for _, row in done]
+
+    def send(self) -> None:
+        """Send what there are free slots for."""
+        num_free = self._num_slots - len(self._flights)
+        while num_free > 0 and self._queue:
+            assert self._sampling is not None
+            requests = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_REQUESTS))]
+            flights = {f"{self._epoch}.{name}": self._flight(r) for r, name in zip(requests, self._names, strict=False)}
+            if not self._flights:
+                self._alive_s = time.monotonic()
+            self._flights |= flights
+            self._client.generate(
+                generate_body(flights, self._sampling, cache_key=str(self._epoch), seeded=self._seeded)
+            )
+            num_free -= len(requests)
+
+    def receive(self) -> None:
+        """Take in all that has arrived."""
+        while self._receive(0.0):
+            pass
+
+    def suspend(self) -> list[Row]:
+        """Take everything back from the server: what is drawn of all that is unfinished.
+
+        Raises as `step` does, and EngineLost where the server does not give a response back in time.
+        """
+        deadline = time.monotonic() + self._hang_timeout_s
+        self._is_aborting = True
+        try:
+            while self._flights:
+                self._client.call(*_ABORT_ALL)
+                again = time.monotonic() + _ABORT_AGAIN_S
+                while self._flights and (left := again - time.monotonic()) > 0:
+                    self._receive(left)
+                if self._flights and time.monotonic() > deadline:
+                    raise EngineLost(
+                        f"{len(self._flights)} aborted requests have not come back from the SGLang server within "
+                        f"{self._hang_timeout_s:g} s"
+                    )
+        finally:
+            self._is_aborting = False
+        return self.give_back()
+
+    def lose_server(self) -> None:
+        """The server is gone: what was in flight is queued again, with what is known to be drawn of it."""
+        flights, self._flights = self._flights, {}
+        self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
+
+    def give_back(self) -> list[Row]:
+        """What is drawn of all that is queued or has ended and was not taken; nothing is left."""
+        rows = [Row(request.id, request.drawn or _NOTHING) for request in self._queue]
+        self._queue.clear()
+        for request, row in self._done:
+            # Whoever gets it back may go on with it elsewhere, so there has to be something left to draw.
+            drawn = row.drawn
+            shorter = Drawn(drawn.tokens[:-1], drawn.logprobs[:-1], drawn.policy_versions[:-1])
+            self._ended[continued(request, shorter)] = row
+            rows.append(Row(row.id, shorter))
+        self._done.clear()
+        return rows
+
+    def forget(self) -> None:
+        """Nothing is unfinished any more, here or at the server."""
+        self._queue.clear()
+        self._done.clear()
+        flights, self._flights = self._flights, {}
+        if flights:
+            self._client.call(*_ABORT_ALL)
+
+    def _flight(self, request: Request) -> Flight:
+        assert self._sampling is not None
+        limit = min(self._sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
+        return Flight(request, limit, self._version)
+
+    def _receive(self, wait_s: float) -> bool:
+        """Take in one event of the server; False where none has come within `wait_s`."""
+        try:
+            item = self._client.inbox.get(timeout=wait_s) if wait_s > 0 else self._client.inbox.get_nowait()
+        except Empty:
+            return False
+        if isinstance(item, Failure):
+            raise item.error
+        if "error" in item:
+            raise EngineError(f"SGLang refused a request: {item['error']}. Its log is in the run folder.")
+        meta = item["meta_info"]
+        flight = self._flights.get(meta["id"])
+        if flight is not None:
+            flight.take(item, self._version)
+            if meta["finish_reason"] is not None:
+                del self._flights[meta["id"]]
+                self._end(flight, meta)
+        return True
+
+    def _end(self, flight: Flight, meta: Mapping[str, Any]) -> None:
+        assert self._sampling is not None
+        row = flight.end(meta, self._sampling, self._cut)
+        if row.finish_reason is not None:
+            self._done.append((flight.request, row))
+            return
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort" and not self._is_aborting:
+            raise EngineError(
+                f"SGLang gave up request {row.id} after {len(row.drawn.tokens)} tokens: {reason.get('message')}. "
+                "Its log is in the run folder."
+            )
+        self._queue.appendleft(continued(flight.request, row.drawn))
+
+    def _check_progress(self) -> None:
+        silent_s = time.monotonic() - max(self._client.last_event_s, self._alive_s)
+        if self._flights and silent_s > self._hang_timeout_s:
+            raise EngineLost(
+                f"the SGLang server has {len(self._flights)} requests and has drawn nothing for {silent_s:.0f} s"
+            )
+
+
+def _stop_cut(sampling: SamplingParams, tokenizer: Tokenizer | None) -> StopCut | None:
+    """SGLang looks for stop strings neither in what it takes for the prompt, nor further back than the tokens that the
+    string itself is encoded to, though a model may spell it with more."""
+    if not sampling.stop or tokenizer is None:
+        return None
+    strings = StopStrings(tokenizer, sampling.stop)
+
+    def cut(before: Sequence[int], new: Sequence[int]) -> int | None:
+        recent = [*strings.recent(before)]
+
+        def is_complete(count: int) -> bool:
+            text = tokenizer.decode([*recent, *new[:count]])
+            return any(string in text for string in sampling.stop)
+
+        if not new or not is_complete(len(new)):
+            return None
+        return 1 + bisect_left(range(1, len(new)), True, key=is_complete)
+
+    return cut

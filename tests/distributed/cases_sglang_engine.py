@@ -1,0 +1,117 @@
+"""The SGLang engine on two ranks: the first has the server, a stand-in, and the second follows."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rltrain.config.schema import SGLang
+from rltrain.errors import DivergenceError, EngineError
+from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.sglang.sharing import Sharing
+from tests.rollout_models import ragged_requests
+from tests.unit.fake_sglang import FakeDelivery, FakeServer
+
+LONG = SamplingParams(1.0, 1.0, 0, 150, (3,))
+
+
+class SharedDelivery(FakeDelivery):
+    """Tells all ranks of the engine alike whether it was lost, as a real one does."""
+
+    def _raise(self) -> None:
+        Sharing(dist.group.WORLD).together(super()._raise)
+
+
+class Rig:
+    def __init__(self, max_restarts: int = 5) -> None:
+        first = dist.get_rank() == 0
+        self.server = FakeServer(pace_s=0.005) if first else None
+        self.client = Client(limit_s=2.0) if first else None
+        self.num_advances = 0
+        self.engine = SGLangEngine(
+            self.server,
+            self.client,
+            SharedDelivery(self.client),
+            group=dist.group.WORLD,
+            max_running_requests=6,
+            max_context_tokens=256,
+            settings=SGLang(hang_timeout_s=5.0, max_restarts=max_restarts),
+            advance=self._advance,
+        )
+        if self.server is not None:
+            self.server.wait_until_ready = lambda timeout_s, advance: [advance() for _ in range(3)]
+        self.engine.start()
+        self.sync(0)
+
+    def _advance(self) -> None:
+        self.num_advances += 1
+
+    def sync(self, version: int) -> None:
+        self.engine.begin_update()
+        self.engine.end_update(version)
+
+    def die(self) -> None:
+        if self.server is not None:
+            self.server.die()
+
+    def steps(self, seconds: float) -> list[Completion]:
+        """For about as long as the first rank says, equally often on all."""
+        done, start = [], time.monotonic()
+        while self.engine.num_unfinished:
+            going_on = torch.tensor([time.monotonic() - start < seconds])
+            dist.broadcast(going_on, 0)
+            if not going_on:
+                break
+            done += self.engine.step()
+        return done
+
+
+def follow_the_first_rank() -> dict[str, Any]:
+    """Generations with weight changes, suspensions and deaths of the server; what this rank saw of them."""
+    rig = Rig()
+    engine, seen = rig.engine, {}
+    seen["plain"] = engine.generate(ragged_requests(), LONG)
+    engine.submit(ragged_requests(), LONG)
+    done = rig.steps(0.1)
+    rig.sync(1)
+    done += rig.steps(0.1)
+    suspended = engine.suspend()
+    seen["suspended"] = suspended
+    engine.release_cache()
+    engine.submit(suspended, LONG)
+    done += rig.steps(0.05)
+    rig.die()
+    done += rig.steps(60)
+    seen["interrupted"] = done
+    engine.submit(ragged_requests(), LONG)
+    engine.step()
+    engine.begin_update()
+    rig.die()
+    engine.end_update(2)
+    seen["update"] = rig.steps(60)
+    seen["facts"] = [engine.num_unfinished, engine.num_restarts, engine.policy_version, rig.num_advances]
+    seen["errors"] = _errors(rig)
+    engine.close()
+    return {name: [asdict(one) if hasattr(one, "id") else one for one in values] for name, values in seen.items()}
+
+
+def _errors(rig: Rig) -> list[str]:
+    """What the first rank meets is raised on the other as well."""
+    texts = []
+    if rig.server is not None:
+        rig.server.draw = lambda context, version: (1, None)
+    try:
+        rig.engine.generate(ragged_requests(2), LONG)
+    except DivergenceError as error:
+        texts.append(f"{error}, {rig.engine.num_unfinished} unfinished")
+    if rig.server is not None:
+        rig.server.answers["/generate"] = (400, "no such thing as straße")
+    try:
+        rig.engine.generate(ragged_requests(2), LONG)
+    except EngineError as error:
+        texts.append(str(error))
+    return texts

@@ -1,0 +1,26 @@
+"""An SGLang engine over several ranks: all see the same, though the first alone has the server."""
+
+from tests.distributed.torchrun import run_distributed
+from tests.rollout_models import ragged_requests
+from tests.unit.fake_sglang import next_token
+
+
+def test_the_second_rank_sees_what_the_first_sees() -> None:
+    first, second = run_distributed("tests.distributed.cases_sglang_engine:follow_the_first_rank", num_ranks=2)
+    assert first == second
+    requests = {request.id: request for request in ragged_requests()}
+    for name in ("plain", "interrupted", "update"):
+        assert sorted(done["id"] for done in first[name]) == sorted(requests)
+        for done in first[name]:
+            prompt = requests[done["id"]].prompt
+            for place, (token, version) in enumerate(zip(done["tokens"], done["policy_versions"], strict=True)):
+                assert token == next_token([*prompt, *done["tokens"][:place]], version)
+            assert len(done["logprobs"]) == len(done["tokens"])
+    assert any(request["drawn"] and request["drawn"]["tokens"] for request in first["suspended"])
+    assert {1, 2} >= set(first["update"][-1]["policy_versions"])
+    num_unfinished, num_restarts, version, num_advances = first["facts"]
+    assert (num_unfinished, num_restarts, version) == (0, 2, 2)
+    assert num_advances == 3 * 3, "at every start, on every rank"
+    diverged, refused = first["errors"]
+    assert "version 2" in diverged and diverged.endswith("0 unfinished")
+    assert "status 400: no such thing as straße" in refused

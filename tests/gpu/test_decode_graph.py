@@ -1,0 +1,91 @@
+"""CUDA graphs of decode steps give the bits of the steps themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.recording import CudaGraphs
+from rltrain.rollout.engine import Completion, SamplingParams
+from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+SAMPLINGS = (
+    SamplingParams(1.0, 1.0, 0, 60, (3, 4, 5)),
+    SamplingParams(0.0, 1.0, 0, 60, (3,)),
+    SamplingParams(0.8, 0.9, 5, 60, (3,)),
+)
+
+
+def as_it_is(step: Callable[[], None]) -> Callable[[], None]:
+    """The steps that graphs are of, launched one kernel after the other."""
+    return step
+
+
+class CountedGraphs(CudaGraphs):
+    num_recorded = 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        return super().__call__(step)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def bits(completions: list[Completion]) -> list[tuple[int, list[int], list[float], str]]:
+    return [(done.id, list(done.tokens), list(done.logprobs), done.finish_reason) for done in completions]
+
+
+def generate(engine: EmbeddedEngine, num_times: int = 3) -> list[list[Completion]]:
+    return [engine.generate(ragged_requests(40), sampling) for _ in range(num_times) for sampling in SAMPLINGS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_running_requests", [7, 64])
+def test_graphs_give_the_bits_of_eager_steps(checkpoint: Path, dtype: torch.dtype, max_running_requests: int) -> None:
+    graphs = CountedGraphs()
+    options = {"dtype": dtype, "device": "cuda", "max_running_requests": max_running_requests}
+    replayed, _ = load_engine(checkpoint, record=graphs, **options)
+    eager, _ = load_engine(checkpoint, record=as_it_is, **options)
+    for found, expected in zip(generate(replayed), generate(eager), strict=True):
+        assert bits(found) == bits(expected)
+    assert graphs.num_recorded > 0
+
+
+def test_graphs_are_the_default_and_follow_weights_and_cache(checkpoint: Path, tmp_path: Path) -> None:
+    engine, parameters = load_engine(checkpoint, device="cuda")
+    eager, eager_parameters = load_engine(checkpoint, device="cuda", record=as_it_is)
+    _, new_parameters = load_engine(write_checkpoint(tmp_path, "qwen3", seed=1), device="cuda")
+    generate(engine), generate(eager)
+    for name, tensor in new_parameters.items():  # in place
+        parameters[name].copy_(tensor)
+        eager_parameters[name].copy_(tensor)
+    changed = [bits(done) for done in generate(eager, 1)]
+    assert [bits(done) for done in generate(engine, 1)] == changed
+    for tensor in parameters.values():  # as memory that is offloaded comes back
+        left = tensor.data
+        tensor.data = left.clone()
+        left.fill_(torch.nan)
+    assert [bits(done) for done in generate(engine, 1)] == changed
+    engine.release_cache()
+    assert [bits(done) for done in generate(engine, 1)] == changed
+
+
+def test_the_memory_of_graphs_goes_with_the_cache(checkpoint: Path) -> None:
+    engine, _ = load_engine(checkpoint, device="cuda")
+    engine.generate(ragged_requests(40), SAMPLINGS[0])
+    engine.release_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    generate(engine)
+    engine.release_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before

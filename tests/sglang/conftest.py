@@ -1,0 +1,77 @@
+"""Tests against the real SGLang, in the environment that RLTRAIN_SGLANG_PYTHON names.
+
+They are collected only where they are asked for by name, as `bash tests/run.sh --sglang` does, which also makes the
+environment.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.rollout.sglang.process import Server
+from tests.end_to_end.conftest import data_overrides, quickstart_files, warm_up
+from tests.rollout_models import write_checkpoint
+from tests.sglang.servers import FROM_DISK, START_TIMEOUT_S, server_spec
+
+__all__ = ["data_overrides", "quickstart_files", "warm_up"]
+
+FOLDER = Path(__file__).parent
+HOW = "bash tests/run.sh --sglang"
+
+
+def asked_for(config: pytest.Config) -> bool:
+    """Whether pytest was given this folder, or something in it."""
+    named = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    return any(FOLDER in (path, *path.parents) for path in named)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if asked_for(config) and not os.environ.get("RLTRAIN_SGLANG_PYTHON"):
+        raise pytest.UsageError(f"tests/sglang needs RLTRAIN_SGLANG_PYTHON; {HOW} makes that environment and sets it")
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    return None if asked_for(config) else True
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    return None if asked_for(config) else f"tests/sglang was not collected; to run it: {HOW}"
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    return os.environ["RLTRAIN_SGLANG_PYTHON"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 whose best token is never in doubt."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def start_server(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """start_server(model_path, **fields of ServerSpec): a server that takes requests, until the module's tests end."""
+    numbers = itertools.count()
+    folder = tmp_path_factory.mktemp("engines")
+    with ExitStack() as started:
+
+        def start(model_path: str | Path, **overrides: Any) -> Server:
+            server = Server(server_spec(sglang_python, model_path, folder / f"{next(numbers)}.log", **overrides))
+            started.callback(server.kill)
+            server.start()
+            server.wait_until_ready(START_TIMEOUT_S, lambda: None)
+            return server
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server], checkpoint: Path) -> Server:
+    """One that serves `checkpoint` as it lies on disk."""
+    return start_server(checkpoint, args=FROM_DISK)

@@ -1,0 +1,58 @@
+"""SGLang servers for tests: how one is described, asked and compared with another."""
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.rollout.sglang.process import Server, ServerSpec
+
+START_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 120.0
+FROM_DISK = {"load_format": "auto"}
+"""rollout.sglang.args of a server that has the checkpoint's weights from its start, without a weight sync."""
+
+
+def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides: Any) -> ServerSpec:
+    """An engine on one rank without a GPU; `overrides` are fields of ServerSpec."""
+    settings: dict[str, Any] = {
+        "python": python,
+        "model_path": str(model_path),
+        "device": "cpu",
+        "dtype": "float32",
+        "tp": 1,
+        "gpus": (),
+        "host": "127.0.0.1",
+        "log_path": log_path,
+        "max_running_requests": 64,
+        "max_context_tokens": 256,
+        "needs_tokenizer": False,
+        "memory_saver": False,
+        "args": {},
+    }
+    return ServerSpec(**settings | overrides)
+
+
+def call(server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """What the server answers, parsed: to a GET without a body, else to a POST. Raises HTTPError where it refuses."""
+    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(server.url + path, data, headers), timeout=CALL_TIMEOUT_S) as answer:
+        text = answer.read()
+        is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+    return json.loads(text) if is_json else {"text": text.decode()}
+
+
+def checksums(server: Server) -> list[dict[str, str]]:
+    """By tensor-parallel rank, SGLang's own checksum of every parameter that it serves; FP8 ones times their scales."""
+    return [rank["checksums"] for rank in call(server, "/weights_checker", {"action": "checksum"})["ranks"]]
+
+
+def greedy(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """(tokens, their log-probs) that the server prefers after `prompt`."""
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    answer = call(server, "/generate", body)
+    return answer["output_ids"], [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]

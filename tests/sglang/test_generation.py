@@ -1,0 +1,334 @@
+"""The SGLang engine on a real server: tokens and log-probs against transformers, stop conditions, interruptions."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import SGLang
+from rltrain.errors import DivergenceError, EngineError
+from rltrain.reshard.families import read_architecture
+from rltrain.reshard.parts import split
+from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.delivery import Delivery
+from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.server.rltrain_supervise import descendants
+from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
+from tests.sglang.servers import START_TIMEOUT_S, server_spec
+
+TOLERANCE = 1e-4
+PART_BYTES = 20_000
+MAX_CONTEXT_TOKENS = 256
+NUM_SLOTS = 8
+GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
+LONG = SamplingParams(0.0, 1.0, 0, 200, ())
+LIMIT_S = 600.0
+
+
+@dataclass
+class Rig:
+    """An engine that is given the weights of checkpoints."""
+
+    engine: SGLangEngine
+    server: Server
+
+    def sync(self, checkpoint: Path, version: int) -> None:
+        self.engine.begin_update()
+        self.write(checkpoint)
+        self.engine.end_update(version)
+
+    def write(self, checkpoint: Path) -> None:
+        for number, part in enumerate(_parts(checkpoint)):
+            load_parameters(checkpoint, part, 0, self.engine.incoming(number))
+            self.engine.arrived(number)
+
+
+def _parts(checkpoint: Path) -> list:  # type: ignore[type-arg]
+    return split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
+
+
+def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Token n is one letter."""
+    vocab = {chr(ord("A") + token): token for token in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="A"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="A")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of one architecture, with a tokenizer."""
+    paths = [write_checkpoint(tmp_path_factory.mktemp(f"qwen3{seed}"), "qwen3", seed=seed) for seed in (0, 1)]
+    for path in paths:
+        letter_tokenizer().save_pretrained(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def make(
+    sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Rig]]:
+    """Starts an engine with the weights of the first checkpoint as version 0."""
+    rigs: list[Rig] = []
+
+    def start(**spec: object) -> Rig:
+        log_path = tmp_path_factory.mktemp("logs") / "engine.log"
+        settings = {"max_running_requests": NUM_SLOTS, "max_context_tokens": MAX_CONTEXT_TOKENS} | spec
+        server = Server(server_spec(sglang_python, checkpoints[0], log_path, **settings))
+        client = Client(limit_s=60.0)
+        engine = SGLangEngine(
+            server,
+            client,
+            Delivery(_parts(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call),
+            group=None,
+            max_running_requests=NUM_SLOTS,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            settings=SGLang(start_timeout_s=START_TIMEOUT_S, hang_timeout_s=60.0, max_restarts=2),
+            advance=lambda: None,
+            tokenizer=letter_tokenizer(),
+        )
+        rigs.append(Rig(engine, server))
+        engine.start()
+        rigs[-1].sync(checkpoints[0], 0)
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.engine.close()
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(make: Callable[..., Rig]) -> Rig:
+    return make(needs_tokenizer=True)
+
+
+@pytest.fixture
+def rig(with_tokenizer: Rig, checkpoints: list[Path]) -> Rig:
+    """With the weights of the first checkpoint as version 0."""
+    if with_tokenizer.engine.policy_version != 0:
+        with_tokenizer.sync(checkpoints[0], 0)
+    return with_tokenizer
+
+
+@pytest.fixture(scope="module")
+def references(checkpoints: list[Path]) -> list[transformers.PreTrainedModel]:
+    return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in checkpoints]
+
+
+@torch.no_grad()
+def decode_with_cache(
+    models: Sequence[transformers.PreTrainedModel], request: Request
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probs where `models[i]` draws token i on what those before it cached."""
+    cache = transformers.DynamicCache()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    fed = torch.tensor([request.prompt])
+    for model in models:
+        logits = model(fed, past_key_values=cache, use_cache=True).logits[:, -1:]
+        fed = logits.argmax(-1)
+        tokens.append(int(fed))
+        logprobs.append(float(logits.log_softmax(-1).max()))
+    return tokens, logprobs
+
+
+def assert_greedy(request: Request, done: Completion, models: Sequence[transformers.PreTrainedModel]) -> None:
+    """Every token is that of the model of its version."""
+    assert len(done.policy_versions) == len(done.tokens)
+    tokens, logprobs = decode_with_cache([models[version] for version in done.policy_versions], request)
+    assert list(done.tokens) == tokens
+    assert list(done.logprobs) == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def drain(engine: SGLangEngine) -> dict[int, Completion]:
+    completions: dict[int, Completion] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while engine.num_unfinished:
+        assert time.monotonic() < deadline
+        completions |= {done.id: done for done in engine.step()}
+    return completions
+
+
+def test_greedy_equals_transformers(rig: Rig, references: list[transformers.PreTrainedModel]) -> None:
+    requests = ragged_requests(2 * NUM_SLOTS + 3)
+    for request, done in zip(requests, rig.engine.generate(requests, GREEDY), strict=True):
+        assert_greedy(request, done, references)
+        assert (len(done.tokens), done.finish_reason) == (24, "length")
+
+
+@pytest.mark.parametrize("truncation", [(1.0, 0), (0.7, 0), (1.0, 5), (0.8, 5)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_of_the_tempered_and_untruncated_distribution(
+    rig: Rig, references: list[transformers.PreTrainedModel], temperature: float, truncation: tuple[float, int]
+) -> None:
+    requests = ragged_requests(6)
+    for request, done in zip(
+        requests, rig.engine.generate(requests, SamplingParams(temperature, *truncation, 12, ())), strict=True
+    ):
+        tokens = torch.tensor([[*request.prompt, *done.tokens]])
+        with torch.no_grad():
+            logits = references[0](tokens).logits[0, len(request.prompt) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(-1, tokens[0, len(request.prompt) :, None])[:, 0]
+        assert list(done.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
+        if truncation[1]:
+            ranks = (logits > logits.gather(-1, tokens[0, len(request.prompt) :, None])).sum(-1)
+            assert int(ranks.max()) < truncation[1]
+
+
+def test_samples_of_one_prompt_differ_and_follow_the_models_distribution(
+    rig: Rig, references: list[transformers.PreTrainedModel]
+) -> None:
+    prompt, count = ragged_requests(3)[2].prompt, 1500
+    sampling = SamplingParams(1.0, 1.0, 0, 1, ())
+    drawn = rig.engine.generate([Request(i, prompt, seed=i) for i in range(count)], sampling)
+    counts = torch.tensor([done.tokens[0] for done in drawn]).bincount(minlength=VOCAB_SIZE).double()
+    with torch.no_grad():
+        expected = count * torch.softmax(references[0](torch.tensor([prompt])).logits[0, -1].double(), -1)
+    common = expected >= 5
+    observed = torch.cat([counts[common], counts[~common].sum()[None]])
+    predicted = torch.cat([expected[common], expected[~common].sum()[None]])
+    freedom = len(observed) - 1
+    assert float(((observed - predicted) ** 2 / predicted).sum()) < freedom + 4 * (2 * freedom) ** 0.5 + 8
+
+
+def test_a_stop_token_ends_a_response_and_is_part_of_it(rig: Rig) -> None:
+    requests = ragged_requests()
+    free = rig.engine.generate(requests, GREEDY)
+    drawn = [token for done in free for token in done.tokens[2:20]]
+    stops = (max(set(drawn), key=drawn.count), drawn[0])
+    reasons = set()
+    for whole, done in zip(free, rig.engine.generate(requests, replace(GREEDY, stop_token_ids=stops)), strict=True):
+        ends = [place for place, token in enumerate(whole.tokens, 1) if token in stops]
+        assert list(done.tokens) == list(whole.tokens)[: min(ends, default=24)]
+        assert done.finish_reason == ("stop" if ends else "length")
+        reasons.add(done.finish_reason)
+    assert "stop" in reasons
+
+
+def test_stop_strings_end_a_response_where_the_text_first_contains_one(rig: Rig) -> None:
+    requests, tokenizer = ragged_requests(6), letter_tokenizer()
+    free = rig.engine.generate(requests, GREEDY)
+    texts = [tokenizer.decode(list(done.tokens)) for done in free]
+    stops = (texts[0][3:6], texts[1][7:9])
+    for text, done in zip(texts, rig.engine.generate(requests, replace(GREEDY, stop=stops)), strict=True):
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        assert tokenizer.decode(list(done.tokens)) == text[: min(ends, default=24)]
+        assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
+        assert done.finish_reason == ("stop" if ends else "length")
+
+
+def test_responses_end_at_the_context_limit(rig: Rig, references: list[transformers.PreTrainedModel]) -> None:
+    requests = [replace(request, prompt=(request.prompt * 256)[: 256 - left]) for left, request in
+                enumerate(ragged_requests(5), start=1)]  # fmt: skip
+    for left, (request, done) in enumerate(zip(requests, rig.engine.generate(requests, GREEDY), strict=True), start=1):
+        assert (len(done.tokens), done.finish_reason) == (left, "length")
+        assert_greedy(request, done, references)
+
+
+def test_suspended_responses_go_on_where_they_stopped(rig: Rig, references: list[transformers.PreTrainedModel]) -> None:
+    requests = ragged_requests(NUM_SLOTS + 4)
+    rig.engine.submit(requests, LONG)
+    done_before = {}
+    for _ in range(2):
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            done_before |= {done.id: done for done in rig.engine.step()}
+        suspended = rig.engine.suspend()
+        assert rig.engine.num_unfinished == 0
+        assert any(request.drawn and len(request.drawn.tokens) < 200 for request in suspended)
+        rig.engine.release_cache()
+        rig.engine.submit(suspended, LONG)
+    completions = done_before | drain(rig.engine)
+    for request in requests:
+        assert len(completions[request.id].tokens) == 200
+        assert_greedy(request, completions[request.id], references)
+
+
+def test_a_stop_string_is_found_across_a_suspension(rig: Rig) -> None:
+    [request], tokenizer = ragged_requests(1), letter_tokenizer()
+    [free] = rig.engine.generate([request], GREEDY)
+    stop = tokenizer.decode(list(free.tokens[5:9]))
+    [half] = rig.engine.generate([request], replace(GREEDY, max_response_tokens=7))
+    drawn = Drawn(tuple(half.tokens), tuple(half.logprobs), tuple(half.policy_versions))
+    [done] = rig.engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
+    assert list(done.tokens) == list(free.tokens[:9])
+    assert done.finish_reason == "stop"
+
+
+def test_every_token_has_the_version_of_the_weights_that_drew_it(
+    rig: Rig, checkpoints: list[Path], references: list[transformers.PreTrainedModel]
+) -> None:
+    """The weights really change, and what was cached of the old ones stays in use: so a token of a wrong version, one
+    that was lost or one drawn twice changes all that follow."""
+    requests = ragged_requests(NUM_SLOTS + 4)
+    rig.engine.submit(requests, LONG)
+    completions = {}
+    for version in (1, 2, 3):
+        deadline = time.monotonic() + 0.15
+        while time.monotonic() < deadline:
+            completions |= {done.id: done for done in rig.engine.step()}
+        rig.sync(checkpoints[version % 2], version)
+    completions |= drain(rig.engine)
+    of_version = [references[version % 2] for version in range(4)]
+    for request in requests:
+        assert_greedy(request, completions[request.id], of_version)
+    seen = [set(completions[request.id].policy_versions) for request in requests]
+    assert any(len(versions) > 1 for versions in seen), "no response saw a change of weights"
+
+
+def test_a_prompt_that_old_weights_have_cached_is_computed_again(
+    rig: Rig, checkpoints: list[Path], references: list[transformers.PreTrainedModel]
+) -> None:
+    long_prompt = [replace(ragged_requests(1)[0], prompt=tuple(range(40)))]
+    rig.engine.generate(long_prompt, GREEDY)
+    rig.engine.submit(ragged_requests(2), LONG)  # something runs, so that the cache is not flushed
+    rig.engine.step()
+    rig.sync(checkpoints[1], 1)
+    drain(rig.engine)
+    [done] = rig.engine.generate(long_prompt, GREEDY)
+    assert_greedy(long_prompt[0], done, references)
+
+
+def test_a_killed_server_is_replaced_and_everything_completes(
+    make: Callable[..., Rig], checkpoints: list[Path], references: list[transformers.PreTrainedModel]
+) -> None:
+    rig = make(needs_tokenizer=False)
+    rig.sync(checkpoints[1], 1)
+    requests = ragged_requests(NUM_SLOTS + 4)
+    rig.engine.submit(requests, LONG)
+    deadline = time.monotonic() + 0.3
+    completions = {}
+    while time.monotonic() < deadline:
+        completions |= {done.id: done for done in rig.engine.step()}
+    assert rig.server._process is not None
+    victim = descendants(rig.server._process.pid)[-1]
+    os.kill(victim, signal.SIGKILL)
+    completions |= drain(rig.engine)
+    assert (rig.server.num_starts, rig.engine.num_restarts, rig.engine.policy_version) == (2, 1, 1)
+    for request in requests:
+        assert len(completions[request.id].tokens) == 200
+        assert_greedy(request, completions[request.id], references)
+
+
+def test_weights_that_are_not_finite_are_reported(rig: Rig, checkpoints: list[Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[0], dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    rig.sync(tmp_path, 9)
+    with pytest.raises((DivergenceError, EngineError)):
+        rig.engine.generate(ragged_requests(2), GREEDY)
+    assert rig.engine.num_unfinished == 0

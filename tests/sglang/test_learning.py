@@ -1,0 +1,25 @@
+"""The quickstart's task, learned with SGLang as the engine."""
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_quickstart_reaches_0_9(sglang_python, warm_up, data_overrides, tmp_path):
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        "rollout.engine=sglang",
+        f"rollout.sglang.python={sglang_python}",
+        f"model.path={warm_up[0]}/hf",
+        f"output_dir={tmp_path}",
+        *data_overrides,
+        "placement={'actor, reference': 0, 'rollout, reward': 1}",
+        "actor.parallel.tp=1",
+        "evaluation={interval: 20, stop_at: 0.9}",
+        num_ranks=2,
+        timeout_s=2400,
+    )
+    assert column(records, "eval/score")[-1] >= 0.9
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-3

@@ -1,0 +1,180 @@
+"""Weights that reach a running SGLang server piece by piece, against a fresh load of the same checkpoint."""
+
+import urllib.error
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.errors import EngineError, EngineLost
+from rltrain.reshard.families import read_architecture
+from rltrain.reshard.parts import split
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sglang.delivery import Delivery
+from rltrain.rollout.sglang.process import Server
+from tests.rollout_models import write_checkpoint
+from tests.sglang.servers import START_TIMEOUT_S, call, greedy
+
+PROMPT = [5, 9, 2, 14, 7, 1]
+NUM_TOKENS = 24
+PART_BYTES = 20_000
+FAMILIES = ["qwen3", "tied qwen2", "qwen3_moe"]
+
+
+def delivered_by(server: Server) -> Callable[[str, dict[str, Any] | None], dict[str, Any]]:
+    """A Delivery's `call`."""
+
+    def made(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        try:
+            return call(server, path, body)
+        except urllib.error.HTTPError as error:
+            raise EngineError(f"{path}: {error.code} {error.read()[:500]!r}") from error
+
+    return made
+
+
+def deliver(
+    delivery: Delivery, checkpoint: Path, version: int, after_part: Callable[[int], None] | None = None
+) -> None:
+    """What a weight sync does, with the tensors of a checkpoint."""
+    parts = split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
+    delivery.begin()
+    for number, part in enumerate(parts):
+        load_parameters(checkpoint, part, 0, delivery.tensors(number))
+        delivery.arrived(number, verify=version % 2 == 1)
+        if after_part is not None:
+            after_part(number)
+    delivery.finish(version)
+
+
+def served_version(server: Server) -> str:
+    return call(server, "/model_info")["weight_version"]
+
+
+def assert_serves(server: Server, checkpoint: Path) -> None:
+    """Greedy tokens and their log-probs are those of a fresh load."""
+    tokens, logprobs = greedy(server, PROMPT, NUM_TOKENS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert tokens == expected.argmax(-1).tolist()
+    assert logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of one architecture."""
+    folders = [tmp_path_factory.mktemp(f"weights{seed}") for seed in (1, 2)]
+    for seed, folder in enumerate(folders):
+        if request.param == "qwen3_moe":
+            write_sparse_checkpoint(folder, seed)
+        else:
+            write_checkpoint(folder, request.param.split()[-1], tied=request.param.startswith("tied"), seed=seed)
+    return folders
+
+
+def write_sparse_checkpoint(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = torch.randn_like(parameter)
+            parameter.copy_(spread * 0.3 if parameter.ndim > 1 else parameter + 0.2 * spread)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(start_server: Callable[..., Server], checkpoints: list[Path]) -> Server:
+    return start_server(checkpoints[0])
+
+
+@pytest.fixture
+def delivery(serving: Server, checkpoints: list[Path]) -> Iterator[Delivery]:
+    made = delivery_to(serving, checkpoints[0])
+    yield made
+    made.close()
+
+
+def delivery_to(server: Server, checkpoint: Path, **changes: Any) -> Delivery:
+    architecture = replace(read_architecture(checkpoint), **changes)
+    parts = split(engine_layout(architecture, Grid((0,))), PART_BYTES)
+    assert len(parts) > 2, "slots must be used again"
+    return Delivery(parts, 0, device=torch.device("cpu"), keep=True, group=None, call=delivered_by(server))
+
+
+def test_weights_that_change_after_a_generation(serving: Server, delivery: Delivery, checkpoints: list[Path]) -> None:
+    delivery.check_layout()
+    for version, checkpoint in ((4, checkpoints[0]), (5, checkpoints[1]), (6, checkpoints[0])):
+        deliver(delivery, checkpoint, version)
+        assert (delivery.version, served_version(serving)) == (version, str(version))
+        call(serving, "/flush_cache", {})
+        assert_serves(serving, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"hidden_size": 48}, r"embed_tokens\.weight is \[\d+, 32\] of float32.*expected \[\d+, 48\]"),
+     ({"num_layers": 3}, r"it has no parameter model\.layers\.2\."),
+     ({"num_layers": 1}, r"it has a parameter model\.layers\.1\.")],
+    ids=["shape", "missing", "extra"],
+)  # fmt: skip
+def test_another_layout_is_refused_and_the_server_goes_on(
+    serving: Server,
+    checkpoints: list[Path],
+    changes: dict[str, int],
+    expected: str,
+) -> None:
+    wrong = delivery_to(serving, checkpoints[0], **changes)
+    with pytest.raises(EngineError, match=expected):
+        wrong.check_layout()
+    wrong.close()
+    call(serving, "/end_weight_update", {})
+    assert greedy(serving, PROMPT, 2)[0]
+
+
+@pytest.mark.parametrize("checkpoints", FAMILIES[:1], indirect=True)
+def test_a_server_killed_between_and_during_syncs_gets_the_current_weights(
+    serving: Server, delivery: Delivery, checkpoints: list[Path]
+) -> None:
+    delivery.check_layout()
+    deliver(delivery, checkpoints[0], 1)
+    serving.kill()
+    restart(serving, delivery)
+    assert_serves(serving, checkpoints[0])
+    with pytest.raises(EngineLost):
+        deliver(delivery, checkpoints[1], 2, after_part=lambda part: serving.kill() if part == 1 else None)
+    assert delivery.version is None
+    restart(serving, delivery)
+    assert (delivery.version, served_version(serving)) == (2, "2")
+    assert_serves(serving, checkpoints[1])
+
+
+def restart(server: Server, delivery: Delivery) -> None:
+    server.start()
+    server.wait_until_ready(START_TIMEOUT_S, lambda: None)
+    delivery.check_layout()
+    delivery.redeliver()

@@ -1,0 +1,332 @@
+"""A stand-in for an SGLang server, in threads of this process: the endpoints that the engine uses, and their faults."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rltrain.errors import EngineLost
+from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.sglang.client import Client
+
+VOCAB_SIZE = 50
+UNSEEN_EOS = 49
+"""The fake model's own end-of-text token, which requests do not name."""
+
+
+def next_token(context: list[int], version: int, seed: int = 0) -> int:
+    """What the fake model draws: below `UNSEEN_EOS`, another one for every context, version and seed."""
+    return (sum(context[-3:]) * 7 + len(context) * 11 + version * 13 + seed * 17 + 5) % UNSEEN_EOS
+
+
+def logprob_of(token: int, version: int) -> float:
+    return -(token + 1) / 64 - version / 8
+
+
+def expected_tokens(request: Request, sampling: SamplingParams, version: int = 0) -> list[int]:
+    """The response that a fake server of one version gives, by the same rule but nothing else of it."""
+    tokens: list[int] = []
+    while len(tokens) < sampling.max_response_tokens:
+        tokens.append(next_token([*request.prompt, *tokens], version))
+        if tokens[-1] in sampling.stop_token_ids:
+            break
+    return tokens
+
+
+@dataclass
+class Running:
+    rid: str
+    prompt: list[int]
+    sampling: dict[str, Any]
+    cache_key: str
+    events: SimpleQueue[dict[str, Any] | None]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_sent: int = 0
+
+
+class FakeServer:
+    """Implements `process.Server`. `pace_s` is the time of a decode step; `max_running` bounds what it runs at once.
+
+    `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model. The start of number
+    `dies_at_start` is no success.
+    """
+
+    def __init__(
+        self, *, pace_s: float = 0.001, max_running: int = 256, cumulative: bool = False, dies_at_start: int = 0
+    ) -> None:
+        self.url, self.token, self.num_starts = "", "", 0
+        self.pace_s, self.max_running, self.cumulative = pace_s, max_running, cumulative
+        self.answers: dict[str, tuple[int, str]] = {}
+        self.draw: Callable[[list[int], int], tuple[int, float | None]] = self._draw
+        self.calls: list[tuple[str, Any]] = []
+        self.most_running = 0
+        self.hangs = False
+        self.dies_at_start = dies_at_start
+        self.on_start: Callable[[], None] = lambda: None
+        self._http: ThreadingHTTPServer | None = None
+        self._ending: str | None = "has not been started"
+
+    def start(self) -> None:
+        self.num_starts += 1
+        self.token = f"token {self.num_starts}"
+        self._waiting: list[Running] = []
+        self._running: list[Running] = []
+        self.paused, self.version, self.hangs = False, None, False
+        self._lock, self._dead = threading.RLock(), threading.Event()
+        self._http = _Http(self, self._dead)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._ending = None
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=self._decode, args=(self._dead,), daemon=True).start()
+        self.on_start()
+        if self.num_starts == self.dies_at_start:
+            self.die()
+
+    def wait_until_ready(self, timeout_s: float, advance: Callable[[], None]) -> None:
+        advance()
+
+    @property
+    def ending(self) -> str | None:
+        return self._ending
+
+    def kill(self) -> None:
+        self.die("was ended by its rank")
+
+    def die(self, how: str = "was killed by SIGKILL", *, noticed: bool = True) -> None:
+        """Cut all connections; where not `noticed` the process seems to live."""
+        if noticed:
+            self._ending = self._ending or how
+        if self._http is not None:
+            self._dead.set()
+            http, self._http = self._http, None
+            http.shutdown()
+            http.cut()
+
+    @property
+    def num_running(self) -> int:
+        with self._lock:
+            return len(self._running)
+
+    @property
+    def cache_keys(self) -> list[str]:
+        return [body["extra_key"] for path, body in self.calls if path == "/generate"]
+
+    def _draw(self, context: list[int], version: int) -> tuple[int, float | None]:
+        token = next_token(context, version)
+        return token, logprob_of(token, version)
+
+    def _decode(self, dead: threading.Event) -> None:
+        while not dead.wait(self.pace_s):
+            if self.paused or self.hangs:
+                continue
+            with self._lock:
+                free = self.max_running - len(self._running)
+                self._running += self._waiting[:free]
+                del self._waiting[:free]
+                self.most_running = max(self.most_running, len(self._running))
+                for one in [*self._running]:
+                    self._step(one)
+
+    def _step(self, one: Running) -> None:
+        token, logprob = self.draw([*one.prompt, *one.tokens], self.version or 0)
+        one.tokens.append(token)
+        one.logprobs.append(logprob)
+        one.versions.append(self.version or 0)
+        is_eos = token in one.sampling["stop_token_ids"] or token == UNSEEN_EOS
+        if is_eos and not one.sampling["ignore_eos"]:
+            self._end(one, {"type": "stop", "matched": token})
+        elif len(one.tokens) >= one.sampling["max_new_tokens"]:
+            self._end(one, {"type": "length", "length": len(one.tokens)})
+        elif len(one.tokens) == 1 or len(one.tokens) - one.num_sent >= one.sampling["stream_interval"]:
+            self._tell(one, None)
+
+    def _end(self, one: Running, reason: dict[str, Any]) -> None:
+        self._running.remove(one)
+        self._tell(one, reason)
+        one.events.put(None)
+
+    def _tell(self, one: Running, reason: dict[str, Any] | None) -> None:
+        start = 0 if self.cumulative else one.num_sent
+        values = [[value, token, None] for value, token in zip(one.logprobs[start:], one.tokens[start:], strict=True)]
+        meta: dict[str, Any] = {
+            "id": one.rid,
+            "finish_reason": reason,
+            "completion_tokens": len(one.tokens),
+            "weight_version": str(self.version) if self.version is not None else "default",
+        }
+        if one.tokens:
+            meta["output_token_logprobs"] = values
+        if reason is not None and one.tokens:
+            meta["weight_versions"] = _spans(one.versions)
+        one.events.put({"output_ids": one.tokens[start:], "meta_info": meta})
+        one.num_sent = len(one.tokens)
+
+    def admit(self, body: dict[str, Any]) -> SimpleQueue[dict[str, Any] | None]:
+        """The events of these requests: as many None as there are requests."""
+        while self.paused and not self._dead.is_set():
+            time.sleep(0.001)
+        events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        with self._lock:
+            for rid, prompt, sampling in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
+                self._waiting.append(Running(rid, prompt, sampling, body["extra_key"], events))
+        return events
+
+    def control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            if path == "/pause_generation":
+                self.paused = True
+            elif path == "/continue_generation":
+                self.paused = False
+            elif path == "/update_weight_version":
+                self.version = int(body["new_version"])
+            elif path == "/abort_request":
+                waiting, self._waiting = self._waiting, []
+                self._running += waiting
+                for one in [*self._running]:
+                    self._end(one, {"type": "abort", "message": "Abort in waiting queue"})
+        return {"success": True, "weight_version": str(self.version)}
+
+
+class FakeDelivery:
+    """The calls of a `Delivery` to a server whose weights are nothing but a version."""
+
+    def __init__(self, client: Client | None) -> None:
+        self.version: int | None = None
+        self.keeps = True
+        self._client = client
+        self._arrived: int | None = None
+        self._lost: EngineLost | None = None
+
+    def check_layout(self) -> None:
+        self.begin()
+        self._call("/end_weight_update")
+        self._raise()
+
+    def begin(self) -> None:
+        self.version, self._lost = None, None
+        self._call("/begin_weight_update")
+
+    def finish(self, version: int) -> None:
+        self._arrived = version
+        self._call("/update_weight_version", new_version=str(version))
+        self._call("/end_weight_update")
+        self._raise()
+        self.version = version
+
+    def redeliver(self, verify: bool = False) -> None:
+        if self._arrived is not None:
+            self.begin()
+            self.finish(self._arrived)
+
+    def close(self) -> None:
+        pass
+
+    def _call(self, path: str, **body: Any) -> None:
+        if self._client is not None and self._lost is None:
+            try:
+                self._client.call(path, body)
+            except EngineLost as lost:
+                self._lost = lost
+
+    def _raise(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, fake: FakeServer, dead: threading.Event) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fake, self.dead = fake, dead
+        self.connections: set[socket.socket] = set()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # connections are cut on purpose
+
+    def cut(self) -> None:
+        self.server_close()
+        for connection in self.connections:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Http
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:  # noqa: N802 - http.server's name
+        self.do_POST()
+
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        fake, path = self.server.fake, self.path.partition("?")[0]
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
+        fake.calls.append((path, body))
+        while fake.hangs and not self.server.dead.is_set():
+            time.sleep(0.001)
+        if self.headers.get("authorization") != f"Bearer {fake.token}":
+            self._answer(401, "wrong token")
+        elif path in fake.answers:
+            self._answer(*fake.answers[path])
+        elif path == "/generate":
+            self._stream(fake.admit(body), len(body["rid"]))
+        elif path == "/flush_cache":
+            self._answer(200, "Cache flushed.")
+        else:
+            self._answer(200, json.dumps(fake.control(path, body)), "application/json")
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def _stream(self, events: SimpleQueue[dict[str, Any] | None], num_left: int) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        while num_left and not self.server.dead.is_set():
+            try:
+                event = events.get(timeout=0.01)
+            except Empty:
+                continue
+            if event is None:
+                num_left -= 1
+            else:
+                self._chunk(json.dumps(event))
+        if num_left == 0:
+            self._chunk("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.close_connection = True
+
+    def _chunk(self, data: str) -> None:
+        text = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
+
+
+def _spans(versions: list[int]) -> list[dict[str, Any]]:
+    starts = [place for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
+    ends = [*starts[1:], len(versions)]
+    return [
+        {"version": str(versions[start]), "start": start, "end": end} for start, end in zip(starts, ends, strict=True)
+    ]

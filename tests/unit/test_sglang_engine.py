@@ -1,0 +1,484 @@
+"""The SGLang engine on a stand-in for its server: the engine protocol, weight updates, faults of the server."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from rltrain.config.schema import SGLang
+from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
+from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.engine import SGLangEngine
+from tests.unit.fake_sglang import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
+
+GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
+STOPPING = SamplingParams(1.0, 1.0, 0, 16, (3, 4, 5, 6))
+LONG = SamplingParams(1.0, 1.0, 0, 400, ())
+LIMIT_S = 10.0
+
+
+class LetterTokenizer:
+    """Token n is one letter."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+class Rig:
+    """An engine, its stand-in server and what the engine reports while it starts one."""
+
+    def __init__(self, *, max_running_requests: int = 64, max_context_tokens: int = 500, **options: object) -> None:
+        settings = {"hang_timeout_s": 5.0, "max_restarts": 2}
+        tokenizer, seeded = options.pop("tokenizer", None), options.pop("seeded", False)
+        settings |= {name: options.pop(name) for name in [*options] if name in SGLang.model_fields}
+        self.server = FakeServer(**options)
+        self.num_advances = 0
+        self.client = Client(limit_s=2.0)
+        self.engine = SGLangEngine(
+            self.server,
+            self.client,
+            FakeDelivery(self.client),
+            group=None,
+            max_running_requests=max_running_requests,
+            max_context_tokens=max_context_tokens,
+            settings=SGLang(**settings),
+            advance=self._advance,
+            tokenizer=tokenizer,
+            seeded=seeded,
+        )
+        self.engine.start()
+
+    def _advance(self) -> None:
+        self.num_advances += 1
+
+    def sync(self, version: int) -> SGLangEngine:
+        self.engine.begin_update()
+        self.engine.end_update(version)
+        return self.engine
+
+
+@pytest.fixture
+def rig() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs; with weights of version 0 unless told otherwise."""
+    rigs: list[Rig] = []
+
+    def make(*, version: int | None = 0, **options: object) -> Rig:
+        rigs.append(Rig(**options))
+        if version is not None:
+            rigs[-1].sync(version)
+        return rigs[-1]
+
+    yield make
+    for one in rigs:
+        one.engine.close()
+
+
+def requests(count: int = 9, first: int = 0) -> list[Request]:
+    return [Request(100 + i, tuple(range(1, 2 + i)), seed=i) for i in range(first, first + count)]
+
+
+def drain(engine: SGLangEngine) -> dict[int, Completion]:
+    completions: dict[int, Completion] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while engine.num_unfinished:
+        assert time.monotonic() < deadline, f"{engine.num_unfinished} unfinished"
+        completions |= {done.id: done for done in engine.step()}
+    return completions
+
+
+def wait_for(condition: Callable[[], object], step: Callable[[], object] = lambda: None) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        step()
+        time.sleep(0.001)
+
+
+def assert_follows_the_model(request: Request, done: Completion) -> None:
+    """Every token and log-prob is what the model draws at its place by the version that it is said to be of."""
+    assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
+    for place, (token, version) in enumerate(zip(done.tokens, done.policy_versions, strict=True)):
+        assert token == next_token([*request.prompt, *done.tokens[:place]], version)
+        assert done.logprobs[place] == pytest.approx(logprob_of(token, version))
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, STOPPING, replace(LONG, max_response_tokens=150)])
+def test_completions_are_what_the_server_drew(rig, sampling: SamplingParams, cumulative: bool) -> None:  # type: ignore[no-untyped-def]
+    engine = rig(version=3, cumulative=cumulative).engine
+    completions = engine.generate(requests(), sampling)
+    assert [done.id for done in completions] == [request.id for request in requests()]
+    for request, done in zip(requests(), completions, strict=True):
+        assert list(done.tokens) == expected_tokens(request, sampling, version=3)
+        assert list(done.policy_versions) == [3] * len(done.tokens)
+        assert_follows_the_model(request, done)
+        stopped = done.tokens[-1] in sampling.stop_token_ids
+        assert done.finish_reason == ("stop" if stopped else "length")
+    assert engine.num_unfinished == 0
+    if sampling is STOPPING:
+        assert {done.finish_reason for done in completions} == {"stop", "length"}
+
+
+def test_what_the_server_is_asked_for(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(seeded=True)
+    one.engine.generate([Request(1, (1, 2), seed=77)], SamplingParams(0.7, 0.9, 5, 16, (3,)))
+    one.engine.generate([Request(1, (1, 2), seed=78)], SamplingParams(0.0, 1.0, 0, 16, ()))
+    first, second = (body["sampling_params"][0] for path, body in one.server.calls if path == "/generate")
+    assert (first["temperature"], first["top_p"], first["top_k"], first["sampling_seed"]) == (0.7, 0.9, 5, 77)
+    assert (first["stop_token_ids"], first["ignore_eos"]) == ([3], False)
+    assert (second["temperature"], second["top_k"], second["ignore_eos"]) == (0.0, -1, True)
+    unseeded = rig()
+    unseeded.engine.generate(requests(1), GREEDY)
+    [body] = [body for path, body in unseeded.server.calls if path == "/generate"]
+    assert "sampling_seed" not in body["sampling_params"][0]
+    assert body["return_logprob"] is True
+
+
+def test_no_more_is_sent_than_runs_at_once_and_the_first_come_first(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(max_running_requests=3)
+    everything = requests(12)
+    assert one.engine.num_free_slots == 3
+    one.engine.submit(everything[:2], GREEDY)
+    assert (one.engine.num_free_slots, one.engine.num_unfinished) == (1, 2)
+    one.engine.submit(everything[2:], GREEDY)
+    assert (one.engine.num_free_slots, one.engine.num_unfinished) == (0, 12)
+    completions = drain(one.engine)
+    assert len(completions) == 12
+    assert one.server.most_running == 3
+    sent = [tuple(ids) for path, body in one.server.calls if path == "/generate" for ids in body["input_ids"]]
+    places = [sent.index(request.prompt) for request in everything]
+    assert all(abs(place - number) < 3 for number, place in enumerate(places)), "those that start together may overtake"
+
+
+def test_an_eos_token_of_the_server_that_the_request_does_not_name_ends_nothing(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig()
+    script = [7, UNSEEN_EOS, 8, UNSEEN_EOS, 3]
+    one.server.draw = lambda context, version: (script[len(context) - 2], -1.0)
+    [done] = one.engine.generate([Request(1, (1, 2), 0)], STOPPING)
+    assert list(done.tokens) == script
+    assert done.finish_reason == "stop"
+    assert len(done.logprobs) == len(done.policy_versions) == 5
+    one.server.draw = lambda context, version: (UNSEEN_EOS, -1.0)
+    [done] = one.engine.generate([Request(1, (1, 2), 0)], replace(STOPPING, max_response_tokens=3))
+    assert (list(done.tokens), done.finish_reason) == ([UNSEEN_EOS] * 3, "length")
+
+
+def test_limits_count_context_and_tokens_drawn_before(rig) -> None:  # type: ignore[no-untyped-def]
+    engine = rig(max_context_tokens=14).engine
+    everything = requests(5)
+    assert [len(done.tokens) for done in engine.generate(everything, GREEDY)] == [13, 12, 11, 10, 9]
+    drawn = Drawn((9,) * 6, (-0.5,) * 6, (8,) * 6)
+    for done in engine.generate([replace(request, drawn=drawn) for request in everything], GREEDY):
+        assert len(done.tokens) == 14 - len(everything[done.id - 100].prompt)
+        assert tuple(done.tokens[:6]) == drawn.tokens
+        assert tuple(done.logprobs[:6]) == drawn.logprobs
+        assert list(done.policy_versions) == [8] * 6 + [0] * (len(done.tokens) - 6)
+        assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 20, 21])
+def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  # type: ignore[no-untyped-def]
+    engine = rig(max_context_tokens=20).engine
+    with pytest.raises(DataError, match=rf"request 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
+        engine.generate([Request(4, (1,) * num_tokens, 0)], GREEDY)
+    assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: ([replace(r[3], id=r[0].id)], LONG), "equal ids"),
+        (lambda r: ([r[3], r[3]], LONG), "equal ids"),
+        (lambda r: ([r[3]], GREEDY), "unfinished"),
+        (lambda r: ([replace(r[3], drawn=Drawn((1,) * 400, (0.0,) * 400, (0,) * 400))], LONG), "fewer than the 400"),
+    ],
+)
+def test_a_refused_submission_queues_nothing(rig, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    engine = rig().engine
+    engine.submit(requests(2), LONG)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(*change(requests(5)))
+    assert set(drain(engine)) == {100, 101}
+
+
+def test_stop_strings_need_a_tokenizer(rig) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop"):
+        rig().engine.generate(requests(1), replace(GREEDY, stop=("end",)))
+
+
+@pytest.mark.parametrize("split", [0, 3, 4, 5])
+def test_a_stop_string_is_found_where_the_server_does_not_look(rig, split: int) -> None:  # type: ignore[no-untyped-def]
+    """What was drawn before is prompt to it, and it expects the fewest tokens that a string can be spelled with."""
+    engine = rig(tokenizer=LetterTokenizer()).engine
+    request = requests(1)[0]
+    tokens = expected_tokens(request, GREEDY)
+    stop = LetterTokenizer().decode(tokens[3:6])
+    assert LetterTokenizer().decode(tokens).index(stop) == 3
+    drawn = Drawn(tuple(tokens[:split]), (-1.0,) * split, (0,) * split) if split else None
+    [done] = engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
+    assert list(done.tokens) == tokens[:6]
+    assert len(done.logprobs) == len(done.policy_versions) == 6
+    assert done.finish_reason == "stop"
+
+
+def test_stepping_needs_weights(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=None)
+    assert one.engine.policy_version is None
+    with pytest.raises(SyncError):
+        one.engine.step()
+    with pytest.raises(SyncError):
+        one.engine.generate(requests(1), GREEDY)
+    one.engine.submit(requests(2), GREEDY)
+    engine = one.sync(4)
+    assert engine.policy_version == 4
+    assert {tuple(done.policy_versions) for done in drain(engine).values()} == {(4,) * 16}
+    assert engine.step() == []
+    engine.begin_update()
+    with pytest.raises(SyncError):
+        engine.step()
+
+
+def test_generate_and_release_need_an_idle_engine(rig) -> None:  # type: ignore[no-untyped-def]
+    engine = rig().engine
+    engine.submit(requests(2), LONG)
+    with pytest.raises(ValueError, match=r"generate with 2 requests unfinished.*suspend"):
+        engine.generate(requests(2, first=4), LONG)
+    with pytest.raises(ValueError, match=r"release_cache with 2 requests unfinished.*suspend"):
+        engine.release_cache()
+    drain(engine)
+    engine.release_cache()
+    engine.submit(requests(2), GREEDY)  # another sampling, once nothing is unfinished
+
+
+def test_suspended_responses_go_on_where_they_stopped(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(pace_s=0.003, max_running_requests=6)
+    everything, sampling = requests(), replace(LONG, max_response_tokens=60)
+    one.engine.submit(everything, sampling)
+    wait_for(lambda: one.server.num_running == 6, one.engine.step)
+    time.sleep(0.06)
+    suspended = one.engine.suspend()
+    assert (one.engine.num_unfinished, one.engine.num_free_slots) == (0, 6)
+    assert [request.id for request in suspended] == [request.id for request in everything]
+    assert all(request.drawn for request in suspended[:6]) and not any(request.drawn for request in suspended[6:])
+    one.engine.release_cache()
+    for request, done in zip(everything, one.engine.generate(suspended, sampling), strict=True):
+        assert list(done.tokens) == expected_tokens(request, sampling)
+        assert_follows_the_model(request, done)
+
+
+def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type: ignore[no-untyped-def]
+    first, second = rig(version=1, pace_s=0.003), rig(version=2)
+    first.engine.submit(requests(), LONG)
+    wait_for(lambda: first.server.num_running == 9, first.engine.step)
+    time.sleep(0.02)
+    suspended = first.engine.suspend()
+    for request, done in zip(suspended, second.engine.generate(suspended, LONG), strict=True):
+        assert_follows_the_model(request, done)
+        assert set(done.policy_versions) == {1, 2}
+        assert request.drawn is not None
+        assert tuple(done.tokens[: len(request.drawn.tokens)]) == request.drawn.tokens
+
+
+def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
+    """Drawing its end once more would make long responses likelier than they are."""
+    one = rig()
+    request = requests(1)[0]
+    one.engine.submit([request], GREEDY)
+    one.engine.step()  # sends it
+    wait_for(lambda: not one.server.num_running)
+    time.sleep(0.05)
+    [suspended] = one.engine.suspend()
+    assert suspended.drawn is not None and len(suspended.drawn.tokens) == 15
+    assert one.engine.num_unfinished == 0
+    one.server.draw = lambda context, version: (1, -1.0)
+    elsewhere = [Request(request.id, (5, 6), 0)]  # another request of that number comes between
+    assert list(one.engine.generate(elsewhere, GREEDY)[0].tokens) == [1] * 16
+    [done] = one.engine.generate([suspended], GREEDY)
+    assert list(done.tokens) == expected_tokens(request, GREEDY)
+    [again] = one.engine.generate([suspended], GREEDY)
+    assert list(again.tokens) == [*suspended.drawn.tokens, 1]
+
+
+def test_weights_change_while_responses_run(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=5, pace_s=0.002, max_running_requests=6)
+    engine, everything = one.engine, requests()
+    engine.submit(everything, LONG)
+    for version in (6, 7):
+        wait_for(lambda: one.server.num_running == 6, engine.step)
+        time.sleep(0.03)
+        engine.begin_update()
+        with pytest.raises(SyncError):
+            engine.suspend()
+        engine.end_update(version)
+    completions = drain(engine)
+    for request in everything:
+        assert_follows_the_model(request, completions[request.id])
+        versions = completions[request.id].policy_versions
+        assert list(versions) == sorted(versions)
+        assert set(versions) == ({5, 6, 7} if request.id < 106 else {7})
+    assert one.server.num_starts == 1
+
+
+def test_keys_and_values_of_old_weights_serve_no_new_request(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(max_running_requests=2)
+    engine = one.engine
+    engine.submit(requests(4), LONG)
+    engine.step()
+    engine.begin_update()
+    engine.end_update(1)
+    drain(engine)
+    engine.generate(requests(1), GREEDY)
+    old, *new = dict.fromkeys(one.server.cache_keys)
+    assert len(new) == 1
+    sent_to_old = sum(
+        len(body["rid"]) for path, body in one.server.calls if path == "/generate" and body["extra_key"] == old
+    )
+    assert sent_to_old == 2, "what waited in the engine's own queue was sent to the new weights"
+    one.sync(1)
+    engine.generate(requests(1), GREEDY)
+    assert len({*one.server.cache_keys}) == 3
+
+
+def test_log_probs_that_are_not_finite_are_reported_and_leave_nothing(rig) -> None:  # type: ignore[no-untyped-def]
+    for broken in (None, math.nan, -math.inf, -3.4e38):
+        one = rig(version=2, pace_s=0.002)
+        one.server.draw = lambda context, version, broken=broken: (1, broken if len(context) == 6 else -1.0)
+        one.engine.submit([Request(1, (1, 2), 0)], GREEDY)
+        one.engine.submit([Request(2, (1,) * 10, 0)], replace(GREEDY))
+        with pytest.raises(DivergenceError, match="version 2"):
+            drain(one.engine)
+        assert one.engine.num_unfinished == 0
+        one.server.draw = lambda context, version: (1, -1.0)
+        assert len(one.engine.generate(requests(2), GREEDY)) == 2
+
+
+def test_a_dead_server_is_replaced_and_everything_completes(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=5, pace_s=0.002, max_running_requests=6)
+    engine, everything = one.engine, requests()
+    advances = one.num_advances
+    engine.submit(everything, LONG)
+    engine.step()
+    wait_for(lambda: one.server.num_running == 6, engine.step)
+    wait_for(lambda: any(len(running.tokens) > 200 for running in one.server._running), engine.step)
+    one.server.die()
+    completions = drain(engine)
+    assert (one.server.num_starts, engine.num_restarts, engine.policy_version) == (2, 1, 5)
+    assert one.num_advances > advances
+    for request in everything:
+        assert list(completions[request.id].tokens) == expected_tokens(request, LONG, version=5)
+        assert_follows_the_model(request, completions[request.id])
+    contexts = [len(ids) for path, body in one.server.calls if path == "/generate" for ids in body["input_ids"]]
+    assert max(contexts) > 128, "what was known to be drawn is not drawn again"
+
+
+@pytest.mark.parametrize("fault", ["connections", "silence", "status"])
+def test_a_server_that_only_seems_to_live_is_replaced(rig, fault: str) -> None:  # type: ignore[no-untyped-def]
+    one = rig(pace_s=0.002, hang_timeout_s=0.5)
+    one.engine.submit(requests(4), LONG)
+    wait_for(lambda: one.server.num_running == 4, one.engine.step)
+    if fault == "connections":
+        one.server.die(noticed=False)
+    elif fault == "silence":
+        one.server.hangs = True
+    else:
+        one.server.answers["/generate"] = (500, "scheduler died")
+        one.server.on_start = one.server.answers.clear
+        one.engine.submit(requests(2, first=6), LONG)
+    completions = drain(one.engine)
+    assert one.server.num_starts == 2
+    for request in requests(4):
+        assert list(completions[request.id].tokens) == expected_tokens(request, LONG)
+
+
+def test_a_server_that_is_slow_but_draws_is_left_alone(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(pace_s=0.005, hang_timeout_s=1.0)
+    done = one.engine.generate(requests(2), LONG)
+    assert len(done) == 2 and one.server.num_starts == 1
+
+
+def test_a_server_that_keeps_dying_ends_the_job(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(max_restarts=2)
+    one.server.answers["/generate"] = (500, "out of luck")
+    one.engine.submit(requests(1), GREEDY)
+    with pytest.raises(EngineError, match=r"out of luck.*2 times.*rollout\.sglang\.max_restarts = 2"):
+        drain(one.engine)
+    assert one.server.num_starts == 3
+
+
+def test_a_request_that_the_server_refuses_ends_the_job_at_once(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig()
+    one.server.answers["/generate"] = (400, "The input is too long")
+    one.engine.submit(requests(1), GREEDY)
+    with pytest.raises(EngineError, match="The input is too long"):
+        drain(one.engine)
+    assert one.server.num_starts == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_server_that_dies_in_an_update_is_replaced_at_its_end(rig, when: str) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=1, pace_s=0.002)
+    one.engine.submit(requests(4), LONG)
+    wait_for(lambda: one.server.num_running == 4, one.engine.step)
+    time.sleep(0.05)
+    if when == "before":
+        one.server.die()
+    one.engine.begin_update()
+    if when == "during":
+        one.server.die()
+    one.engine.end_update(2)
+    assert (one.engine.policy_version, one.server.num_starts, one.server.version) == (2, 2, 2)
+    completions = drain(one.engine)
+    for request in requests(4):
+        assert_follows_the_model(request, completions[request.id])
+        assert completions[request.id].policy_versions[-1] == 2
+
+
+@pytest.mark.parametrize("dies_at_start", [1, 2])
+def test_a_server_that_dies_as_soon_as_it_is_started_counts(rig, dies_at_start: int) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=1, max_restarts=2, dies_at_start=dies_at_start)
+    one.server.die()
+    assert len(one.engine.generate(requests(2), GREEDY)) == 2
+    assert (one.server.num_starts, one.engine.num_restarts) == (3, 2)
+
+
+@pytest.mark.parametrize("fault", ["death", "silence"])
+def test_suspending_from_a_lost_server_gives_back_what_is_known(rig, fault: str) -> None:  # type: ignore[no-untyped-def]
+    one = rig(version=1, pace_s=0.002, hang_timeout_s=0.5)
+    one.engine.submit(requests(4), LONG)
+    wait_for(lambda: any(len(running.tokens) > 100 for running in one.server._running), one.engine.step)
+    one.engine.step()
+    one.server.die() if fault == "death" else setattr(one.server, "hangs", True)
+    suspended = one.engine.suspend()
+    assert [request.id for request in suspended] == [request.id for request in requests(4)]
+    assert all(request.drawn and len(request.drawn.tokens) >= 65 for request in suspended)
+    assert one.engine.num_unfinished == 0
+    for request, done in zip(requests(4), one.engine.generate(suspended, LONG), strict=True):
+        assert list(done.tokens) == expected_tokens(request, LONG, version=1)
+        assert_follows_the_model(request, done)
+    assert one.server.num_starts == 2
+
+
+def test_memory_is_released_and_taken_back_by_tag(rig) -> None:  # type: ignore[no-untyped-def]
+    one = rig(max_restarts=5)
+    one.engine.release(["kv_cache", "weights"])
+    one.engine.resume(["kv_cache", "cuda_graph"])
+    one.engine.resume(["weights"])
+    one.engine.redeliver()
+    memory = [(path, body["tags"]) for path, body in one.server.calls if "memory" in path]
+    assert memory == [
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["kv_cache"]),
+        ("/resume_memory_occupation", ["weights"]),
+    ]
+    assert len(one.engine.generate(requests(2), GREEDY)) == 2
+    one.engine.release(["weights"])
+    one.server.die()
+    one.engine.resume(["weights"])
+    assert one.server.num_starts == 2
+    assert one.server.calls[-1][0] != "/resume_memory_occupation", "a new server has all of its memory"
+    one.server.die()
+    one.engine.release(["weights"])
+    assert (one.server.num_starts, one.server.calls[-1][0]) == (3, "/release_memory_occupation")
