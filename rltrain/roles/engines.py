@@ -112,10 +112,10 @@ def _sglang(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> Host
         verify=config.weight_sync.verify,
     )
     engine.start()
-    return HostedEngine(engine, _parts_of_server(engine, delivery, leave, leaves))
+    return HostedEngine(engine, parts_of_server(engine, delivery, leave, leaves))
 
 
-def _parts_of_server(
+def parts_of_server(
     engine: SGLangEngine, delivery: Delivery, leave: Callable[[], None], leaves: bool
 ) -> Mapping[str, Part]:
     """Without a GPU the server keeps its memory, which is the host's, and only forgets what lies in it."""
@@ -140,7 +140,7 @@ def _parts_of_server(
         num_bytes=lambda: 0,  # the server's, which takes what it finds free
         forget=leave,
     )
-    return {"weights": weights, "kv_cache": kv_cache}
+    return {"kv_cache": kv_cache, "weights": weights}  # nothing runs any more when the weights leave
 
 
 def _offload(job: Job) -> dict[str, bool | str]:

@@ -199,7 +199,7 @@ class FakeDelivery:
 
     def __init__(self, client: Client | None) -> None:
         self.version: int | None = None
-        self.keeps = True
+        self.num_bytes = 100
         self._client = client
         self._arrived: int | None = None
         self._lost: EngineLost | None = None

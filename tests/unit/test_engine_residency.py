@@ -1,0 +1,88 @@
+"""An SGLang server that shares its device with training: what it gives back when, and what it is given again."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rltrain.cluster.device_memory import DeviceMemory
+from rltrain.cluster.parts import Part
+from rltrain.cluster.residency import Residency
+from rltrain.config.schema import SGLang
+from rltrain.roles.engines import parts_of_server
+from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.engine import SGLangEngine
+from tests.unit.fake_sglang import FakeDelivery, FakeServer
+from tests.unit.test_residency import order_of
+
+MOVES = {
+    "/abort_request": "abort",
+    "/flush_cache": "flush",
+    "/release_memory_occupation": "release",
+    "/resume_memory_occupation": "resume",
+    "/begin_weight_update": "sync",
+}
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer(pace_s=0.01)
+
+
+@pytest.fixture
+def engine(server: FakeServer) -> Iterator[SGLangEngine]:
+    client = Client(limit_s=5.0)
+    engine = SGLangEngine(
+        server,
+        client,
+        FakeDelivery(client),
+        group=None,
+        max_running_requests=4,
+        max_context_tokens=500,
+        settings=SGLang(),
+        advance=lambda: None,
+    )
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residency, list[Request]]:
+    """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
+    suspended: list[Request] = []
+
+    def leave() -> None:
+        suspended.extend(engine.suspend())
+        engine.release_cache()
+
+    residency = Residency(order_of(2, names), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
+    tensor = torch.ones(3)
+    parts = ("weights", "master_weights", "optimizer", "gradients")
+    residency.admit("actor", {name: Part(lambda: [tensor]) for name in parts})
+    residency.admit("rollout", parts_of_server(engine, engine.delivery, leave, leaves=True))
+    return residency, suspended
+
+
+def moves(server: FakeServer) -> list[str]:
+    """What was asked of the server since the last look, in words."""
+    calls, server.calls = server.calls, []
+    known = [(MOVES[path.split("?")[0]], body) for path, body in calls if path.split("?")[0] in MOVES]
+    return [f"{word} {'+'.join(body['tags'])}" if "tags" in body else word for word, body in known]
+
+
+def test_a_step_of_a_colocated_server(engine: SGLangEngine, server: FakeServer) -> None:
+    residency, suspended = residency_of(engine, ("weight_sync", "generate", "update"))
+    assert moves(server)[-2:] == ["release kv_cache+cuda_graph", "release weights"], "the next role finds room"
+    residency.enter(0)
+    engine.begin_update()
+    engine.end_update(0)
+    assert moves(server)[:2] == ["resume weights", "sync"], "keys and values have no room beside the actor"
+    residency.enter(1)
+    assert moves(server) == ["resume kv_cache+cuda_graph"]
+    engine.submit([Request(7, (1, 2, 3), seed=0)], SamplingParams(1.0, 1.0, 0, 400, ()))
+    engine.step()
+    residency.enter(2)
+    asked = moves(server)
+    assert asked[0] == "abort" and asked[-3:] == ["flush", "release kv_cache+cuda_graph", "release weights"]
+    assert [request.id for request in suspended] == [7], "it goes on when the engine is back"
