@@ -18,6 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
+from rltrain.config.schema import Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.resharding import Resharding
@@ -53,6 +54,7 @@ class Rank:
             config=SimpleNamespace(
                 model=SimpleNamespace(dtype="float32"),
                 weight_sync=Settings(bucket_mb=1),
+                rollout=Rollout(),
             ),
             world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
             grids=GRIDS,
