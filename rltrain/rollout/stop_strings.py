@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from rltrain.errors import ConfigError
+
 _LEAD_TOKENS = 8
 """Decoded before the longest possible match, for tokenizers whose text depends on the tokens before."""
 
@@ -32,3 +34,15 @@ class StopStrings:
         response.append(token)
         text = self._tokenizer.decode(list(response))
         return any(string in text for string in self._strings)
+
+
+def stop_strings(strings: Sequence[str], tokenizer: Tokenizer | None) -> StopStrings | None:
+    """None where there are no `strings`; ConfigError where they cannot be looked for."""
+    if not strings:
+        return None
+    if tokenizer is None:
+        raise ConfigError(
+            f"rollout.sampling.stop = {list(strings)} needs the model's tokenizer to decode responses, and "
+            "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
+        )
+    return StopStrings(tokenizer, strings)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rltrain.rollout.cuda_graphs import CudaGraphs
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.recording import CudaGraphs
 from rltrain.rollout.engine import Completion, SamplingParams
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 

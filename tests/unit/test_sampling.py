@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.rollout.embedded.sampling import draw, invert_cdf, mix64, random_streams, truncate, uniforms
+from rltrain.rollout.embedded.sampling import draw, invert_cdf, truncate
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.random_streams import mix64, random_streams, uniforms
 from rltrain.rollout.seeds import mix64 as mix64_int
 from rltrain.rollout.seeds import request_seed
 

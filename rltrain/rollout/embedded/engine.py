@@ -7,18 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.errors import ConfigError, DataError, DivergenceError, SyncError
+from rltrain.errors import DivergenceError
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
+from rltrain.rollout.cuda_graphs import recorder
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
-from rltrain.rollout.embedded.recording import Record, recorder
+from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import Completion, Request, SamplingParams
-from rltrain.rollout.stop_strings import StopStrings, Tokenizer
+from rltrain.rollout.refusals import check_requests, expect_idle, served_version
+from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 
 def allocate_parameters(
@@ -102,10 +104,14 @@ class EmbeddedEngine:
         """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not requests:
             return
-        self._check_prompts(requests)
         generation = self._generation if self.num_unfinished else None
-        if generation and generation.sampling != sampling:
-            raise ValueError(f"submitted with {sampling} while requests with {generation.sampling} are unfinished")
+        check_requests(
+            requests,
+            sampling,
+            unfinished=generation.unfinished_ids if generation else (),
+            running=generation.sampling if generation else None,
+            max_context_tokens=self._max_context_tokens,
+        )
         generation = generation or self._new_generation(sampling)
         generation.submit(requests)
         self._generation = generation
@@ -117,7 +123,7 @@ class EmbeddedEngine:
         Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
         Collective over: the engine's tensor-parallel group.
         """
-        version = self._served_version()
+        version = served_version(self.policy_version)
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():
@@ -138,8 +144,8 @@ class EmbeddedEngine:
 
         Raises as `step` does. Collective over: the engine's tensor-parallel group.
         """
-        version = self._served_version()
-        self._expect_idle("generate")
+        version = served_version(self.policy_version)
+        expect_idle(self.num_unfinished, "generate")
         self.submit(requests, sampling)
         if self._generation is None:
             return []
@@ -153,23 +159,11 @@ class EmbeddedEngine:
 
     def release_cache(self) -> None:
         """Free the KV cache's memory; the next step allocates what it needs."""
-        self._expect_idle("release_cache")
+        expect_idle(self.num_unfinished, "release_cache")
         self._release()
 
     def close(self) -> None:
         """Nothing outlives this process's memory."""
-
-    def _served_version(self) -> int:
-        if self.policy_version is None:
-            raise SyncError(
-                "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
-                "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
-            )
-        return self.policy_version
-
-    def _expect_idle(self, method: str) -> None:
-        if self.num_unfinished:
-            raise ValueError(f"{method} with {self.num_unfinished} requests unfinished; expected none: suspend() first")
 
     def _new_generation(self, sampling: SamplingParams) -> Generation:
         return Generation(
@@ -177,7 +171,7 @@ class EmbeddedEngine:
             self._slots,
             self._decoder,
             sampling,
-            self._stop_strings(sampling),
+            stop_strings(sampling.stop, self._tokenizer),
             self._max_context_tokens,
         )
 
@@ -194,22 +188,3 @@ class EmbeddedEngine:
     def _release(self) -> None:
         self._decoder.forget()
         self._slots.release()
-
-    def _check_prompts(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if not 0 < len(request.prompt) < self._max_context_tokens:
-                raise DataError(
-                    f"The prompt of request {request.id} has {len(request.prompt)} tokens; expected at least 1 and "
-                    f"fewer than rollout.max_context_tokens = {self._max_context_tokens}, so that a response fits. "
-                    "Raise rollout.max_context_tokens or lower data.max_prompt_tokens."
-                )
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        if not sampling.stop:
-            return None
-        if self._tokenizer is None:
-            raise ConfigError(
-                f"rollout.sampling.stop = {list(sampling.stop)} needs the model's tokenizer to decode responses, and "
-                "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
-            )
-        return StopStrings(self._tokenizer, sampling.stop)

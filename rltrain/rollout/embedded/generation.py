@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,10 @@ from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.kv_cache import PrefillAttention
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.embedded.sampling import random_streams
 from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
 from rltrain.rollout.engine import Completion, Drawn, FinishReason, Request, SamplingParams
+from rltrain.rollout.random_streams import random_streams
+from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192
@@ -76,18 +77,13 @@ class Generation:
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
+    @property
+    def unfinished_ids(self) -> Collection[int]:
+        return self._unfinished.keys()
+
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests that have something left to draw, and ids of their own."""
-        new = {request.id: request for request in requests}
-        if len(new) < len(requests) or not new.keys().isdisjoint(self._unfinished):
-            raise ValueError("requests with equal ids; expected distinct ones among all that are unfinished")
-        for request in requests:
-            if request.drawn and len(request.drawn.tokens) >= self._response_limit(request):
-                raise ValueError(
-                    f"request {request.id} has drawn {len(request.drawn.tokens)} tokens; expected fewer than the "
-                    f"{self._response_limit(request)} that its response may have"
-                )
-        self._unfinished |= new
+        """Queue requests that `check_requests` has let pass."""
+        self._unfinished |= {request.id: request for request in requests}
         self._waiting.extend(requests)
 
     def step(self, policy_version: int) -> list[Completion]:
@@ -155,12 +151,9 @@ class Generation:
             [len(response.context) - 1 for response in admitted],
             [len(request.drawn.tokens) if request.drawn else 0 for request in requests],
             [transcript.place(len(response.context) - 1, response.column) for response in admitted],
-            [self._response_limit(request) for request in requests],
+            [response_limit(request, self.sampling, self._max_context_tokens) for request in requests],
         ]
         self._slots.fill(first, rows, random_streams([request.seed for request in requests], self._device))
-
-    def _response_limit(self, request: Request) -> int:
-        return min(self.sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
 
     def _prefill(self, first_slot: int, admitted: Sequence[_Response]) -> None:
         """Cache all but the last token of the contexts, each distinct one computed once."""

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.config.schema import SGLang
-from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, EngineLost, SyncError
+from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
 from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.refusals import check_requests, expect_idle, served_version
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.flights import continued
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.session import Session
 from rltrain.rollout.sglang.sharing import Row, Sharing
-from rltrain.rollout.stop_strings import Tokenizer
+from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,14 @@ class SGLangEngine:
         """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
         if not requests:
             return
-        self._check_requests(requests, sampling)
+        check_requests(
+            requests,
+            sampling,
+            unfinished=self._unfinished,
+            running=self._sampling,
+            max_context_tokens=self._max_context_tokens,
+        )
+        stop_strings(sampling.stop, self._tokenizer)  # refused on all ranks or on none
         self._sampling = sampling
         self._unfinished |= {request.id: request for request in requests}
         if self._session is not None:
@@ -154,7 +162,7 @@ class SGLangEngine:
 
         Raises SyncError, on every rank, between `begin_update` and `end_update`. Collective over: the engine's ranks.
         """
-        self._check_version()
+        served_version(self.policy_version)
         if not self._unfinished:
             return []
         try:
@@ -179,7 +187,7 @@ class SGLangEngine:
         """
         if not self._unfinished:
             return []
-        self._check_version()
+        served_version(self.policy_version)
         try:
             rows = self._sharing.rows(self._suspend)
         except DivergenceError:
@@ -194,8 +202,8 @@ class SGLangEngine:
 
         Raises as `submit` and `step` do. Collective over: the engine's ranks.
         """
-        self._check_version()
-        self._expect_idle("generate")
+        served_version(self.policy_version)
+        expect_idle(self.num_unfinished, "generate")
         self.submit(requests, sampling)
         completions: dict[int, Completion] = {}
         while self._unfinished:
@@ -207,7 +215,7 @@ class SGLangEngine:
 
         Collective over: the engine's ranks.
         """
-        self._expect_idle("release_cache")
+        expect_idle(self.num_unfinished, "release_cache")
         self._reaches_server(lambda: self._call(FLUSH))
 
     def release(self, tags: Sequence[str]) -> None:
@@ -215,7 +223,7 @@ class SGLangEngine:
 
         Only where the server was started for it. Collective over: the engine's ranks.
         """
-        self._expect_idle("release")
+        expect_idle(self.num_unfinished, "release")
         while not self._reaches_server(lambda: self._call("/release_memory_occupation", tags=[*tags])):
             pass
         self._released |= {*tags}
@@ -342,42 +350,3 @@ class SGLangEngine:
         self._unfinished = {}
         with suppress(EngineLost):  # a server that is lost has nothing unfinished
             self._sharing.together(self._forget_all)
-
-    def _check_version(self) -> None:
-        if self.policy_version is None:
-            raise SyncError(
-                "the engine was asked to generate while its weights are incomplete: a weight sync has not been made "
-                "yet, or one has begun and not ended. Expected a weight_sync that succeeds before every generate"
-            )
-
-    def _expect_idle(self, method: str) -> None:
-        if self.num_unfinished:
-            raise ValueError(f"{method} with {self.num_unfinished} requests unfinished; expected none: suspend() first")
-
-    def _check_requests(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        if self._unfinished and self._sampling != sampling:
-            raise ValueError(f"submitted with {sampling} while requests with {self._sampling} are unfinished")
-        if sampling.stop and self._tokenizer is None:
-            raise ConfigError(
-                f"rollout.sampling.stop = {list(sampling.stop)} needs the model's tokenizer to decode responses, and "
-                "there is none. Put tokenizer files into model.path, or leave rollout.sampling.stop empty."
-            )
-        new = {request.id for request in requests}
-        if len(new) < len(requests) or not new.isdisjoint(self._unfinished):
-            raise ValueError("requests with equal ids; expected distinct ones among all that are unfinished")
-        for request in requests:
-            self._check_room(request, sampling)
-
-    def _check_room(self, request: Request, sampling: SamplingParams) -> None:
-        if not 0 < len(request.prompt) < self._max_context_tokens:
-            raise DataError(
-                f"The prompt of request {request.id} has {len(request.prompt)} tokens; expected at least 1 and "
-                f"fewer than rollout.max_context_tokens = {self._max_context_tokens}, so that a response fits. "
-                "Raise rollout.max_context_tokens or lower data.max_prompt_tokens."
-            )
-        limit = min(sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
-        if request.drawn and len(request.drawn.tokens) >= limit:
-            raise ValueError(
-                f"request {request.id} has drawn {len(request.drawn.tokens)} tokens; expected fewer than the "
-                f"{limit} that its response may have"
-            )

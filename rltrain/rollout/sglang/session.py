@@ -10,6 +10,7 @@ from typing import Any
 
 from rltrain.errors import EngineError, EngineLost
 from rltrain.rollout.engine import Drawn, Request, SamplingParams
+from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sglang.client import Client, Failure
 from rltrain.rollout.sglang.flights import Flight, StopCut, continued, generate_body
 from rltrain.rollout.sglang.sharing import Row
@@ -148,7 +149,7 @@ class Session:
 
     def _flight(self, request: Request) -> Flight:
         assert self._sampling is not None
-        limit = min(self._sampling.max_response_tokens, self._max_context_tokens - len(request.prompt))
+        limit = response_limit(request, self._sampling, self._max_context_tokens)
         return Flight(request, limit, self._version)
 
     def _receive(self, wait_s: float) -> bool:
