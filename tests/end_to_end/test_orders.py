@@ -61,7 +61,7 @@ MODES = {
 }
 PLACEMENTS = {"beside": "placement={actor: 0, 'rollout, reward': 1-2}"}
 """beside: ranks that score may be needed for a weight sync while they wait for each other's samples."""
-FAST = {"ahead", "beside"}
+FAST = {"beside"}
 LEAD = 2
 """Steps by which the rollout may be ahead of training."""
 
