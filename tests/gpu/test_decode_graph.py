@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.rollout.cuda_graphs import CudaGraphs
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.recording import CudaGraphs
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu

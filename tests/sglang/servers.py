@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.families import read_architecture
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.parts import split
+from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.process import Server, ServerSpec
 
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
 FROM_DISK = {"load_format": "auto"}
 """rollout.sglang.args of a server that has the checkpoint's weights from its start, without a weight sync."""
+PART_BYTES = 20_000
+"""Of a part of the weights: the tiny checkpoints have several."""
+
+
+def parts_of(checkpoint: Path) -> list[Layout]:
+    """In which a checkpoint's weights reach an engine on rank 0."""
+    return split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
 
 
 def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides: Any) -> ServerSpec:

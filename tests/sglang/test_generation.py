@@ -13,23 +13,18 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.grid import Grid
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.reshard.families import read_architecture
-from rltrain.reshard.parts import split
 from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
-from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.server.rltrain_supervise import descendants
 from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
-from tests.sglang.servers import START_TIMEOUT_S, server_spec
+from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
 
 TOLERANCE = 1e-4
-PART_BYTES = 20_000
 MAX_CONTEXT_TOKENS = 256
 NUM_SLOTS = 8
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
@@ -50,13 +45,9 @@ class Rig:
         self.engine.end_update(version)
 
     def write(self, checkpoint: Path) -> None:
-        for number, part in enumerate(_parts(checkpoint)):
+        for number, part in enumerate(parts_of(checkpoint)):
             load_parameters(checkpoint, part, 0, self.engine.incoming(number))
             self.engine.arrived(number)
-
-
-def _parts(checkpoint: Path) -> list:  # type: ignore[type-arg]
-    return split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
 
 
 def letter_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -92,7 +83,7 @@ def make(
         engine = SGLangEngine(
             server,
             client,
-            Delivery(_parts(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call),
+            Delivery(parts_of(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call),
             group=None,
             max_running_requests=NUM_SLOTS,
             max_context_tokens=MAX_CONTEXT_TOKENS,

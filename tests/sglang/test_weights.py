@@ -19,11 +19,10 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.process import Server
 from tests.rollout_models import write_checkpoint
-from tests.sglang.servers import START_TIMEOUT_S, call, greedy
+from tests.sglang.servers import PART_BYTES, START_TIMEOUT_S, call, greedy, parts_of
 
 PROMPT = [5, 9, 2, 14, 7, 1]
 NUM_TOKENS = 24
-PART_BYTES = 20_000
 FAMILIES = ["qwen3", "tied qwen2", "qwen3_moe"]
 
 
@@ -43,9 +42,8 @@ def deliver(
     delivery: Delivery, checkpoint: Path, version: int, after_part: Callable[[int], None] | None = None
 ) -> None:
     """What a weight sync does, with the tensors of a checkpoint."""
-    parts = split(engine_layout(read_architecture(checkpoint), Grid((0,))), PART_BYTES)
     delivery.begin()
-    for number, part in enumerate(parts):
+    for number, part in enumerate(parts_of(checkpoint)):
         load_parameters(checkpoint, part, 0, delivery.tensors(number))
         delivery.arrived(number, verify=version % 2 == 1)
         if after_part is not None:

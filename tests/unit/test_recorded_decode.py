@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.rollout.cuda_graphs import recorder
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.decoder import rounded
-from rltrain.rollout.embedded.recording import Recordings
 from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.recording import Recordings, recorder
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 

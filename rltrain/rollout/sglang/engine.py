@@ -65,7 +65,6 @@ class SGLangEngine:
         self._sampling: SamplingParams | None = None
         self._lost: str | None = None
         """Why the server is to be replaced at the end of the update."""
-        self._is_updating = False
         self._released: set[str] = set()
         self._session: Session | None = None
         if client is not None:
@@ -103,9 +102,6 @@ class SGLangEngine:
         A server that is lost is replaced in `end_update`. Collective over: the engine's ranks.
         """
         self.policy_version = None
-        if self._is_updating:
-            return
-        self._is_updating = True
         try:
             self._sharing.together(self._pause)
         except EngineLost as lost:
@@ -137,7 +133,7 @@ class SGLangEngine:
                 f"the engine serves weights of version {self.delivery.version} after a weight sync that was to bring "
                 f"version {version}"
             )
-        self._is_updating, self._lost = False, None
+        self._lost = None
         self._serve(version)
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
