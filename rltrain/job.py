@@ -2,16 +2,18 @@
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain.cluster.ending import end_process
-from rltrain.cluster.placement import resolve_placement, role_grids
+from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
+from rltrain.cluster.ending import end_process, end_quietly
+from rltrain.cluster.placement import Placement, resolve_placement, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
+from rltrain.cluster.stopping import StopRequest
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.watchdog import Watchdog
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, Bulletin, World, join_world, start_process_groups
@@ -19,8 +21,10 @@ from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import UserError
+from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.of_roles import role_architectures
 from rltrain.reshard.kernels import native
+from rltrain.resuming import check_resumed, find_checkpoint, remaining_order, rewind_logs
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.legality import check_schedule
@@ -39,13 +43,18 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
         job, order, watchdog = prepare(config_path, overrides, world)
-        Trainer(job, order).run()
+        trainer = Trainer(job, order)
+        came_to_its_end = trainer.run()
         watchdog.stop()
+        if job.stop:
+            job.stop.close()
     except UserError as error:
         message = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
         end_process(world.store, f"rltrain: {message}", status=2)
     except Exception:
         end_process(world.store, f"rltrain: rank {world.rank} failed:\n{traceback.format_exc()}", status=1)
+    if not came_to_its_end:
+        end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
     dist.destroy_process_group()
     return 0
 
@@ -60,17 +69,47 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     architectures = role_architectures(config, placement.roles)
     check_against_architecture(config, grids, architectures)
     check_schedule(config, placement, grids)
-    order = build_order(config, placement)
-    check(order, placement)
+    check(build_order(config, placement), placement)
     native.backend(world.device.type)
     bulletin = Bulletin(world, placement.ranks_by_role, guarded=True)
     watchdog = start_watchdog(bulletin, config)
+    order, resumed = where_to_begin(config, placement, architectures, bulletin)
+    check(order, placement)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
     patience = Patience(bulletin, config.timeouts.report_s)
-    return Job(config, world, placement, grids, groups, architectures, bulletin, patience), order, watchdog
+    stop = listen_for_stop(bulletin, config) if config.checkpoint.save_interval else None
+    job = Job(config, world, placement, grids, groups, architectures, bulletin, patience, resumed, stop)
+    return job, order, watchdog
+
+
+def where_to_begin(
+    config: Config, placement: Placement, architectures: Mapping[str, Architecture], bulletin: Bulletin
+) -> tuple[Order, Resumed | None]:
+    """What is to be done, and the checkpoint from which it goes on, if any. Collective over: all ranks."""
+    checkpoint = find_checkpoint(config, bulletin)
+    if checkpoint is not None:
+        check_resumed(config, architectures, checkpoint)
+    if bulletin.world.rank == 0:
+        rewind_logs(config, checkpoint, bulletin.world.restarted)
+    if checkpoint is None:
+        return build_order(config, placement), None
+    order, continues = remaining_order(config, placement, checkpoint)
+    return order, replace(checkpoint, continues=continues)
+
+
+def listen_for_stop(bulletin: Bulletin, config: Config) -> StopRequest:
+    """From here on the signals that ask the job to stop make it save first."""
+    stop = StopRequest(
+        bulletin.world.store,
+        bulletin.observer,
+        within_s=config.checkpoint.stop_within_s,
+        last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
+    )
+    stop.listen()
+    return stop
 
 
 def start_watchdog(bulletin: Bulletin, config: Config) -> Watchdog:

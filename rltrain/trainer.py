@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from rltrain.checkpointing import Checkpointing
 from rltrain.cluster.exchange import Exchange
 from rltrain.cluster.in_flight import InFlightSync
 from rltrain.errors import DivergenceError
@@ -15,11 +16,12 @@ from rltrain.observability.metrics import MetricsWriter
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
 from rltrain.observability.trace import start_trace
+from rltrain.resuming import restore
 from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
-from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order
+from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
 from rltrain.transfers import Transfers
 
 
@@ -36,7 +38,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     logging_rank = job.leader_of("actor")
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
-    return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish)
+    return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
 
 
 class Trainer:
@@ -61,15 +63,22 @@ class Trainer:
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
         self.reporter = build_reporter(job, order, self._memory_metrics)
+        restore(job, self.transfers, self.reporter)
+        self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
+        self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
         self.end = len(order)
         """Position at which training ends; later entries are executed only if they are final."""
 
-    def run(self) -> None:
-        """Every entry of this rank, in order."""
+    def run(self) -> bool:
+        """Every entry of this rank, in order; whether it came to the end, and was not stopped by a signal."""
         try:
             for position, entry in enumerate(self.order):
+                if self.checkpointing.stopped_by:
+                    self.end = position
+                    break
                 if self.hosted.isdisjoint(entry.actors) or (position > self.end and not entry.final):
                     continue
+                self.checkpointing.look()
                 if self.in_flight and "rollout" in self.hosted:
                     self.in_flight.position = position
                     if entry.name == WEIGHT_SYNC:
@@ -77,6 +86,7 @@ class Trainer:
                         continue
                 self._execute(position)
             self.transfers.finish(end=self.end)
+            self.checkpointing.finish()
         except BaseException as error:
             error.add_note(f"on rank {self.rank}, which {self.job.bulletin.activity(self.rank)}")
             self.reporter.abandon()
@@ -87,6 +97,7 @@ class Trainer:
         for role in self.roles.values():
             role.close()
         self.trace.close()
+        return self.checkpointing.stopped_by is None
 
     def decide_to_stop(self, step: int, chunk: int) -> None:
         """Everybody learns whether the evaluation just made reached its goal."""

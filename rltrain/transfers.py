@@ -1,8 +1,13 @@
 """The posts and waits of the order: which fields travel, by which route, and when a post may be forgotten."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
-from rltrain.cluster.exchange import Exchange, Route
+from torch import Tensor
+
+from rltrain.cluster.exchange import Exchange, Route, Shipment
+from rltrain.cluster.saved_shipments import Key, as_tensors, read_parts, share
+from rltrain.errors import CheckpointError
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
@@ -62,6 +67,42 @@ class Transfers:
     def finish(self, end: int) -> None:
         """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
         self.exchange.retire([p for p in self.exchange.outbox if self._wait_of(p) < end])
+
+    def save(self, position: int) -> dict[str, Tensor]:
+        """What this rank posted before `position` that is awaited behind it: copies, for `restore`; {} if nothing is.
+
+        To be called when this rank has come to `position`.
+        """
+        crossing: dict[Key, Shipment] = {}
+        for entry in self.order.crossing(position):
+            posted = self.post_position[entry.transfer]
+            key = (entry.roles[0], entry.name, entry.step, entry.chunk)
+            if posted in self.exchange.outbox and key not in crossing:
+                crossing[key] = self.exchange.posted(posted)
+        return as_tensors(crossing)
+
+    def restore(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """Give what crossed a checkpoint to the roles that posted it, from which the order's first posts send it again.
+
+        `saved` is what `save` returned on all ranks of the run that saved, in their order. Raises CheckpointError where
+        the order begins with other posts.
+        """
+        parts = read_parts(saved)
+        self._expect_crossing(parts)
+        for (source, name, step, chunk), of_all in parts.items():
+            if source in self.roles:
+                role = self.roles[source]
+                role.shipments[name, step, chunk] = share(of_all, role.dp, role.grid.dp)
+
+    def _expect_crossing(self, found: Collection[Key]) -> None:
+        posts = takewhile(lambda entry: entry.kind == "post", self.order)
+        expected = {(entry.roles[0], entry.name, entry.step, entry.chunk) for entry in posts}
+        if expected != {*found}:
+            raise CheckpointError(
+                f"The checkpoint holds experience on its way as {sorted(found)} (role, transfer, step, chunk); "
+                f"expected {sorted(expected)}. Go on with the schedule that it was saved with, and with the reward on "
+                "ranks of training where it was."
+            )
 
     def _wait_of(self, posted: int) -> int:
         return self.wait_position[self.order[posted].transfer]

@@ -3,7 +3,7 @@
 Nothing here uses rltrain's layouts, plans or family tables.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,9 @@ PADDING = -7.0
 MOE = {
     "qwen3_moe": MoE(num_experts=4, top_k=2, ffn_hidden_size=8, dense_layers=(1,)),
     "mixtral": MoE(num_experts=4, top_k=2, ffn_hidden_size=24),
-    "deepseek_v3": MoE(num_experts=8, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(0,)),
+    "deepseek_v3": MoE(
+        num_experts=8, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(0,), score="sigmoid"
+    ),
 }
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
 
@@ -47,25 +49,48 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
     return Architecture(**{**values, **changes})  # type: ignore[arg-type]
 
 
+VARIANTS = {
+    "llama_attention_bias": tiny_architecture("llama", qkv_bias=True, output_bias=True, num_layers=4),
+    "mistral": tiny_architecture("mistral", num_layers=4),
+    "moonlight": tiny_architecture("deepseek_v3", mla=replace(LATENT, q_rank=None), num_layers=4),
+}
+"""Architectures that share a family with another one, or a table."""
+
+
+def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    """Of projections and norms, without biases."""
+    hidden = a.hidden_size
+    if a.mla is None:
+        heads = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"self_attn.{name}_proj": (count * a.head_dim, hidden) for name, count in heads.items()
+        }
+        shapes["self_attn.o_proj"] = (hidden, a.num_heads * a.head_dim)
+        if a.qk_norm:
+            shapes["self_attn.q_norm"] = shapes["self_attn.k_norm"] = (a.head_dim,)
+        return shapes
+    m = a.mla
+    shapes = {
+        "self_attn.kv_a_proj_with_mqa": (m.kv_rank + m.rope_head_dim, hidden),
+        "self_attn.kv_a_layernorm": (m.kv_rank,),
+        "self_attn.kv_b_proj": (a.num_heads * (m.plain_head_dim + m.value_head_dim), m.kv_rank),
+        "self_attn.o_proj": (hidden, a.num_heads * m.value_head_dim),
+    }
+    queries = a.num_heads * (m.plain_head_dim + m.rope_head_dim)
+    if m.q_rank is None:
+        return shapes | {"self_attn.q_proj": (queries, hidden)}
+    return shapes | {
+        "self_attn.q_a_proj": (m.q_rank, hidden),
+        "self_attn.q_a_layernorm": (m.q_rank,),
+        "self_attn.q_b_proj": (queries, m.q_rank),
+    }
+
+
 def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     """Tensors of a layer of the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    if a.mla:
-        m = a.mla
-        shapes["self_attn.q_a_proj"] = (m.q_rank, hidden)
-        shapes["self_attn.q_a_layernorm"] = (m.q_rank,)
-        shapes["self_attn.q_b_proj"] = (a.num_heads * (m.plain_head_dim + m.rope_head_dim), m.q_rank)
-        shapes["self_attn.kv_a_proj_with_mqa"] = (m.kv_rank + m.rope_head_dim, hidden)
-        shapes["self_attn.kv_a_layernorm"] = (m.kv_rank,)
-        shapes["self_attn.kv_b_proj"] = (a.num_heads * (m.plain_head_dim + m.value_head_dim), m.kv_rank)
-        shapes["self_attn.o_proj"] = (hidden, a.num_heads * m.value_head_dim)
-    else:
-        for projection, heads in (("q", a.num_heads), ("k", a.num_kv_heads), ("v", a.num_kv_heads)):
-            shapes[f"self_attn.{projection}_proj"] = (heads * a.head_dim, hidden)
-        shapes["self_attn.o_proj"] = (hidden, a.num_heads * a.head_dim)
-    if a.qk_norm:
-        shapes["self_attn.q_norm"] = shapes["self_attn.k_norm"] = (a.head_dim,)
+    shapes = attention_shapes(a)
+    shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
     mlps = {"mlp": a.ffn_hidden_size}
     if sparse:
         assert a.moe
@@ -82,6 +107,8 @@ def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     if a.qkv_bias:
         biases = {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
         shapes |= biases
+    if a.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
     if sparse and a.family == "deepseek_v3":
         assert a.moe
         shapes["mlp.gate.e_score_correction_bias"] = (a.moe.num_experts,)
@@ -216,11 +243,13 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     shard = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.post_attention_layernorm.weight"]}
     shard["self_attention.linear_proj.weight"] = np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]
     if a.mla:
-        shard |= megatron_latent_attention(full, f"{hf}.self_attn", place)
+        shard |= megatron_latent_attention(a.mla, full, f"{hf}.self_attn", place)
     else:
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
             fused = megatron_qkv(a, *(full[f"{hf}.self_attn.{p}_proj.{kind}"] for p in "qkv"))
             shard[f"self_attention.linear_qkv.{kind}"] = np.split(fused, tp)[rank]
+    if a.output_bias:
+        shard["self_attention.linear_proj.bias"] = full[f"{hf}.self_attn.o_proj.bias"]
     if a.qk_norm:
         shard["self_attention.q_layernorm.weight"] = full[f"{hf}.self_attn.q_norm.weight"]
         shard["self_attention.k_layernorm.weight"] = full[f"{hf}.self_attn.k_norm.weight"]
@@ -242,10 +271,14 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     return shard
 
 
-def megatron_latent_attention(full: Tensors, attention: str, place: Place) -> Tensors:
+def megatron_latent_attention(mla: MLA, full: Tensors, attention: str, place: Place) -> Tensors:
     tp, rank, te = place.tp, place.tp_rank, place.transformer_engine
     shard: Tensors = {}
-    for latent, hf_down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
+    latents = {"q": "q_a_proj", "kv": "kv_a_proj_with_mqa"}
+    if mla.q_rank is None:
+        del latents["q"]
+        shard["self_attention.linear_q_proj.weight"] = np.split(full[f"{attention}.q_proj.weight"], tp)[rank]
+    for latent, hf_down in latents.items():
         whole = full[f"{attention}.{hf_down}.weight"]
         up, norm = f"self_attention.linear_{latent}_up_proj", f"self_attention.{latent}_layernorm.weight"
         shard[f"self_attention.linear_{latent}_down_proj.weight"] = whole if te else np.split(whole, tp)[rank]
@@ -282,12 +315,19 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
     whole = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     whole += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
     shard: Tensors = {}
+    whole += ["self_attn.o_proj.bias"] if a.output_bias else []
     if a.mla:
-        whole += ["self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"]
-        shard["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(
-            [full["self_attn.q_a_proj.weight"], full["self_attn.kv_a_proj_with_mqa.weight"]]
-        )
-        for name in ("self_attn.q_b_proj.weight", "self_attn.kv_b_proj.weight"):
+        whole.append("self_attn.kv_a_layernorm.weight")
+        if a.mla.q_rank is None:
+            whole.append("self_attn.kv_a_proj_with_mqa.weight")
+            queries = "self_attn.q_proj.weight"
+        else:
+            whole.append("self_attn.q_a_layernorm.weight")
+            queries = "self_attn.q_b_proj.weight"
+            shard["self_attn.fused_qkv_a_proj_with_mqa.weight"] = np.concatenate(
+                [full["self_attn.q_a_proj.weight"], full["self_attn.kv_a_proj_with_mqa.weight"]]
+            )
+        for name in (queries, "self_attn.kv_b_proj.weight"):
             shard[name] = np.split(full[name], tp)[rank]
     else:
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):

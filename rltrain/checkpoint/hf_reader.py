@@ -1,10 +1,9 @@
 """Reading weights from a Hugging Face checkpoint folder."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.errors import CheckpointError
-from rltrain.reshard.layout import Array, Layout
+from rltrain.reshard.layout import BOX_FIELDS, Array, CanonicalTensors, Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,8 +35,8 @@ def load_parameters(
     """
     mine = layout.on(rank)
     _check_parameters(mine.parameters, parameters)
-    checkpoint = _Checkpoint(path, config_key)
-    checkpoint.refuse_unused(layout, compare_tied_head=rank == layout.ranks[0])
+    checkpoint = HfFolder(path, config_key)
+    checkpoint.refuse_unused(layout.tensors, compare_tied_head=rank == layout.ranks[0])
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
     pieces = checkpoint.stored(layout, mine.pieces)
     covered = np.zeros(len(flats), dtype=np.int64)
@@ -48,8 +47,9 @@ def load_parameters(
     for file, contents in checkpoint.by_file(layout, pieces):
         with checkpoint.open(file) as opened:
             for piece in contents:
-                values = checkpoint.read_box(opened, file, layout, piece)
-                shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
+                box = Box(*(int(piece[field]) for field in BOX_FIELDS))
+                values = checkpoint.read_box(opened, file, layout.tensors, box)
+                shape, strides = (box.rows, box.cols), (int(piece["stride"]), 1)
                 flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
 
 
@@ -60,15 +60,36 @@ def _check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], paramet
         raise ValueError(f"parameters differ from the layout (name, shape): {differing[:8]}")
 
 
-class _Checkpoint:
-    """The safetensors files of a checkpoint folder and which tensor lies in which of them."""
+def named_by(key: str) -> str:
+    """How a message says where a folder was given: a key of the config, or an option or argument of a command."""
+    if key.startswith("--"):
+        return f"option {key}"
+    return f"argument {key}" if key.isupper() else f"config key {key}"
+
+
+class Box(NamedTuple):
+    """A part of canonical tensor number `tensor`, seen as a matrix."""
+
+    tensor: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+
+class HfFolder:
+    """The safetensors files of a checkpoint folder and which tensor lies in which of them.
+
+    `config_key` is the config key or the command's option that names the folder, for messages. CheckpointError where
+    the folder holds no checkpoint in this format.
+    """
 
     def __init__(self, path: Path, config_key: str) -> None:
         self.path, self.config_key = path, config_key
         self.file_of = self._read_files()
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{what} (config key {self.config_key})")
+        return CheckpointError(f"{what} ({named_by(self.config_key)})")
 
     def _read_files(self) -> dict[str, str]:
         if (self.path / SINGLE_FILE).exists():
@@ -86,25 +107,27 @@ class _Checkpoint:
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise self.error(f"{index} is not a safetensors index: {problem!r}") from None
 
-    @contextmanager
-    def open(self, file: str) -> Iterator[Any]:
+    def open(self, file: str) -> Any:
+        """A mapped safetensors file, to be used in a `with` or kept. CheckpointError where it is missing or damaged."""
         try:
-            opened = safe_open(self.path / file, framework="pt")
+            return safe_open(self.path / file, framework="pt")
         except FileNotFoundError:
             raise self.error(
                 f"{self.path / file} does not exist, but {INDEX_FILE} names it: the checkpoint is incomplete"
             ) from None
         except (SafetensorError, OSError) as problem:
             raise self.error(f"{self.path / file} is damaged or cut short: {problem}") from None
-        with opened:
-            yield opened
 
-    def refuse_unused(self, layout: Layout, *, compare_tied_head: bool) -> None:
-        unused = set(self.file_of) - set(layout.tensors.names)
+    def refuse_unused(self, tensors: CanonicalTensors, *, compare_tied_head: bool) -> None:
+        """CheckpointError where the files hold other tensors than a model of `tensors` has.
+
+        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal.
+        """
+        unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
         if HEAD in unused:
             # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
-            tied = VALUE_HEAD not in layout.tensors.numbers
+            tied = VALUE_HEAD not in tensors.numbers
             if tied and compare_tied_head and not self._equal(EMBEDDING, HEAD):
                 raise self.error(
                     f"{self.path}: config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}; set "
@@ -146,9 +169,16 @@ class _Checkpoint:
         files = np.array([file_of_tensor[int(tensor)] for tensor in pieces["tensor"]])
         return [(str(file), pieces[files == file]) for file in np.unique(files)]
 
-    def read_box(self, opened: Any, file: str, layout: Layout, piece: Any) -> Tensor:
-        """[rows, cols] of one tensor."""
-        name, shape = layout.tensors.names[piece["tensor"]], layout.tensors.shapes[piece["tensor"]]
+    def read_box(self, opened: Any, file: str, tensors: CanonicalTensors, box: Box) -> Tensor:
+        """[rows, cols] of one tensor of the open `file`."""
+        shape = tensors.shapes[box.tensor]
+        stored = self.stored_tensor(opened, file, tensors.names[box.tensor], shape)
+        rows, columns = slice(box.row, box.row + box.rows), slice(box.col, box.col + box.cols)
+        values: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
+        return values
+
+    def stored_tensor(self, opened: Any, file: str, name: str, shape: tuple[int, ...]) -> Any:
+        """The slice object of a tensor of an open file; CheckpointError where it is missing or not of `shape`."""
         try:
             stored = opened.get_slice(name)
         except SafetensorError:
@@ -160,7 +190,4 @@ class _Checkpoint:
                 "a critic needs one score per token (num_labels 1):" if name == VALUE_HEAD else "config.json asks for"
             )
             raise self.error(f"{self.path / file}: tensor {name} has shape {stored.get_shape()}; {asks} {list(shape)}")
-        rows = slice(int(piece["row"]), int(piece["row"] + piece["rows"]))
-        columns = slice(int(piece["col"]), int(piece["col"] + piece["cols"]))
-        box: Tensor = stored[columns][None] if len(shape) == 1 else stored[rows, columns]
-        return box
+        return stored

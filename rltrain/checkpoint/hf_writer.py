@@ -1,11 +1,9 @@
 """Writing weights to a Hugging Face checkpoint folder."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,32 +11,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
+from rltrain.checkpoint.hf_files import (
+    METADATA,
+    HfFile,
+    carried_files,
+    copy_carried_files,
+    planned_files,
+    write_config,
+    write_index,
+)
+from rltrain.checkpoint.hf_reader import INDEX_FILE
+from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.families import NUM_LABELS, Architecture, canonical_tensors, element_types
+from rltrain.reshard.families.architecture import CONFIG_FILE
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
 
-CONFIG_FILE = "config.json"
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-METADATA = {"format": "pt", "written_by": "rltrain"}
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -93,7 +87,8 @@ def save_checkpoint(
     Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
     on gloo, which may be left out where `group` is gloo's.
     """
-    _refuse_foreign(directory)
+    with _writing(directory):
+        _refuse_foreign(directory, like)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     device = next(iter(source_tensors.values())).device
@@ -103,7 +98,7 @@ def save_checkpoint(
     }
     sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
     execute(sync, source_tensors, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
-    files = _files(layout, dtype.itemsize, max_shard_bytes)
+    files = planned_files(layout, max_shard_bytes)
     first = rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
@@ -113,61 +108,22 @@ def save_checkpoint(
         _barrier(group)
         for file in files:
             if file.writer == rank:
-                save_file({name: mine[name].cpu() for name in file.tensors}, partial_directory / file.name, METADATA)
+                _write_file(partial_directory / file.name, file, mine)
         if first:
-            _write_index(partial_directory, files, layout.tensors, dtype)
-            _copy_settings(like, partial_directory, architecture, dtype)
+            write_index(partial_directory, files)
+            settings = _value_settings(architecture) if architecture.head == "value" else {}
+            write_config(like, partial_directory, str(dtype).removeprefix("torch."), settings)
+            copy_carried_files(like, partial_directory)
         _barrier(group)
         if first:
             _replace(directory, partial_directory)
         _barrier(group)
 
 
-@dataclass(frozen=True)
-class _File:
-    name: str
-    writer: int
-    tensors: tuple[str, ...]
-
-
-def _files(layout: Layout, element_bytes: int, max_shard_bytes: int) -> list[_File]:
-    """All files of the checkpoint, the same on every rank."""
-    contents: list[tuple[int, list[str]]] = []
-    for rank in layout.ranks:
-        filled = max_shard_bytes
-        for name, shape in layout.on(rank).parameters:
-            size = int(np.prod(shape, dtype=np.int64)) * element_bytes
-            if filled + size > max_shard_bytes:
-                contents.append((rank, []))
-                filled = 0
-            contents[-1][1].append(name)
-            filled += size
-    if len(contents) == 1:
-        return [_File(SINGLE_FILE, contents[0][0], tuple(contents[0][1]))]
-    return [
-        _File(f"model-{number:05d}-of-{len(contents):05d}.safetensors", rank, tuple(names))
-        for number, (rank, names) in enumerate(contents, start=1)
-    ]
-
-
-def _write_index(directory: Path, files: list[_File], tensors: CanonicalTensors, dtype: torch.dtype) -> None:
-    if len(files) == 1:
-        return
-    total_bytes = int(tensors.matrix_shapes.prod(axis=1).sum()) * dtype.itemsize
-    weight_map = {name: file.name for file in files for name in file.tensors}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_settings(like: Path, directory: Path, architecture: Architecture, dtype: torch.dtype) -> None:
-    config = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8"))
-    if architecture.head == "value":
-        config |= _value_settings(architecture)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED_FILES:
-        if (like / name).exists():
-            shutil.copyfile(like / name, directory / name)
+def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor]) -> None:
+    with SafetensorsFile(path, file.entries, METADATA) as opened:
+        for entry in opened.entries:
+            opened.append(entry.name, tensors[entry.name])
 
 
 def _value_settings(architecture: Architecture) -> dict[str, object]:
@@ -191,21 +147,21 @@ def _replace(directory: Path, complete: Path) -> None:
     shutil.rmtree(previous)
 
 
-def _refuse_foreign(directory: Path) -> None:
-    if directory.exists() and not _replaceable(directory):
+def _refuse_foreign(directory: Path, like: Path) -> None:
+    if directory.exists() and not _replaceable(directory, like):
         raise CheckpointError(
             f"{directory} exists and is not just a checkpoint that an earlier job wrote, so it is not replaced. "
             "Move it away or set another folder (config key output_dir)"
         )
 
 
-def _replaceable(directory: Path) -> bool:
+def _replaceable(directory: Path, like: Path) -> bool:
     """Whether an earlier save made `directory` and nothing was added to it since."""
     if not directory.is_dir():
         return False
     names = {path.name for path in directory.iterdir()}
     shards = {name for name in names if SHARD_FILE.fullmatch(name)}
-    added = names - shards - {CONFIG_FILE, INDEX_FILE, *COPIED_FILES}
+    added = names - shards - {CONFIG_FILE, INDEX_FILE, *carried_files(like)}
     return not names or (bool(shards) and not added and all(_written_by_us(directory / name) for name in shards))
 
 

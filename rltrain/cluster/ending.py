@@ -31,6 +31,13 @@ def end_process(
     os._exit(status)
 
 
+def end_quietly() -> NoReturn:
+    """End this process at once and well, without tearing anything down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def wait_briefly(store: dist.Store, keys: list[str], seconds: float) -> None:
     """Until all `keys` are in the store, but no longer than `seconds`."""
     deadline = time.monotonic() + seconds

@@ -58,7 +58,7 @@ class Exchange:
         self.group = group
         self.patience = patience
         self.serve = serve
-        self.outbox: dict[int, tuple[Route, list[dist.Work], list[Tensor]]] = {}
+        self.outbox: dict[int, tuple[Route, list[dist.Work], list[tuple[Tensor, Tensor]]]] = {}
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
@@ -67,12 +67,12 @@ class Exchange:
             return
         replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
         works: list[dist.Work] = []
-        kept: list[Tensor] = []
+        kept: list[tuple[Tensor, Tensor]] = []
         for dp in range(route.destination.dp):
             samples = torch.nonzero(replicas[shipment.columns["group_ids"]] == dp).flatten()
             part = Shipment(take(shipment.columns, samples), shipment.group_tokens)
             header, body = encode(part, route.fields)
-            kept += [header, body]
+            kept.append((header, body))
             for peer in route.destination.replica(dp):
                 if peer == self.rank:
                     self.to_self[route.position] = part
@@ -91,9 +91,12 @@ class Exchange:
         shipments = [decode(headers[rank], bodies[rank], route.fields) for rank in sources]
         if route.position in self.to_self:
             shipments.append(self.to_self.pop(route.position))
-        columns = join(shipment.columns for shipment in shipments)
-        by_group = torch.argsort(columns["group_ids"], stable=True)
-        return Shipment(take(columns, by_group), shipments[0].group_tokens)
+        return joined(shipments)
+
+    def posted(self, position: int) -> Shipment:
+        """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
+        route, _, messages = self.outbox[position]
+        return joined([decode(header, body, route.fields) for header, body in messages])
 
     def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
         works = [
@@ -109,6 +112,13 @@ class Exchange:
                 peers = [r for dp in range(route.destination.dp) for r in route.destination.replica(dp)]
                 self.patience.wait(works, f"delivery of {route.name}", peers, self.serve)
                 del self.outbox[position]
+
+
+def joined(parts: Sequence[Shipment]) -> Shipment:
+    """All samples of parts of one shipment, by group id. A copy."""
+    columns = join(part.columns for part in parts)
+    by_group = torch.argsort(columns["group_ids"], stable=True)
+    return Shipment(take(columns, by_group), parts[0].group_tokens.clone())
 
 
 def started(work: dist.Work | None) -> dist.Work:

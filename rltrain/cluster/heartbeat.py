@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
+from rltrain.cluster.processes import this_process
 from rltrain.cluster.stacks import main_thread_communicates
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Beat:
     sequences: Mapping[str, int] | None = None
     """Process group, by a name equal on its ranks -> collectives that this rank has begun in it."""
     wait: Wait | None = None
+    process: str = ""
+    """In which the rank runs, as rltrain/cluster/processes.py names it."""
     finished: bool = False
 
     def __str__(self) -> str:
@@ -163,6 +166,7 @@ class Heartbeat:
             "communicates": main_thread_communicates(),
             "sequences": None if self.sequences is None else dict(self.sequences()),
             "wait": next(reversed(self._waits), None),
+            "process": this_process(),
         }
         return Beat(**values)
 

@@ -30,14 +30,19 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """The parts that a task reads, those that it reads and writes, and those that it only writes, whole."""
+    """The parts that a task reads, those that it reads and writes, and those that it only writes, whole.
+
+    `keeps` it reads where they lie, on the device or on the host.
+    """
 
     reads: frozenset[Key] = frozenset()
     updates: frozenset[Key] = frozenset()
     rewrites: frozenset[Key] = frozenset()
+    keeps: frozenset[Key] = frozenset()
 
     @property
     def parts(self) -> frozenset[Key]:
+        """Those that it needs on the device."""
         return self.reads | self.updates | self.rewrites
 
     @property
@@ -50,14 +55,15 @@ class Needs:
 
     @property
     def _fields(self) -> tuple[frozenset[Key], ...]:
-        return self.reads, self.updates, self.rewrites
+        return self.reads, self.updates, self.rewrites, self.keeps
 
 
 def _parts(role: str, *names: str) -> frozenset[Key]:
     return frozenset((role, name) for name in names)
 
 
-TRAINED_PARTS = ("weights", "master_weights", "optimizer", "gradients")
+STATE_PARTS = ("weights", "master_weights", "optimizer")
+TRAINED_PARTS = (*STATE_PARTS, "gradients")
 
 
 def _accumulates(role: str) -> Needs:
@@ -78,6 +84,7 @@ NEEDS: dict[str, Needs] = {
     "accumulate": _accumulates("actor"),
     "update": Needs(updates=_parts("actor", *TRAINED_PARTS)),
     "save_hf": Needs(reads=_parts("actor", "weights")),
+    "checkpoint": Needs(keeps=_parts("actor", *STATE_PARTS) | _parts("critic", *STATE_PARTS)),
 }
 
 DEVICE_ROLES = frozenset(role for needs in NEEDS.values() for role, _ in needs.parts)
@@ -125,10 +132,10 @@ class MemoryPlan:
         self._uses: dict[Key, _Uses] = defaultdict(_Uses)
         self._device_tasks: list[int] = []
         for position in range(len(order)):
-            parts = self.needs(position).parts
-            if parts:
+            needs = self.needs(position)
+            if needs.parts:
                 self._device_tasks.append(position)
-            for key in parts:
+            for key in needs.parts | needs.keeps:
                 self._uses[key].positions.append(position)
                 if order[position].final:
                     self._uses[key].final_positions.append(position)

@@ -116,6 +116,29 @@ class Part:
             self._fill(storages)
         self.place, self._away = "device", []
 
+    def read(self, tensor: Tensor, first: int = 0, count: int | None = None) -> Tensor:
+        """A copy on the host of `count` elements from `first` of `tensor`, flattened; all of them without a count.
+
+        `tensor` is contiguous and lies in one of the part's storages, which may be on the device or away. RuntimeError
+        where the part was dropped.
+        """
+        if self.place == "dropped":
+            raise RuntimeError("a part that was dropped cannot be read")
+        count = tensor.numel() - first if count is None else count
+        if not self.host_is_current:
+            return tensor.detach().view(-1)[first : first + count].to("cpu", copy=True)
+        begin = self._begin_on_host(tensor.untyped_storage()) + (int(tensor.storage_offset()) + first) * tensor.itemsize
+        pieces = self._region.pieces(begin, count * tensor.itemsize) if self._region else ()
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).view(tensor.dtype)
+
+    def _begin_on_host(self, wanted: UntypedStorage) -> int:
+        begin = 0
+        for storage, size in self.storages():
+            if storage._cdata == wanted._cdata:
+                return begin
+            begin += aligned(size)
+        raise RuntimeError("the tensor lies in none of the part's storages")
+
     def _fill(self, storages: SizedStorages) -> None:
         copy_bytes(self._images(storages))
 

@@ -27,7 +27,8 @@ def communicates(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     if any(module == known or module.startswith(f"{known}.") for known in COMMUNICATING_MODULES):
         return True
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    lines = linecache.getlines(frame.f_code.co_filename) or []  # None for code that a library has made up
+    line = "".join(lines[frame.f_lineno - 1 : frame.f_lineno])
     return any(call in line for call in COMMUNICATING_CALLS)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rltrain.cluster.attempts import join_attempt
 from rltrain.cluster.heartbeat import Heartbeat
 from rltrain.cluster.judgement import what_it_does
 from rltrain.cluster.observer import Observer
@@ -39,6 +40,8 @@ class World:
     timeout_s: float
     """How long setting up may wait: meeting in the store, and the first connections of process groups."""
     timeouts: Timeouts = Timeouts()
+    restarted: bool = False
+    """Whether torchrun has started the job anew after an attempt that failed."""
 
     @property
     def backend(self) -> str:
@@ -50,6 +53,8 @@ def join_world(timeout_s: float) -> World:
     """Meet the other ranks in the store that torchrun names. No process group is made yet."""
     local_rank = int(os.environ["LOCAL_RANK"])
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    store = dist.PrefixStore("rltrain", store)
+    attempt = join_attempt(store, rank, size, timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
@@ -61,9 +66,10 @@ def join_world(timeout_s: float) -> World:
         local_rank=local_rank,
         ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]),
         device=device,
-        store=dist.PrefixStore("rltrain", store),
+        store=dist.PrefixStore(f"attempt{attempt}", store),
         timeout_s=timeout_s,
         timeouts=Timeouts(no_progress_s=timeout_s),
+        restarted=attempt > 0 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
     )
 
 

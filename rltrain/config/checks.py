@@ -55,6 +55,7 @@ def check_config(config: Config) -> None:
         *_batch_problems(config),
         *_length_problems(config),
         *_training_problems(config),
+        *_checkpoint_problems(config),
     ]
     _raise_if_any(placement, PlacementError if not others else ConfigError, others)
 
@@ -194,11 +195,20 @@ def _training_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _checkpoint_problems(config: Config) -> Iterator[str]:
+    interval, sync_every = config.checkpoint.save_interval, config.schedule.sync_every
+    if interval % sync_every:
+        yield (
+            f"checkpoint.save_interval: got {interval}; expected a multiple of schedule.sync_every {sync_every}: a "
+            "checkpoint has the actor's weights, not the older ones that engines have between two weight syncs"
+        )
+
+
 def _model_problems(config: Config, role: str, architectures: Mapping[str, ModelSizes]) -> Iterator[str]:
     architecture = architectures[role]
     path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
-    expected = "expected a dense model of family llama, qwen2 or qwen3: neither the trainer nor the embedded engine has"
+    expected = "expected a dense one (llama, mistral, qwen2, qwen3): neither the trainer nor the embedded engine has"
     if architecture.num_experts:
         yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
     if architecture.mla is not None:

@@ -2,23 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
+from rltrain.config.records import Checkpoint, Logging
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
 
 DEFAULT_CHUNKS = 4
 
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Parallel(Section):
@@ -216,33 +208,9 @@ class Evaluation(Section):
     """End training early once the mean score reaches this."""
 
 
-class Checkpoint(Section):
-    save_hf: bool = True
-    """Write the trained actor in Hugging Face format to <output_dir>/hf at the end."""
-
-
-class Wandb(Section):
-    project: str | None = None
-    name: str | None = None
-    mode: Literal["online", "offline"] | None = None
-    """None: online with a key, offline without."""
-
-
-class Logging(Section):
-    progress: bool = True
-    trace: bool = False
-    """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
-    samples: NonNegativeInt = 4
-    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward."""
-    sample_ids: bool = False
-    """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
-    wandb: Wandb = Wandb()
-
-
 class WeightSync(Section):
-    bucket_mb: Count | None = None
-    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. None: 8 on the CPU,
-    where more leaves the caches, and 64 on GPUs."""
+    bucket_mb: Count = 64
+    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight."""
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False
@@ -334,6 +302,11 @@ class Config(Section):
         """The folder that a role's model starts from and the config key that gives it."""
         own = {"critic": self.critic.path, "reference": self.reference.path}.get(role)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The folder of this run's checkpoints."""
+        return self.checkpoint.dir or f"{self.output_dir}/checkpoints"
 
     @property
     def samples_per_group(self) -> int:

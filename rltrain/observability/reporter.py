@@ -1,7 +1,7 @@
 """Brings every role's metrics of a step together on one rank, without holding up the run."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class Reporter:
 
     A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
     logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
-    something itself.
+    something itself. Ranks report of at most `steps_ahead` steps behind the one that is trained on.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Reporter:
         logging_rank: int,
         sinks: Collection[Sink],
         at_publish: Callable[[], Metrics] = dict,
+        steps_ahead: int = 0,
     ) -> None:
         self.bulletin = bulletin
         self.rank = bulletin.world.rank
@@ -42,6 +43,8 @@ class Reporter:
         self.sinks = sinks
         self.at_publish = at_publish
         self.pending: dict[int, Metrics] = {}
+        self.published: deque[tuple[int, Metrics]] = deque(maxlen=steps_ahead + 2)
+        """The last ones, among them all that may be of steps whose training this rank has yet to do."""
         self.num_added: Counter[int] = Counter()
         self.uncollected = sorted(expected) if self.rank == logging_rank else []
         self.previous_step_end = time.perf_counter()
@@ -54,7 +57,20 @@ class Reporter:
         self.num_added[step] += 1
         if self.num_added[step] == self.expected[step][self.rank]:
             self._publish(step)
+        self.collect()
+
+    def collect(self) -> None:
+        """On the logging rank: pass on the steps that are complete."""
         self._collect(complete_only=True)
+
+    def unfinished(self, step: int) -> dict[int, Metrics]:
+        """What this rank has reported of `step` and later ones, by step."""
+        return {number: metrics for number, metrics in (*self.pending.items(), *self.published) if number >= step}
+
+    def adopt(self, metrics: Mapping[int, Metrics]) -> None:
+        """On the logging rank: what was reported of these steps before the run was interrupted."""
+        for step, values in metrics.items():
+            self.pending.setdefault(step, {}).update(values)
 
     def close(self) -> None:
         """Publish what is left, and on the logging rank wait for the others and pass on the remaining steps."""
@@ -78,6 +94,7 @@ class Reporter:
             now = time.perf_counter()
             metrics["perf/step_time_s"] = now - self.previous_step_end
             self.previous_step_end = now
+        self.published.append((step, metrics))
         self.bulletin.put(f"metrics/{step}/{self.rank}", metrics)
 
     def _collect(self, complete_only: bool) -> None:

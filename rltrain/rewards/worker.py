@@ -59,7 +59,9 @@ def claim_standard_streams() -> tuple[IO[str], IO[str]]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A launcher sends them to the rank's whole process group; the rank may still have samples to score before it ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     requests, answers = claim_standard_streams()
     settings = json.loads(requests.readline())

@@ -1,6 +1,7 @@
 """The actor: the policy being trained."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.sft import sft_loss
 from rltrain.checkpoint.hf import save_checkpoint
+from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.folder import name_of
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
@@ -25,6 +28,7 @@ from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.training.forward import compute_logprobs
 from rltrain.training.memory import training_parts
 from rltrain.training.model import local_parameters
+from rltrain.training.state import load_state, save_state
 from rltrain.training.trainable import TrainableModel
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
@@ -42,12 +46,15 @@ class Actor(Role):
         self.parameters = local_parameters(model)
         self.model = TrainableModel(model, config.actor, total_updates=config.num_actor_updates)
         self.parts = training_parts(self.model)
+        if job.resumed:
+            load_state(self.model, self.layout, job.world.rank, job.resumed.files(self.name))
         self.loss_function = self._loss_function()
         self.temperature = 1.0 if config.algorithm == "sft" else config.rollout.sampling.temperature
         self.demonstrations = Demonstrations(config) if config.algorithm == "sft" else None
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
+        self.logs.append(self.sample_ids)
         self.accumulate_s = 0.0
 
     def _loss_function(self) -> LossFunction:
@@ -152,10 +159,17 @@ class Actor(Role):
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
 
+    def save_state(self) -> Mapping[str, Contents]:
+        """This rank's share of weights and optimizer."""
+        rank = self.job.world.rank
+        return {f"rank_{rank:05d}.safetensors": save_state(self.model, self.parts, self.layout, rank)}
+
     def save_hf(self, step: int, chunk: int) -> None:
-        """Write <output_dir>/hf. Collective over: the actor's ranks."""
+        """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's
+        ranks."""
+        is_last = step == self.config.steps
         save_checkpoint(
-            Path(self.config.output_dir, "hf"),
+            Path(self.config.output_dir, "hf" if is_last else f"hf_steps/{name_of(step)}"),
             self.parameters,
             self.layout,
             self.job.architecture,

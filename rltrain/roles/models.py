@@ -11,7 +11,10 @@ from rltrain.training.model import LanguageModel, build_model, local_parameters
 
 
 def load_model(job: Job, role: str) -> LanguageModel:
-    """This rank's part of a role's model, with the weights that it starts from. Collective over: the role's ranks."""
+    """This rank's part of a role's model, with the weights that it starts from. Collective over: the role's ranks.
+
+    A resumed run's actor and critic get theirs with their training state: here their weights stay undefined.
+    """
     model = build_model(
         job.architectures[role],
         job.grids[role],
@@ -21,7 +24,8 @@ def load_model(job: Job, role: str) -> LanguageModel:
         device=job.world.device,
     )
     model.on_micro_batch = job.heartbeat.advance
-    load_weights(job, role, local_parameters(model))
+    if job.resumed is None or role == "reference":
+        load_weights(job, role, local_parameters(model))
     return model
 
 

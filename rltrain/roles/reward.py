@@ -29,6 +29,8 @@ class Reward(Role):
         self.evaluation_score = float("nan")
         self.statistics = RewardStatistics()
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
+        if job.world.rank == self.leader:
+            self.logs.append(self.log)
 
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""

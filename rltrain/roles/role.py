@@ -5,18 +5,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.heartbeat import Heartbeat
 from rltrain.cluster.parts import Part
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.stopping import StopRequest
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.world import Bulletin, World
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.roles.prompts import Prompts, read_prompts
+from rltrain.roles.sample_log import SampleLog
 from rltrain.training.layers import uses_transformer_engine
 from rltrain.training.layout import megatron_layout
 
@@ -36,6 +40,16 @@ class Job:
     """By role."""
     bulletin: Bulletin
     patience: Patience
+    resumed: Resumed | None = None
+    """The checkpoint that the run goes on from; None: it starts at the first step."""
+
+    stop: StopRequest | None = None
+    """Whether the job is asked to end; None where it ends at once, as it saves nothing."""
+
+    @property
+    def first_step(self) -> int:
+        """The first training step of this process."""
+        return self.resumed.step if self.resumed else 0
 
     @property
     def heartbeat(self) -> Heartbeat:
@@ -83,6 +97,8 @@ class Role:
         self.config = job.config
         self.grid = job.grids[self.name]
         self.shipments: dict[tuple[str, int, int], Shipment] = {}
+        self.logs: list[SampleLog] = []
+        """Files that this rank appends to for the role."""
         self.serve: Callable[[], None] | None = None
         """What this rank does for others while it waits, if anything; set before the first task."""
 
@@ -95,6 +111,13 @@ class Role:
     def dp(self) -> int:
         """This rank's data-parallel index."""
         return self.grid.coordinates(self.job.world.rank).dp
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written later.
+
+        Called between two steps. Collective over: the role's ranks.
+        """
+        return {}
 
     def close(self) -> None:
         """Called once after the last task."""

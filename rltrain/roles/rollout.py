@@ -7,18 +7,22 @@ from functools import partial
 
 import torch
 
+from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.in_flight import InFlightSync
 from rltrain.cluster.polling import poll
 from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.data.prompts import PromptDataset
+from rltrain.errors import CheckpointError
 from rltrain.roles.engines import build_engine
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.rollout.carried import Carried, Hand, deal
 from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
 from rltrain.rollout.drawing import Drawing, Quota
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.groups import DrawnGroup, Prompt, PromptGroups
 from rltrain.rollout.packing import pack_groups
+from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.seeds import request_seed
 from rltrain.rollout.turns import Turns
 
@@ -42,7 +46,11 @@ class Rollout(Role):
         self.in_flight: InFlightSync | None = None
         """Set where weights may change between decode steps."""
         self.turns = Turns(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
-        self.training = self._training()
+        hand = self._hand()
+        self.first_generated = len(hand.carried.handed_over) // self.config.batch.prompts_per_step
+        """The first step that this process draws responses for."""
+        self.training = self._training(hand)
+        self._check(hand.carried)
         self.step_start_s = 0.0
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
@@ -56,6 +64,17 @@ class Rollout(Role):
     def close(self) -> None:
         """End what the engine has outside of this process."""
         self.engine.close()
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """What of the stream of prompts is unfinished or not yet handed over, on each engine's first rank.
+
+        Nothing where the rollout is there for evaluations alone. Where a checkpoint is saved the order lets no weight
+        sync come in between.
+        """
+        if self.config.algorithm == "sft":
+            return {}
+        carried = self.training.carried()
+        return {f"engine_{self.dp:05d}.safetensors": carried.contents()} if self.turns.is_leader else {}
 
     def generate(self, step: int, chunk: int) -> Metrics:
         """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""
@@ -96,14 +115,22 @@ class Rollout(Role):
         )
         self._ship("evaluation_samples", step, chunk, *drawing.run(Quota(log, 0, horizon=lambda: num_prompts)))
 
-    def _training(self) -> Drawing:
-        """The stream of training prompts."""
+    def _hand(self) -> Hand:
+        """What this engine begins with: of what was saved, on however many engines, its share."""
+        resumed = self.job.resumed
+        saved = resumed.files(self.name) if resumed and resumed.continues else []
+        if not saved:
+            return Hand.at(self.job.first_step * self.config.batch.prompts_per_step)
+        return deal([Carried.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
+
+    def _training(self, hand: Hand) -> Drawing:
+        """The stream of training prompts, from `hand` on."""
         batch, sampling = self.config.batch, self.config.rollout.sampling
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
-        deal: Deal = FixedDeal(self.dp, self.grid.dp)
+        prompt_deal: Deal = FixedDeal(self.dp, self.grid.dp, hand.next_position, hand.returned)
         if self.config.shares_prompts:
-            deal = SharedDeal(self.job.world.store)
-        return self._drawing(
+            prompt_deal = SharedDeal(self.job.world.store, hand.next_position, hand.returned)
+        drawing = self._drawing(
             PromptGroups(
                 self.engine,
                 self._sampling_params(sampling.model_dump(include={"temperature", "top_p", "top_k"})),
@@ -115,11 +142,13 @@ class Rollout(Role):
                 ),
                 num_samples=batch.samples_per_prompt,
             ),
-            deal,
+            prompt_deal,
             per_chunk=per_step // self.config.num_chunks,
             chunks_per_log=None if self.config.schedule.partial_rollouts else self.config.num_chunks,
             log_of=lambda position: self._log(position // per_step, 0)[0],
         )
+        drawing.resume(hand.carried)
+        return drawing
 
     def _drawing(
         self,
@@ -160,8 +189,34 @@ class Rollout(Role):
     def _log(self, step: int, chunk: int) -> tuple[str, int]:
         """Where the groups of a chunk are entered: which log, and which chunk of it."""
         if self.config.schedule.partial_rollouts:
-            return "run", step * self.config.num_chunks + chunk
+            return "run", (step - self.first_generated) * self.config.num_chunks + chunk
         return f"step {step}", chunk
+
+    def _check(self, carried: Carried) -> None:
+        """CheckpointError where this run cannot go on with what was carried over."""
+        job, batch, limits = self.job, self.config.batch, self.config.rollout
+        num_steps, rest = divmod(len(carried.handed_over), batch.prompts_per_step)
+        if rest or not job.first_step <= num_steps <= job.first_step + self.config.lead:
+            raise CheckpointError(
+                f"The checkpoint holds a rollout that had handed over {len(carried.handed_over)} prompts by step "
+                f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
+                f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
+            )
+        for group in carried.begun:
+            requests = group.prompt.requests
+            if len(requests) != batch.samples_per_prompt:
+                raise CheckpointError(
+                    f"The checkpoint holds unfinished prompts of {len(requests)} samples each; expected "
+                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {len(requests)}."
+                )
+            for request in requests:
+                limit = response_limit(request, self.training.groups.sampling, limits.max_context_tokens)
+                if request.drawn and len(request.drawn.tokens) >= limit:
+                    raise CheckpointError(
+                        f"The checkpoint holds an unfinished response of {len(request.drawn.tokens)} tokens; expected "
+                        f"fewer than {limit}. Set rollout.sampling.max_response_tokens and rollout.max_context_tokens "
+                        "to what they were when it was saved."
+                    )
 
     def _horizon(self, step: int) -> int:
         """The first position that may not be begun during this step's generate."""

@@ -12,7 +12,11 @@ class SampleLog:
     """A file of <output_dir>, made with its folder at the first record. ConfigError where it cannot be written."""
 
     def __init__(self, output_dir: str, name: str) -> None:
-        self.path = Path(output_dir, name)
+        self.name, self.path = name, Path(output_dir, name)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """On disk when this returns."""

@@ -19,9 +19,6 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import engine_parts
 
-BUCKET_MB = {"cpu": 8, "cuda": 64}
-"""Where the config leaves it open."""
-
 Tensors = Mapping[str, Tensor] | None
 
 
@@ -66,7 +63,7 @@ class WeightSync:
             plan(self.source, part, world.rank, world.ranks_per_node),
             group=self.group,
             cpu_group=self.cpu_group,
-            bucket_bytes=(self.config.bucket_mb or BUCKET_MB[world.device.type]) * 2**20,
+            bucket_bytes=self.config.bucket_mb * 2**20,
             device=world.device,
             ranks_per_node=world.ranks_per_node,
             timeout_s=TRANSPORT_TIMEOUT_S,

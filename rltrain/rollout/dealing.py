@@ -1,5 +1,6 @@
 """Which engine draws which prompt group. A group is named by its position in the stream of all prompts of the run."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -14,36 +15,44 @@ class Deal(Protocol):
 
 
 class FixedDeal:
-    """Position p goes to engine p mod num_engines, whatever the engines' speed: all of them at once, to be queued."""
+    """Position p goes to engine p mod num_engines, whatever the engines' speed: all of them at once, to be queued.
 
-    def __init__(self, engine: int, num_engines: int, start: int = 0) -> None:
+    A run that goes on does so at `start`, its engines beginning with positions before it that were `returned`.
+    """
+
+    def __init__(self, engine: int, num_engines: int, start: int = 0, returned: Sequence[int] = ()) -> None:
         self.num_engines = num_engines
         self.next = start + (engine - start) % num_engines
+        self.returned = [*returned]
 
     def claim(self, room: int, horizon: int) -> list[int]:
-        claimed = list(range(self.next, horizon, self.num_engines))
-        self.next += len(claimed) * self.num_engines
-        return claimed
+        dealt = range(self.next, horizon, self.num_engines)
+        self.next += len(dealt) * self.num_engines
+        claimed = [position for position in self.returned if position < horizon]
+        self.returned = [position for position in self.returned if position >= horizon]
+        return [*claimed, *dealt]
 
 
 class SharedDeal:
-    """Engines take the next position from a counter in the store whenever they have room: fast ones take more."""
+    """Engines take the next position from a counter in the store whenever they have room: fast ones take more.
 
-    def __init__(self, store: dist.Store, start: int = 0) -> None:
+    A run that goes on does so at `start`, this engine beginning with positions before it that were `returned`.
+    """
+
+    def __init__(self, store: dist.Store, start: int = 0, returned: Sequence[int] = ()) -> None:
         self.store = dist.PrefixStore("deal", store)
         self.start = start
-        self.held: int | None = None
-        """Taken, and beyond the horizon of the claim that took it."""
+        self.held = [*returned]
+        """For this engine alone, and yet to be claimed: the last one lay beyond the horizon when it was taken."""
 
     def claim(self, room: int, horizon: int) -> list[int]:
         claimed: list[int] = []
         while len(claimed) < room:
-            position = self._take() if self.held is None else self.held
-            if position >= horizon:
-                self.held = position
+            if not self.held:
+                self.held = [self._take()]
+            if self.held[0] >= horizon:
                 break
-            self.held = None
-            claimed.append(position)
+            claimed.append(self.held.pop(0))
         return claimed
 
     def _take(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rltrain.cluster.polling import POLL_S, poll
 from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.cluster.waiting import Patience
+from rltrain.rollout.carried import Carried, HandedOver
 from rltrain.rollout.dealing import Deal
 from rltrain.rollout.groups import DrawnGroup, PromptGroups
 from rltrain.rollout.turns import Turn, Turns
@@ -42,6 +43,8 @@ class Drawing:
     advance: Callable[[], None]
     drawn: dict[int, DrawnGroup] = field(default_factory=dict)
     """Finished here and not yet handed over, by position."""
+    handed_over: HandedOver = HandedOver()
+    """By all engines."""
     longest_step_s: float = 0.0
     """Of the decode steps since whoever reads it has set it to 0."""
     _last_look: float = 0.0
@@ -60,15 +63,29 @@ class Drawing:
             self._step()
         return self._hand_over(quota)
 
+    def carried(self) -> Carried:
+        """What is to go on elsewhere, or here: the next `run` does. Between two runs. Collective over: the engine."""
+        return Carried(self.handed_over, self.groups.carried(), tuple(self.drawn.values()))
+
+    def resume(self, carried: Carried) -> None:
+        """Go on with this instead of from the beginning. Before the first run, on every rank of the engine."""
+        self.handed_over = carried.handed_over
+        self.groups.resume(carried.begun)
+        for group in carried.drawn:
+            self._keep(group)
+
     def _step(self) -> None:
         start = time.monotonic()
         for group in self.groups.step():
-            self.drawn[group.position] = group
-            if self.turns.is_leader:
-                entry = Finished(group.position, group.num_tokens, group.num_response_tokens)
-                self.tickets.add(self.log_of(group.position), entry)
+            self._keep(group)
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - start)
         self.advance()
+
+    def _keep(self, group: DrawnGroup) -> None:
+        self.drawn[group.position] = group
+        if self.turns.is_leader:
+            entry = Finished(group.position, group.num_tokens, group.num_response_tokens)
+            self.tickets.add(self.log_of(group.position), entry)
 
     def _decide(self, quota: Quota) -> Turn:
         """What to do now; with nothing left to decode, what to do as soon as there is something."""
@@ -91,4 +108,5 @@ class Drawing:
     def _hand_over(self, quota: Quota) -> tuple[list[Finished], list[DrawnGroup]]:
         what = f"the tickets of {quota.log}, chunk {quota.chunk}"
         chunk = poll(self.patience, lambda: self.tickets.read(quota.log, quota.chunk), what, self.ranks)
+        self.handed_over = self.handed_over.after(entry.position for entry in chunk)
         return chunk, [self.drawn.pop(entry.position) for entry in chunk if entry.position in self.drawn]

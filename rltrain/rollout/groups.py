@@ -1,7 +1,7 @@
 """Prompt groups on one engine: a group is finished when all of its samples are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rltrain.rollout.engine import Completion, Engine, Request, SamplingParams
 
@@ -34,6 +34,14 @@ class Prompt:
     requests: tuple[Request, ...]
 
 
+@dataclass(frozen=True)
+class BegunGroup:
+    """A group with samples still to draw. `completions` are those that are drawn, by id."""
+
+    prompt: Prompt
+    completions: dict[int, Completion]
+
+
 class PromptGroups:
     """What an engine has begun of the groups that `prompt_at` describes, and what it has finished of them.
 
@@ -44,8 +52,8 @@ class PromptGroups:
         self, engine: Engine, sampling: SamplingParams, prompt_at: Callable[[int], Prompt], num_samples: int
     ) -> None:
         self.engine, self.sampling, self.prompt_at, self.num_samples = engine, sampling, prompt_at, num_samples
-        self.begun: dict[int, tuple[Prompt, dict[int, Completion]]] = {}
-        """Groups with samples still to draw, and those that are drawn, by position."""
+        self.begun: dict[int, BegunGroup] = {}
+        """By position."""
         self.suspended: list[Request] = []
 
     @property
@@ -58,7 +66,7 @@ class PromptGroups:
         requests, self.suspended = self.suspended, []
         for position in positions:
             prompt = self.prompt_at(position)
-            self.begun[position] = (prompt, {})
+            self.begun[position] = BegunGroup(prompt, {})
             requests += prompt.requests
         if requests:
             self.engine.submit(requests, self.sampling)
@@ -68,14 +76,36 @@ class PromptGroups:
         finished = []
         for completion in self.engine.step():
             position = completion.id // self.num_samples
-            prompt, completions = self.begun[position]
-            completions[completion.id] = completion
-            if len(completions) == self.num_samples:
+            group = self.begun[position]
+            group.completions[completion.id] = completion
+            if len(group.completions) == self.num_samples:
                 del self.begun[position]
-                in_order = tuple(completions[request.id] for request in prompt.requests)
-                finished.append(DrawnGroup(position, prompt.row, prompt.requests[0].prompt, in_order))
+                requests = group.prompt.requests
+                in_order = tuple(group.completions[request.id] for request in requests)
+                finished.append(DrawnGroup(position, group.prompt.row, requests[0].prompt, in_order))
         return finished
 
     def suspend(self) -> None:
         """Leave the engine; the next `start` goes on with what is unfinished."""
         self.suspended += self.engine.suspend()
+
+    def carried(self) -> tuple[BegunGroup, ...]:
+        """Leave the engine as `suspend` does; what is begun, each request with what it has drawn so far."""
+        self.suspend()
+        unfinished = {request.id: request for request in self.suspended}
+        return tuple(
+            BegunGroup(
+                replace(
+                    group.prompt,
+                    requests=tuple(unfinished.get(request.id, request) for request in group.prompt.requests),
+                ),
+                dict(group.completions),
+            )
+            for group in self.begun.values()
+        )
+
+    def resume(self, carried: Sequence[BegunGroup]) -> None:
+        """Go on with groups that were begun elsewhere: the next `start` submits what of them is unfinished."""
+        for group in carried:
+            self.begun[group.prompt.position] = BegunGroup(group.prompt, dict(group.completions))
+            self.suspended += [request for request in group.prompt.requests if request.id not in group.completions]

@@ -6,12 +6,14 @@ all of their ranks join.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from rltrain.cluster.placement import Placement
 
 WEIGHT_SYNC = "weight_sync"
+CHECKPOINT = "checkpoint"
 SAME_WEIGHTS = ("generate_evaluation", "score_evaluation", "decide_to_stop")
 
 Transfer = tuple[str, str, str, int, int]
@@ -50,7 +52,16 @@ class Entry:
 
 
 class Order(list[Entry]):
-    """Builds the list; every wait is appended right before its first consumer."""
+    """Builds the list; every wait is appended right before its first consumer.
+
+    `boundaries` are, by training step, the positions before which everything belongs to the steps before it: where a
+    run can be cut. `saves` are the steps at whose boundaries a checkpoint is due.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        super().__init__(entries)
+        self.boundaries: dict[int, int] = {}
+        self.saves: set[int] = set()
 
     def task(self, name: str, *roles: str, step: int, chunk: int = 0, final: bool = False) -> None:
         self.append(Entry("task", name, roles, step, chunk, final))
@@ -61,6 +72,21 @@ class Order(list[Entry]):
     def wait(self, name: str, source: str, destination: str, step: int, chunk: int = 0) -> None:
         self.append(Entry("wait", name, (source, destination), step, chunk))
 
+    def from_step(self, step: int) -> "Order":
+        """What is left of the run at the boundary of `step`, all experience that crosses it being posted first."""
+        cut = self.boundaries[step]
+        crossing = self.crossing(cut)
+        rest = Order([*crossing, *self[cut:]])
+        rest.saves = {save for save in self.saves if save > step}
+        moved = len(crossing) - cut
+        rest.boundaries = {later: position + moved for later, position in self.boundaries.items() if later >= step}
+        return rest
+
+    def crossing(self, position: int) -> list[Entry]:
+        """The posts before `position` whose waits are not."""
+        awaited = {entry.transfer for entry in self[position:] if entry.kind == "wait"}
+        return [entry for entry in self[:position] if entry.kind == "post" and entry.transfer in awaited]
+
     def digest(self) -> str:
         """Equal on two ranks exactly when their orders are."""
         return hashlib.sha256("\n".join(map(str, self)).encode()).hexdigest()[:16]
@@ -70,7 +96,7 @@ class Order(list[Entry]):
         before it that must find the weights which the order gives it."""
         found, earliest = [], 0
         for position, entry in enumerate(self):
-            if entry.name in SAME_WEIGHTS:
+            if entry.name in SAME_WEIGHTS or (entry.name == CHECKPOINT and entry.step in self.saves):
                 earliest = position + 1
             elif entry.name == WEIGHT_SYNC:
                 found.append((position, earliest))

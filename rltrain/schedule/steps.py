@@ -6,21 +6,24 @@ from functools import cached_property
 from rltrain.cluster.placement import Placement
 from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
-from rltrain.schedule.order import Order
+from rltrain.schedule.order import CHECKPOINT, Order
 
 
-def build_order(config: Config, placement: Placement) -> Order:
-    """The whole run of `config`, for the roles that `placement` has.
+def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
+    """The whole run of `config` from `first_step` on, for the roles that `placement` has.
 
     Iteration k of the loop trains on step k and generates for step k + lead: lead 0 is step by step.
     """
     run = Run(config, placement)
-    for step in range(-run.lead, config.steps + 1):
-        if step > 0 or step == -run.lead:
-            run.sync_and_evaluate(max(step, 0))
+    start = first_step - run.lead
+    for step in range(start, config.steps + 1):
+        if step > first_step:
+            run.begin(step)
+        if step > first_step or step == start:
+            run.sync_and_evaluate(max(step, first_step), is_first=step == start)
         if step + run.lead < config.steps:
             run.generate(step + run.lead)
-        if 0 <= step < config.steps:
+        if first_step <= step < config.steps:
             run.train(step)
     if config.checkpoint.save_hf:
         run.order.task("save_hf", "actor", step=config.steps, final=True)
@@ -55,12 +58,30 @@ class Run:
     def _has_rollout(self) -> bool:
         return self.config.algorithm != "sft"
 
-    def sync_and_evaluate(self, step: int) -> None:
+    def begin(self, step: int) -> None:
+        """The boundary before `step`, at which every role saves what it has where a checkpoint is due or asked for.
+
+        None where the rollout would go on with weights that it got earlier: those are in no checkpoint.
+        """
+        config, order = self.config, self.order
+        interval, is_last = config.checkpoint.save_interval, step == config.steps
+        if interval and (is_last or step % config.schedule.sync_every == 0):
+            for role in self.roles:
+                order.task(CHECKPOINT, role, step=step)
+            if is_last or step % interval == 0:
+                order.saves.add(step)
+        order.boundaries[step] = len(order)
+        exports = config.checkpoint.save_hf_interval
+        if exports and step % exports == 0 and not is_last:
+            order.task("save_hf", "actor", step=step)
+
+    def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
         due = is_evaluation_step(config, step)
-        is_used = self._has_rollout and step + self.lead < config.steps
-        if due or (is_used and step % config.schedule.sync_every == 0):
+        next_generated = step if is_first else step + self.lead
+        is_used = self._has_rollout and next_generated < config.steps
+        if due or (is_used and (is_first or step % config.schedule.sync_every == 0)):
             order.task("weight_sync", "actor", "rollout", step=step)
         if due:
             order.task("generate_evaluation", "rollout", step=step)

@@ -117,9 +117,9 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim]
-        -> [tokens, 1, heads * head_dim]."""
+        -> [tokens, 1, heads * head_dim of value]. Latent attention leaves out the dimension of size 1."""
         packed = packed_seq_params
-        padded = [_Reindex.apply(x.squeeze(1), packed.pad_index, packed.unpad_index) for x in (query, key, value)]
+        padded = [_Reindex.apply(x.flatten(1, -2), packed.pad_index, packed.unpad_index) for x in (query, key, value)]
         outputs, first = [], 0
         for num_sequences, width in packed.batches:
             slots = slice(first, first + num_sequences * width)

@@ -9,14 +9,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.rotary import inverse_frequencies
+from rltrain.training.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.groups import process_group_collection
+from rltrain.training.latent_attention import rotate_by_position
 from rltrain.training.layers import (
     ValueHead,
     add_final_norm,
@@ -24,10 +27,11 @@ from rltrain.training.layers import (
     mark_parallel_weights,
     uses_transformer_engine,
 )
-from rltrain.training.layout import padded_vocab_size
+from rltrain.training.layout import chunks_of, padded_vocab_size
 from rltrain.training.platform import adapt_to_platform
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
+ROUTER_BIAS = ".router.expert_bias"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,9 +58,10 @@ class LanguageModel(GPTModel):
         collection = process_group_collection(grid, groups)
         stage = collection.pp.rank()
         last_stage, value_head = stage == grid.pp - 1, architecture.head == "value"
+        (chunk,) = chunks_of(architecture, grid.pp)[stage]
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, architecture.num_layers // grid.pp, transformer_engine),
+            transformer_layer_spec=block_spec(architecture, config, chunk.layers, transformer_engine),
             vocab_size=padded_vocab_size(architecture.vocab_size, grid.tp),
             max_sequence_length=architecture.max_positions,
             pre_process=stage == 0,
@@ -75,16 +80,23 @@ class LanguageModel(GPTModel):
         self.on_micro_batch: Callable[[], None] = lambda: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
         self.transformer_engine = transformer_engine
-        frequencies = inverse_frequencies(architecture).to(device)
-        if transformer_engine:
-            self.rotary_pos_emb.inv_freq = frequencies
-        else:
-            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
+        self._set_rotary_embedding()
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
             if name in VOCABULARY_PARAMETERS:
                 parameter.data.zero_()
+
+    def _set_rotary_embedding(self) -> None:
+        if self.architecture.mla:
+            if not self.transformer_engine:
+                rotate_by_position(self, self.architecture, self.device)
+            return
+        frequencies = inverse_frequencies(self.architecture).to(self.device)
+        if self.transformer_engine:
+            self.rotary_pos_emb.inv_freq = frequencies
+        else:
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward()."""
@@ -117,12 +129,14 @@ def build_model(
     return LanguageModel(architecture, config, grid, groups, transformer_engine=transformer_engine, device=device)
 
 
-def local_parameters(model: LanguageModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron's names, as in megatron_layout(...).on(rank).
+def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
+    """This rank's parameters by Megatron's names, as in megatron_layout(...).on(rank), with the routers' biases, which
+    Megatron keeps as buffers.
 
-    Parameters, not tensors: what they hold may move to other memory when a TrainableModel takes the model over.
+    Parameters, not what they hold, which may move to other memory when a TrainableModel takes the model over.
     """
-    return dict(model.named_parameters())
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def transformer_config(
@@ -136,12 +150,10 @@ def transformer_config(
 ) -> TransformerConfig:
     dtype, cuda = DTYPES[model.dtype], device.type == "cuda"
     recompute_layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if model.recompute == "full" else {}
-    return TransformerConfig(
+    return config_class(architecture)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,
-        num_query_groups=architecture.num_kv_heads,
-        kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
@@ -149,7 +161,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
-        qk_layernorm=architecture.qk_norm,
+        qk_layernorm=architecture.qk_norm or architecture.mla is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
@@ -162,7 +174,7 @@ def transformer_config(
         perform_initialization=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
-        apply_rope_fusion=transformer_engine,
+        apply_rope_fusion=transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
         deallocate_pipeline_outputs=True,
@@ -170,4 +182,6 @@ def transformer_config(
         # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
         calculate_per_token_loss=True,
         **recompute_layers,
+        **attention_settings(architecture),
+        **expert_settings(architecture, grid, grouped=transformer_engine),
     )

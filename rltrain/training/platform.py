@@ -3,13 +3,16 @@
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.optimizer
 import megatron.core.pipeline_parallel.schedules
 import megatron.core.tensor_parallel.random
+import megatron.core.transformer.moe.moe_utils
+import megatron.core.transformer.moe.token_dispatcher
+import megatron.core.transformer.multi_latent_attention
 import megatron.core.utils
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -25,10 +28,7 @@ def current_device_is_the_cpu() -> None:
 
 def cuda_literals_mean_the_cpu() -> None:
     """Schedules, optimizers and gradient norms make small tensors with a literal device="cuda"."""
-    stand_in = types.ModuleType("torch")
-    stand_in.__dict__.update(torch.__dict__)
-    for name in ("tensor", "zeros"):
-        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    stand_in = _torch_with(**{name: _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros")})
     for module in (
         megatron.core.optimizer.clip_grads,
         megatron.core.optimizer.optimizer,
@@ -60,12 +60,38 @@ def recomputation_keeps_no_cuda_random_state() -> None:
     megatron.core.tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
+def experts_get_tokens_without_streams() -> None:
+    """Counts of the tokens for each expert are copied to the host on a CUDA stream of their own."""
+    stream = types.SimpleNamespace(record_event=lambda: types.SimpleNamespace(synchronize=lambda: None))
+    cuda = types.SimpleNamespace(Stream=lambda: stream, current_stream=lambda: stream, stream=nullcontext)
+    megatron.core.transformer.moe.token_dispatcher.torch = _torch_with(cuda=cuda)
+
+
+def counts_of_tokens_are_numbers() -> None:
+    """They become arrays, as all-to-all takes them, only on their way to the host from a CUDA device."""
+    megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+def routers_use_torch() -> None:
+    """They take Megatron's wrapper of Transformer Engine's matrix product, which can be imported without it, for it."""
+    megatron.core.transformer.moe.moe_utils.te_general_gemm = None
+
+
+def latent_attention_knows_no_transformer_engine() -> None:
+    """It, too, takes Megatron's wrappers for Transformer Engine: it asks whether a layer is one of its."""
+    megatron.core.transformer.multi_latent_attention.HAVE_TE = False
+
+
 PATCHES: tuple[Patch, ...] = (
     current_device_is_the_cpu,
     cuda_literals_mean_the_cpu,
     tensor_types_are_cuda_types,
     tied_embeddings_stay_on_the_cpu,
     recomputation_keeps_no_cuda_random_state,
+    experts_get_tokens_without_streams,
+    counts_of_tokens_are_numbers,
+    routers_use_torch,
+    latent_attention_knows_no_transformer_engine,
 )
 
 _applied: set[Patch] = set()
@@ -82,6 +108,17 @@ def adapt_to_platform() -> None:
         if patch not in _applied:
             patch()
             _applied.add(patch)
+
+
+def _torch_with(**replaced: Any) -> types.ModuleType:
+    """What stands for torch in a module of Megatron: all of it, but for some names."""
+    stand_in = types.ModuleType("torch")
+    stand_in.__dict__.update(torch.__dict__, **replaced)
+    return stand_in
+
+
+def _as_numbers(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

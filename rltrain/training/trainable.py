@@ -59,6 +59,11 @@ class TrainableModel:
         model.config.finalize_model_grads_func = None
         self._pending: _Pending | None = None
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some wait for their optimizer step."""
+        return self._pending is not None
+
     def train_batch(
         self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Trains a tiny model on two ranks once per patch of training.platform, without that patch.
+"""Trains a tiny dense model on two ranks, and runs one with experts and latent attention, once per patch of
+training.platform, without that patch.
 
 Patches last for a process, so each attempt has processes of its own, forked off once megatron-core is imported.
 Run as a script: cases_platform.py RESULTS_FILE.
@@ -9,6 +10,7 @@ import multiprocessing
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,14 +22,17 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import Architecture
+from rltrain.reshard.families import MLA, Architecture, MoE
 from rltrain.training import platform
-from rltrain.training.model import build_model
+from rltrain.training.forward import compute_logprobs
+from rltrain.training.model import LanguageModel, build_model
 from rltrain.training.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
 
-# One configuration that needs every patch: tied embeddings under pipelining, bf16, recomputation, two ranks.
+# Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and
+# experts dealt out to them, with latent attention.
 GRID = Grid((0, 1), pp=2)
+EXPERT_GRID = Grid((0, 1), ep=2)
 ARCHITECTURE = Architecture(
     family="qwen3",
     num_layers=2,
@@ -46,11 +51,21 @@ ARCHITECTURE = Architecture(
     max_positions=64,
     eos_token_ids=(1,),
 )
+EXPERT_ARCHITECTURE = replace(
+    ARCHITECTURE,
+    family="deepseek_v3",
+    num_kv_heads=2,
+    head_dim=12,
+    tied_embeddings=False,
+    qk_norm=False,
+    moe=MoE(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmoid"),
+    mla=MLA(q_rank=8, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=8),
+)
 ATTEMPTS = ("none", *(patch.__name__ for patch in platform.PATCHES))
 
 
 def attempt_without(patch: str) -> str:
-    """The first error of two ranks that train without `patch`, or "trained"."""
+    """The first error of two ranks that do without `patch`, or "done"."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         receivers, processes = [], []
@@ -61,7 +76,7 @@ def attempt_without(patch: str) -> str:
             receivers.append(receiver)
             processes.append(process)
         outcomes = []
-        while len(outcomes) < 2 and not any(outcome != "trained" for outcome in outcomes):
+        while len(outcomes) < 2 and not any(outcome != "done" for outcome in outcomes):
             for receiver in multiprocessing.connection.wait(receivers, timeout=60) or [None]:
                 if receiver is None:
                     outcomes.append("nothing in 60 s")
@@ -71,7 +86,7 @@ def attempt_without(patch: str) -> str:
         for process in processes:  # the other rank may wait for the one that failed
             process.kill()
             process.join()
-    return next((outcome for outcome in outcomes if outcome != "trained"), "trained")
+    return next((outcome for outcome in outcomes if outcome != "done"), "done")
 
 
 def _rank(rank: int, patch: str, store: str, sender: Connection) -> None:
@@ -79,25 +94,33 @@ def _rank(rank: int, patch: str, store: str, sender: Connection) -> None:
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
         _train_one_step()
-        sender.send("trained")
+        _run_experts()
+        sender.send("done")
     except Exception:
         sender.send(traceback.format_exc())
 
 
 def _train_one_step() -> None:
-    groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
+    trainable = TrainableModel(_model(ARCHITECTURE, GRID), schema.Actor(), total_updates=1)
+    trainable.train_batch(_experience(), negative_log_likelihood)
+
+
+def _run_experts() -> None:
+    compute_logprobs(_model(EXPERT_ARCHITECTURE, EXPERT_GRID), _experience(), temperature=1.0, max_tokens=100)
+
+
+def _model(architecture: Architecture, grid: Grid) -> LanguageModel:
     model = build_model(
-        ARCHITECTURE,
-        GRID,
-        groups,
+        architecture,
+        grid,
+        ProcessGroups(group_lists({"actor": grid}), backend="gloo", timeout_s=60),
         model=schema.Model(path="unused", dtype="bfloat16", recompute="full"),
-        parallel=schema.Parallel(pp=2),
+        parallel=schema.Parallel(pp=grid.pp, ep=grid.ep),
         device=torch.device("cpu"),
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    trainable = TrainableModel(model, schema.Actor(), total_updates=1)
-    trainable.train_batch(_experience(), negative_log_likelihood)
+    return model
 
 
 def _experience() -> Experience:

@@ -19,7 +19,7 @@ def run_apart(name: str, config: Path, overrides: list[str]) -> None:
 
     def join(timeout_s: float) -> World:
         world = join_world(timeout_s)
-        return dataclasses.replace(world, store=dist.PrefixStore(name, world.store))
+        return dataclasses.replace(world, store=dist.PrefixStore(name, world.store), restarted=False)
 
     job.join_world = join
     job.run_job(config, overrides)

@@ -21,9 +21,30 @@ def open_store() -> Iterator[dist.TCPStore]:
 
 def on_ranks(store: dist.TCPStore, body: Callable[[int, dist.Store], Result], num_ranks: int) -> list[Result]:
     """`body(rank, store)` of all ranks at the same time; what each returned, by rank."""
-    stores = [store.clone() for _ in range(num_ranks)]  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(body, range(num_ranks), stores, timeout=LIMIT_S))
+    return at_the_same_time([store.clone() for _ in range(num_ranks)], body)  # type: ignore[attr-defined]
+
+
+def at_the_same_time(stores: Sequence[dist.Store], body: Callable[[int, dist.Store], Result]) -> list[Result]:
+    """`body(rank, store)` of as many ranks as there are stores; what each returned, by rank."""
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(body, range(len(stores)), stores, timeout=LIMIT_S))
+
+
+class Jobs:
+    """Jobs one after the other, each with a store of its own, on connections that are kept."""
+
+    def __init__(self, store: dist.TCPStore, num_ranks: int) -> None:
+        self.connections = [store.clone() for _ in range(num_ranks)]  # type: ignore[attr-defined]
+        self.num_jobs = 0
+
+    def start(self, num_ranks: int) -> list[dist.Store]:
+        """The store of the next job, as each of its ranks has it."""
+        self.num_jobs += 1
+        return [dist.PrefixStore(f"job {self.num_jobs}", store) for store in self.connections[:num_ranks]]
+
+    def run(self, body: Callable[[int, dist.Store], Result], num_ranks: int) -> list[Result]:
+        """`body(rank, store)` of all ranks of the next job; what each returned, by rank."""
+        return at_the_same_time(self.start(num_ranks), body)
 
 
 class ShortPatience:

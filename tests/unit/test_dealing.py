@@ -44,10 +44,10 @@ def test_a_shared_deal_goes_to_who_has_room(store):
 def test_a_position_beyond_the_horizon_is_held_until_the_horizon_has_moved(store):
     deal, other = SharedDeal(store), SharedDeal(store)
     assert deal.claim(room=5, horizon=2) == [0, 1]
-    assert deal.held == 2
+    assert deal.held == [2]
     assert deal.claim(room=5, horizon=2) == []
     assert other.claim(room=5, horizon=2) == []
-    assert (deal.held, other.held) == (2, 3), "asking again takes no further one"
+    assert (deal.held, other.held) == ([2], [3]), "asking again takes no further one"
     assert other.claim(room=1, horizon=4) == [3]
     assert deal.claim(room=2, horizon=5) == [2, 4]
 

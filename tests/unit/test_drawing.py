@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.rollout import drawing as drawing_module
+from rltrain.rollout.carried import Hand
 from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
 from rltrain.rollout.drawing import Drawing, Quota
 from rltrain.rollout.groups import DrawnGroup
@@ -54,14 +55,19 @@ class Setting:
     versions: list[int] = field(default_factory=list)
     """Taken by `sync`, one after the other, as soon as they are there."""
 
-    def drawing(self, engine: int, store: dist.Store) -> Drawing:
+    first_step: int = 0
+    """Of those that are drawn here."""
+
+    def drawing(self, engine: int, store: dist.Store, hand: Hand = Hand()) -> Drawing:  # noqa: B008 - it is frozen
         groups = prompt_groups(self.length_of, NUM_SAMPLES, self.num_slots)
-        deal: Deal = SharedDeal(store) if self.shared else FixedDeal(engine, self.num_engines)
+        deal: Deal = FixedDeal(engine, self.num_engines, hand.next_position, hand.returned)
+        if self.shared:
+            deal = SharedDeal(store, hand.next_position, hand.returned)
 
         def sync() -> None:
             groups.engine.policy_version = self.versions.pop(0)
 
-        return Drawing(
+        drawing = Drawing(
             groups,
             deal,
             Tickets(store, self.per_step // self.num_chunks, num_readers=self.num_engines),
@@ -73,9 +79,13 @@ class Setting:
             sync=sync,
             advance=lambda: time.sleep(self.step_s(engine)),
         )
+        drawing.resume(hand.carried)
+        return drawing
 
     def log(self, step: int, chunk: int) -> tuple[str, int]:
-        return ("run", step * self.num_chunks + chunk) if self.partial else (f"step {step}", chunk)
+        if self.partial:
+            return "run", (step - self.first_step) * self.num_chunks + chunk
+        return f"step {step}", chunk
 
     def quota(self, step: int, chunk: int = 0, ahead: int = 0) -> Quota:
         return Quota(*self.log(step, chunk), horizon=lambda: (step + 1) * self.per_step + ahead)

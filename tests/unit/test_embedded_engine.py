@@ -82,7 +82,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
 def test_greedy_equals_transformers(tmp_path: Path, family: str, tied: bool) -> None:
-    path = write_checkpoint(tmp_path, family, tied=tied)
+    path = write_checkpoint(tmp_path, family, tied=tied, **({"attention_bias": tied} if family == "llama" else {}))
     engine, _ = load_engine(path, max_running_requests=4)
     requests, model = ragged_requests(), hf_model(path)
     free = engine.generate(requests, greedy())

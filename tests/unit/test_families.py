@@ -1,6 +1,7 @@
 """Reading config.json, and the family tables against transformers' own models."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.model_shards import tiny_architecture
 
 MODELS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (partial(transformers.MistralConfig, sliding_window=None), transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
@@ -102,10 +104,13 @@ def test_canonical_tensors_of_experts_are_those_of_files(family: str, tmp_path: 
     """Of files, since transformers joins the experts' tensors in its modules and parts them again as it saves."""
     config_class, model_class, sizes = SPARSE_MODELS[family]
     model_class(config_class(**{**SIZES, **sizes})).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    assert_tensors_are_those_of_file(tmp_path)
+
+
+def assert_tensors_are_those_of_file(path: Path) -> None:
+    with safe_open(path / "model.safetensors", "pt") as file:
         expected = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    architecture = read_architecture(tmp_path)
-    tensors = canonical_tensors(architecture)
+    tensors = canonical_tensors(read_architecture(path))
     assert dict(zip(tensors.names, tensors.shapes, strict=True)) == expected
     assert len(tensors.names) == len(expected)
 
@@ -128,11 +133,23 @@ def test_reads_experts_and_latent_attention(tmp_path: Path) -> None:
     for family, config in configs.items():
         config.save_pretrained(tmp_path)
         found[family] = read_architecture(tmp_path)
-    assert found["qwen3_moe"].moe == MoE(num_experts=4, top_k=2, ffn_hidden_size=12, dense_layers=(1,))
+    assert found["qwen3_moe"].moe == MoE(
+        num_experts=4, top_k=2, ffn_hidden_size=12, dense_layers=(1,), normalized=False
+    )
     assert found["qwen3_moe"].qk_norm
     assert found["mixtral"].moe == MoE(num_experts=4, top_k=2, ffn_hidden_size=20)
     deepseek = found["deepseek_v3"]
-    assert deepseek.moe == MoE(4, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=24, dense_layers=(0,))
+    assert deepseek.moe == MoE(
+        num_experts=4,
+        top_k=2,
+        ffn_hidden_size=12,
+        shared_ffn_hidden_size=24,
+        dense_layers=(0,),
+        score="sigmoid",
+        scaling=2.5,
+        num_groups=2,
+        top_groups=1,
+    )
     assert deepseek.mla == MLA(q_rank=16, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=6)
     assert deepseek.head_dim == 12
     assert deepseek.sparse_layers == (False, True, True)
@@ -163,12 +180,59 @@ YARN = {
 
 
 def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
-    every_other = read_architecture(write_config(tmp_path, **OLD_QWEN3_MOE, decoder_sparse_step=2))
+    every_other = read_architecture(write_config(tmp_path, **OLD_QWEN3_MOE, decoder_sparse_step=2, norm_topk_prob=True))
     assert every_other.moe == MoE(num_experts=8, top_k=2, ffn_hidden_size=12, dense_layers=(0, 2))
     deepseek = read_architecture(write_config(tmp_path, **OLD_DEEPSEEK, rope_scaling=YARN))
     assert deepseek.rope_scaling == YarnScaling(40.0, 32.0, 1.0, 1.0, 0.5, 64)
     assert deepseek.moe is not None
     assert deepseek.moe.dense_layers == (0, 1)
+    assert (deepseek.moe.score, deepseek.moe.scaling, deepseek.moe.num_groups) == ("sigmoid", 1.0, 1)
+
+
+# The keys of Moonlight-16B-A3B's config.json that tell it from DeepSeek-V3's, as its authors wrote them.
+OLD_MOONLIGHT = {
+    **OLD_DEEPSEEK,
+    "q_lora_rank": None,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.446,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 50000.0,
+    "rope_scaling": None,
+}
+
+
+def moonlight_of_transformers_5() -> Any:
+    sizes = {**SPARSE_MODELS["deepseek_v3"][2], "q_lora_rank": None, "n_group": 1}
+    return transformers.DeepseekV3Config(**{**SIZES, **sizes})
+
+
+def test_reads_moonlight_whichever_transformers_wrote_it(tmp_path: Path) -> None:
+    old = read_architecture(write_config(tmp_path, **OLD_MOONLIGHT))
+    assert old.moe == MoE(8, 2, 12, 24, dense_layers=(0,), score="sigmoid", scaling=2.446)
+    moonlight_of_transformers_5().save_pretrained(tmp_path)
+    for architecture in (old, read_architecture(tmp_path)):
+        assert architecture.mla == MLA(q_rank=None, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=6)
+        assert architecture.family == "deepseek_v3"
+
+
+def test_moonlight_makes_queries_from_the_hidden_state(tmp_path: Path) -> None:
+    config = moonlight_of_transformers_5()
+    config.save_pretrained(tmp_path)
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    assert_tensors_are_those_of_file(tmp_path)
+
+
+def test_llama_with_attention_biases_has_one_for_every_projection(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SIZES, attention_bias=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert_tensors_are_those_of_file(tmp_path)
+    architecture = read_architecture(tmp_path)
+    assert (architecture.qkv_bias, architecture.output_bias) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +241,21 @@ def test_reads_experts_that_transformers_4_wrote(tmp_path: Path) -> None:
         (OLD_QWEN3_MOE, {"num_experts": None}, ["num_experts", "null", "an integer"]),
         (OLD_QWEN3_MOE, {"mlp_only_layers": [True]}, ["mlp_only_layers", "a list of layer numbers"]),
         (OLD_QWEN3_MOE, {"rope_scaling": YARN}, ["rope_scaling.type", '"yarn"', "llama3"]),
-        (OLD_DEEPSEEK, {"q_lora_rank": None}, ["q_lora_rank", "null", "an integer"]),
+        (OLD_DEEPSEEK, {"q_lora_rank": 0}, ["q_lora_rank", "0", "at least 1"]),
+        (OLD_DEEPSEEK, {"scoring_func": "softmax"}, ["scoring_func", '"softmax"', "'sigmoid'"]),
+        (OLD_DEEPSEEK, {"topk_method": "greedy"}, ["topk_method", '"greedy"', "'noaux_tc'"]),
+        (OLD_DEEPSEEK, {"rope_interleave": False}, ["rope_interleave", "false", "True"]),
+        (OLD_DEEPSEEK, {"attention_bias": True}, ["attention_bias", "true", "deepseek_v3"]),
+        (OLD_DEEPSEEK, {"norm_topk_prob": False}, ["norm_topk_prob", "false", "true"]),
+        (OLD_DEEPSEEK, {"n_group": 3}, ["n_group", "3", "n_routed_experts = 8"]),
+        (OLD_DEEPSEEK, {"n_group": 4, "topk_group": 2}, ["topk_group", "2", "half of num_experts_per_tok = 2"]),
+        (
+            OLD_DEEPSEEK,
+            {"rope_scaling": {**YARN, "attention_factor": 1.5}},
+            ["rope_scaling.attention_factor", "1.5", "null"],
+        ),
+        (OLD_DEEPSEEK, {"rope_scaling": {**YARN, "truncate": False}}, ["rope_scaling.truncate", "false", "true"]),
+        (OLD_DEEPSEEK, {"rope_scaling": {**YARN, "mscale": 0}}, ["rope_scaling.mscale", "0", "mscale_all_dim"]),
         (OLD_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
         (OLD_DEEPSEEK, {"first_k_dense_replace": 4}, ["first_k_dense_replace", "4", "num_hidden_layers = 3"]),
         (
@@ -261,11 +339,15 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gemma"}, ["model_type", '"gemma"', "llama, qwen2, qwen3"]),
+        ({"model_type": "gemma"}, ["model_type", '"gemma"', "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "mistral"}, ["sliding_window", "absent", "null"]),
+        ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window", "4096", "null"]),
+        ({"model_type": "mistral", "sliding_window": None, "attention_bias": True}, ["attention_bias", "mistral"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", '"yarn"', "llama3"]),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling.type", '"linear"', "llama3"]),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.factor", "absent", "a number"]),
-        ({"attention_bias": True}, ["attention_bias", "true", "False"]),
+        ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias", "true", "False", "qwen3"]),
+        ({"attention_bias": "yes"}, ["attention_bias", '"yes"', "true or false"]),
         ({"use_sliding_window": True}, ["use_sliding_window", "true"]),
         ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8", "None"]),

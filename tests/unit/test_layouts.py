@@ -17,6 +17,7 @@ from rltrain.training.layout import megatron_layout
 from tests.model_shards import (
     MOE,
     PADDING,
+    VARIANTS,
     Place,
     Tensors,
     engine_shard,
@@ -140,6 +141,26 @@ def assert_megatron(architecture: Architecture, grid: Grid, **settings: Any) -> 
 def test_experts_of_megatron(family: str, transformer_engine: bool, sizes: dict[str, int]) -> None:
     grid = Grid(tuple(range(3, 11)), **sizes)
     assert_megatron(tiny_architecture(family, num_layers=4), grid, transformer_engine=transformer_engine)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("transformer_engine", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
+def test_variants_of_megatron(variant: str, tied: bool, transformer_engine: bool, sizes: dict[str, int]) -> None:
+    architecture = replace(VARIANTS[variant], tied_embeddings=tied)
+    assert_megatron(architecture, Grid(tuple(range(8)), **sizes), transformer_engine=transformer_engine)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_variants_of_engines(variant: str, tp: int) -> None:
+    architecture = VARIANTS[variant]
+    full = full_tensors(architecture)
+    grid = Grid(tuple(range(4)), tp=tp)
+    layout = engine_layout(architecture, grid)
+    for rank, place in engine_places(grid, 1).items():
+        assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])

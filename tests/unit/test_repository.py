@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algorithms": (*BASE, "data"),
     "cluster": (*BASE, "data"),
     "reshard": (*BASE, "cluster.grid"),
-    "checkpoint": (*BASE, "reshard", "cluster.grid"),
+    "checkpoint": (*BASE, "reshard", "cluster.grid", "training.layout"),
     "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
     "observability": (*BASE, "cluster.world"),
@@ -43,8 +43,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
     "transfers": (*BASE, "schedule", "roles", "cluster", "observability"),
     "hosting": (*BASE, "schedule", "roles", "cluster", "observability"),
-    "trainer": (*BASE, "hosting", "transfers", "schedule", "roles", "cluster", "observability"),
-    "job": (*BASE, "trainer", "schedule", "roles", "reshard", "cluster"),
+    "checkpointing": (*BASE, "transfers", "schedule", "roles", "checkpoint", "cluster", "observability"),
+    "resuming": (*BASE, "transfers", "schedule", "roles", "checkpoint", "reshard", "cluster", "observability"),
+    "trainer": (
+        *BASE,
+        *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "cluster", "observability"),
+    ),
+    "job": (*BASE, "trainer", "resuming", "schedule", "roles", "checkpoint", "reshard", "cluster"),
     "dry_run": (*BASE, "schedule", "training.layout", "rollout.layout", "reshard", "cluster"),
     "command": (*BASE, "job", "dry_run"),
 }
@@ -189,11 +194,14 @@ def test_megatrons_global_parallel_state_is_never_initialised() -> None:
     assert callers == []
 
 
+READS_PICKLES_AS_DATA = "rltrain/checkpoint/megatron/unpickling.py"
+"""Megatron's checkpoints have some; it makes nothing that they name, as tests/unit/test_megatron_files.py shows."""
+
+
 def test_nothing_is_unpickled() -> None:
     for path in SOURCES:
-        assert not top_level_imports(path) & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, relative(
-            path
-        )
+        picklers = top_level_imports(path) & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+        assert not picklers or relative(path) == READS_PICKLES_AS_DATA, relative(path)
         for name, call in calls(path):
             assert name.split(".")[-1] not in PICKLING_COLLECTIVES, f"{relative(path)}: {name} pickles"
             if name == "torch.load":

@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def roles(self):
-        parts = NEEDS[self.name].parts if self.name in NEEDS else {("reward", "")}
+        parts = NEEDS[self.name].parts | NEEDS[self.name].keeps if self.name in NEEDS else {("reward", "")}
         return tuple(sorted({role for role, _ in parts}))
 
 
@@ -368,18 +368,22 @@ TASKS = sorted(NEEDS) + sorted(HOST_TASKS)
 
 @given(st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 2)), max_size=12), st.data())
 def test_a_part_is_dropped_only_if_whoever_uses_it_next_rewrites_it(tasks, data):
-    """Whether the next user is the next in the order or, after an early end, the next that is executed all the same."""
+    """Whether the next user is the next in the order or, after an early end, the next that is executed all the same.
+
+    Users are those too that read a part where it lies.
+    """
+    users_of = {name: needs_of(name).parts | needs_of(name).keeps for name in TASKS}
     order = [Entry(name, step, final=data.draw(st.booleans())) for name, step in sorted(tasks, key=lambda t: t[1])]
     plan = MemoryPlan(order, PARTS)
     keys = {key for needs in NEEDS.values() for key in needs.parts}
     for position in range(len(order)):
         for key in keys:
-            rest = [(i, e) for i, e in enumerate(order) if i > position and key in needs_of(e.name).parts]
+            rest = [(i, e) for i, e in enumerate(order) if i > position and key in users_of[e.name]]
             readers = []
             for users in (rest, [(i, e) for i, e in rest if e.final]):
                 if users:
                     i, user = users[0]
-                    before = [e for e in order[:i] if key in needs_of(e.name).parts]
+                    before = [e for e in order[:i] if key in users_of[e.name]]
                     fresh = key[1] == "gradients" and (not before or before[-1].step != user.step)
                     readers.append(key not in needs_of(user.name).rewrites and not fresh)
             assert plan.may_drop(key, position) == (not any(readers))

@@ -1,12 +1,13 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from rltrain.reshard.families.config_file import ConfigReader
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 Head = Literal["vocabulary", "value"]
@@ -16,14 +17,18 @@ QWEN3_HEAD_DIM = 128  # what transformers assumes where the key is absent
 
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
 UNSUPPORTED = {
-    "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "hidden_act": ("silu", None),
     "quantization_config": (None,),
     "pretraining_tp": (1, None),
     "moe_layer_freq": (1, None),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
 }
+ATTENTION_BIAS_FAMILIES = ("llama",)
+"""Families of which some models have biases in all projections of attention."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of rotary frequencies, as DeepSeek uses it."""
+    """YaRN's stretching of rotary frequencies, as DeepSeek uses it. `mscale` is 0 where the checkpoint names none."""
 
     factor: float
     beta_fast: float
@@ -54,6 +59,10 @@ class MoE:
 
     `ffn_hidden_size` is that of one expert. `shared_ffn_hidden_size` is that of the experts that every token visits,
     taken together; 0 where there are none. `dense_layers` have the MLP of a dense model instead.
+
+    An expert's weight is its share of `score`, among the chosen ones where `normalized`, times `scaling`. With
+    "sigmoid" experts are chosen by score plus a bias that the checkpoint holds, out of the best `top_groups` of
+    `num_groups` groups of consecutive experts.
     """
 
     num_experts: int
@@ -61,17 +70,23 @@ class MoE:
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
 
 
 @dataclass(frozen=True)
 class MLA:
     """Multi-head latent attention: queries, and keys with values, are made from latents of `q_rank` and `kv_rank`.
+    With `q_rank` None queries are made from the hidden state.
 
     A head's query and key have `plain_head_dim` elements without positions and `rope_head_dim` rotated ones; the
     rotated part of the key is one for all heads. A head's value has `value_head_dim` elements.
     """
 
-    q_rank: int
+    q_rank: int | None
     kv_rank: int
     plain_head_dim: int
     rope_head_dim: int
@@ -83,7 +98,7 @@ class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
     `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
-    experts or no latent attention.
+    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state.
     """
 
     family: str
@@ -105,6 +120,7 @@ class Architecture:
     moe: MoE | None = None
     mla: MLA | None = None
     head: Head = "vocabulary"
+    output_bias: bool = False
 
     def value_model(self) -> "Architecture":
         """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
@@ -143,6 +159,10 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     for key, off in UNSUPPORTED.items():
         if reader.values.get(key) not in off:
             raise reader.error(key, f"{off[0]!r}: nothing else is supported for {family}")
+    attention_bias = reader.take("attention_bias", bool, default=False)
+    if attention_bias and family not in ATTENTION_BIAS_FAMILIES:
+        raise reader.error("attention_bias", f"False: nothing else is supported for {family}")
+    _refuse_sliding_window(reader, family)
     if set(reader.values.get("layer_types") or ()) - {"full_attention"}:
         raise reader.error("layer_types", "full_attention in every layer")
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
@@ -163,7 +183,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         ffn_hidden_size=reader.count("intermediate_size"),
         vocab_size=reader.count("vocab_size"),
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=False),
-        qkv_bias=family == "qwen2",
+        qkv_bias=family == "qwen2" or attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_eps=reader.take("rms_norm_eps", float),
         rope_theta=theta,
@@ -172,7 +192,16 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         eos_token_ids=_read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
+        output_bias=attention_bias,
     )
+
+
+def _refuse_sliding_window(config: ConfigReader, family: str) -> None:
+    """transformers lets Mistral's attention slide where the key is absent, Mixtral's only where there is a number."""
+    if family not in ("mistral", "mixtral") or config.values.get("sliding_window", 0) is None:
+        return
+    if family == "mistral" or "sliding_window" in config.values:
+        raise config.error("sliding_window", "null")
 
 
 def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
@@ -187,12 +216,11 @@ def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
         top_k=config.count("num_experts_per_tok"),
         ffn_hidden_size=config.count("moe_intermediate_size"),
         dense_layers=tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
+        normalized=config.take("norm_topk_prob", bool, default=False),
     )
 
 
 def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
-    if config.values.get("sliding_window") is not None:
-        raise config.error("sliding_window", "null")
     return MoE(
         num_experts=config.count("num_local_experts"),
         top_k=config.count("num_experts_per_tok"),
@@ -205,12 +233,25 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
     if not 0 <= num_dense <= num_layers:
         raise config.error("first_k_dense_replace", f"from 0 to num_hidden_layers = {num_layers}")
     expert_size = config.count("moe_intermediate_size")
+    top_k, num_experts = config.count("num_experts_per_tok"), config.count("n_routed_experts")
+    num_groups, top_groups = config.count("n_group", default=1), config.count("topk_group", default=1)
+    if num_experts % num_groups:
+        raise config.error("n_group", f"a divisor of n_routed_experts = {num_experts}")
+    # Groups are ranked by their two best experts; megatron-core ranks them by their top_k / top_groups best.
+    if top_groups < num_groups and top_k != 2 * top_groups:
+        raise config.error("topk_group", f"half of num_experts_per_tok = {top_k}, or n_group = {num_groups}")
+    if not config.take("norm_topk_prob", bool, default=True) or top_k == 1:
+        raise config.error("norm_topk_prob", "true, with num_experts_per_tok of at least 2")
     return MoE(
-        num_experts=config.count("n_routed_experts"),
-        top_k=config.count("num_experts_per_tok"),
+        num_experts=num_experts,
+        top_k=top_k,
         ffn_hidden_size=expert_size,
         shared_ffn_hidden_size=config.count("n_shared_experts") * expert_size,
         dense_layers=tuple(range(num_dense)),
+        score="sigmoid",
+        scaling=config.take("routed_scaling_factor", float, default=1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
     )
 
 
@@ -219,7 +260,7 @@ READ_MOE = {"qwen3_moe": _read_qwen3_moe, "mixtral": _read_mixtral, "deepseek_v3
 
 def _read_mla(config: ConfigReader) -> MLA:
     return MLA(
-        q_rank=config.count("q_lora_rank"),
+        q_rank=None if config.values.get("q_lora_rank") is None else config.count("q_lora_rank"),
         kv_rank=config.count("kv_lora_rank"),
         plain_head_dim=config.count("qk_nope_head_dim"),
         rope_head_dim=config.count("qk_rope_head_dim"),
@@ -243,20 +284,29 @@ def _read_rope(config: ConfigReader) -> tuple[float, RopeScaling | YarnScaling |
     if kind == "default":
         return theta, None
     if kind == "yarn" and config.values["model_type"] == "deepseek_v3":
-        return theta, YarnScaling(
-            factor=rope.take("factor", float),
-            beta_fast=rope.take("beta_fast", float, 32.0),
-            beta_slow=rope.take("beta_slow", float, 1.0),
-            mscale=rope.take("mscale", float, 1.0),
-            mscale_all_dim=rope.take("mscale_all_dim", float, 0.0),
-            original_max_positions=rope.count("original_max_position_embeddings"),
-        )
+        return theta, _read_yarn(rope)
     if kind != "llama3":
         raise rope.error(type_key, '"default" or "llama3"')
     return theta, RopeScaling(
         factor=rope.take("factor", float),
         low_freq_factor=rope.take("low_freq_factor", float),
         high_freq_factor=rope.take("high_freq_factor", float),
+        original_max_positions=rope.count("original_max_position_embeddings"),
+    )
+
+
+def _read_yarn(rope: ConfigReader) -> YarnScaling:
+    for key, off in (("attention_factor", None), ("truncate", True)):
+        if rope.values.get(key) not in (off, None):
+            raise rope.error(key, f"{json.dumps(off)}: nothing else is supported")
+    if rope.values.get("mscale_all_dim") and not rope.values.get("mscale"):
+        raise rope.error("mscale", "a number above 0 beside mscale_all_dim")
+    return YarnScaling(
+        factor=rope.take("factor", float),
+        beta_fast=rope.take("beta_fast", float, 32.0),
+        beta_slow=rope.take("beta_slow", float, 1.0),
+        mscale=rope.take("mscale", float, 0.0),
+        mscale_all_dim=rope.take("mscale_all_dim", float, 0.0),
         original_max_positions=rope.count("original_max_position_embeddings"),
     )
 

@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from rltrain.reshard.element_types import ElementType, TypeArray, uniform
 from rltrain.reshard.families.architecture import Architecture
-from rltrain.reshard.families.deepseek import DEEPSEEK_V3
-from rltrain.reshard.families.dense import LLAMA, QWEN2, QWEN3, VALUE_HEAD
+from rltrain.reshard.families.deepseek import DEEPSEEK_V3, MOONLIGHT
+from rltrain.reshard.families.dense import LLAMA, LLAMA_WITH_BIASES, MISTRAL, QWEN2, QWEN3, VALUE_HEAD
 from rltrain.reshard.families.moe import MIXTRAL, QWEN3_MOE
 from rltrain.reshard.families.table import Layer, Row, Table
 from rltrain.reshard.layout import CanonicalTensors, IntArray
 
 TABLES = {
     "llama": LLAMA,
+    "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
@@ -30,8 +31,12 @@ NUM_LABELS = 1
 
 
 def table_of(architecture: Architecture) -> Table:
-    """The family's table, with the head that `architecture` has."""
+    """The family's table, or that of its variant, with the head that `architecture` has."""
     table = TABLES[architecture.family]
+    if architecture.output_bias:
+        table = LLAMA_WITH_BIASES
+    if architecture.mla and architecture.mla.q_rank is None:
+        table = MOONLIGHT
     return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
 
 
@@ -63,7 +68,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         }
     if mla := architecture.mla:
         measured |= {
-            "q_rank": mla.q_rank,
+            "q_rank": mla.q_rank or 0,
             "kv_rank": mla.kv_rank,
             "kv_rank_and_rope": mla.kv_rank + mla.rope_head_dim,
             "keys_and_values": architecture.num_heads * (mla.plain_head_dim + mla.value_head_dim),

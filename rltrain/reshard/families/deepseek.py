@@ -1,5 +1,6 @@
-"""DeepSeek-V3: latent attention, shared experts, a router with a bias. Its layer that predicts further tokens ahead
-(multi-token prediction) is left out: it is neither trained nor served, and a checkpoint written here lacks it.
+"""DeepSeek-V3: latent attention, shared experts, a router with a bias; Moonlight: the same, but its queries are made
+from the hidden state. DeepSeek-V3's layer that predicts further tokens ahead (multi-token prediction) is left
+out: it is neither trained nor served, and a checkpoint written here lacks it.
 
 The engine's names are those of SGLang with shared experts kept apart from the others
 (--disable-shared-experts-fusion).
@@ -9,25 +10,26 @@ from dataclasses import replace
 
 from rltrain.reshard.families.dense import INPUT_NORM, LLAMA, MLP, POST_ATTENTION_NORM
 from rltrain.reshard.families.moe import EXPERTS, ROUTER, SPARSE_MLP_NORM
-from rltrain.reshard.families.table import Layer, in_layer
+from rltrain.reshard.families.table import CHECKPOINT_LAYER, Layer, Row, Table, in_layer
+
+FUSED_LATENTS = "self_attn.fused_qkv_a_proj_with_mqa.weight"
 
 # Megatron's own layers split the projections to the latents, and gather what comes out; Transformer Engine's do not.
-LATENT_ATTENTION = (
-    replace(INPUT_NORM, megatron_te=None),
+KV_LATENT = in_layer(
+    ("self_attn.kv_a_proj_with_mqa.weight", "kv_rank_and_rope", "hidden"),
+    megatron="self_attention.linear_kv_down_proj.weight",
+    split_local="rows",
+    quantizable=True,
+)
+LATENTS = (
     in_layer(
         ("self_attn.q_a_proj.weight", "q_rank", "hidden"),
         megatron="self_attention.linear_q_down_proj.weight",
-        engine="self_attn.fused_qkv_a_proj_with_mqa.weight",
+        engine=FUSED_LATENTS,
         split_local="rows",
         quantizable=True,
     ),
-    in_layer(
-        ("self_attn.kv_a_proj_with_mqa.weight", "kv_rank_and_rope", "hidden"),
-        megatron="self_attention.linear_kv_down_proj.weight",
-        engine="self_attn.fused_qkv_a_proj_with_mqa.weight",
-        split_local="rows",
-        quantizable=True,
-    ),
+    replace(KV_LATENT, engine=CHECKPOINT_LAYER + FUSED_LATENTS),
     in_layer(
         ("self_attn.q_a_layernorm.weight", "q_rank"),
         megatron="self_attention.q_layernorm.weight",
@@ -39,6 +41,17 @@ LATENT_ATTENTION = (
         split="rows",
         quantizable=True,
     ),
+)
+KV_LATENT_AND_QUERIES = (
+    KV_LATENT,
+    in_layer(
+        ("self_attn.q_proj.weight", "queries", "hidden"),
+        megatron="self_attention.linear_q_proj.weight",
+        split="rows",
+        quantizable=True,
+    ),
+)
+FROM_LATENTS = (
     in_layer(
         ("self_attn.kv_a_layernorm.weight", "kv_rank"),
         megatron="self_attention.kv_layernorm.weight",
@@ -81,8 +94,15 @@ SHARED_EXPERTS = (
     ),
 )
 
-DEEPSEEK_V3 = replace(
-    LLAMA,
-    dense=Layer((*LATENT_ATTENTION, POST_ATTENTION_NORM, *MLP)),
-    sparse=Layer((*LATENT_ATTENTION, SPARSE_MLP_NORM, ROUTER, ROUTER_BIAS, *SHARED_EXPERTS), EXPERTS),
-)
+
+def _family(queries_and_latents: tuple[Row, ...]) -> Table:
+    attention = (replace(INPUT_NORM, megatron_te=None), *queries_and_latents, *FROM_LATENTS)
+    return replace(
+        LLAMA,
+        dense=Layer((*attention, POST_ATTENTION_NORM, *MLP)),
+        sparse=Layer((*attention, SPARSE_MLP_NORM, ROUTER, ROUTER_BIAS, *SHARED_EXPERTS), EXPERTS),
+    )
+
+
+DEEPSEEK_V3 = _family(LATENTS)
+MOONLIGHT = _family(KV_LATENT_AND_QUERIES)

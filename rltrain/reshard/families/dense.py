@@ -53,6 +53,7 @@ QKV_BIAS = in_layer(
     engine="self_attn.qkv_proj.bias",
     split="qkv",
 )
+OUTPUT_BIAS = in_layer(("self_attn.o_proj.bias", "hidden"), megatron="self_attention.linear_proj.bias")
 QK_NORMS = (
     in_layer(("self_attn.q_norm.weight", "head"), megatron="self_attention.q_layernorm.weight"),
     in_layer(("self_attn.k_norm.weight", "head"), megatron="self_attention.k_layernorm.weight"),
@@ -88,5 +89,7 @@ LLAMA = Table(
         split="vocab",
     ),
 )
+LLAMA_WITH_BIASES = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, QKV_BIAS, OUTPUT_BIAS)))
+MISTRAL = LLAMA
 QWEN2 = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, QKV_BIAS)))
 QWEN3 = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, *QK_NORMS)))

@@ -22,6 +22,7 @@ class _Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Tensor
+    output_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
@@ -36,6 +37,7 @@ def _layer(parameters: Mapping[str, Tensor], index: int) -> _Layer:
         q_norm=parameters.get(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=parameters.get(f"{prefix}.self_attn.k_norm.weight"),
         output=parameters[f"{prefix}.self_attn.o_proj.weight"],
+        output_bias=parameters.get(f"{prefix}.self_attn.o_proj.bias"),
         mlp_norm=parameters[f"{prefix}.post_attention_layernorm.weight"],
         gate_up=parameters[f"{prefix}.mlp.gate_up_proj.weight"],
         down=parameters[f"{prefix}.mlp.down_proj.weight"],
@@ -104,6 +106,8 @@ class EngineModel:
         layer = self._layers[index]
         queries, keys, values = self._project(layer, hidden, rotation)
         self._add_projected(hidden, attention(index, queries, keys, values), layer.output)
+        if layer.output_bias is not None:
+            hidden.add_(layer.output_bias)
         gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
         self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
 

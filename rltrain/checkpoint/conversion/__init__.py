@@ -1,0 +1,1 @@
+"""Converting whole checkpoints between formats, tensor by tensor, on one process or many."""

@@ -1,0 +1,164 @@
+"""The command line of tools/convert_checkpoint.py."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rltrain.checkpoint.conversion.comparison import first_difference
+from rltrain.checkpoint.conversion.description import describe
+from rltrain.checkpoint.conversion.element_type import CHOICES
+from rltrain.checkpoint.conversion.formats import FORMAT_NAMES, format_of, open_source
+from rltrain.checkpoint.conversion.processes import Processes, join_processes
+from rltrain.checkpoint.conversion.sources import HfSource
+from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.errors import CheckpointError, UserError
+
+EXIT_DIFFERENT = 1
+EXIT_USER_ERROR = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 1 `verify` found a difference, 2 a mistake the user can mend."""
+    arguments = _parser().parse_args(argv)
+    processes = join_processes()
+    try:
+        status: int = arguments.run(arguments, processes)
+    except UserError as error:
+        print(f"convert_checkpoint: refused: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return status
+
+
+def _hf_to_megatron(arguments: argparse.Namespace, processes: Processes) -> int:
+    _refuse_other_format(arguments.input, "hf")
+    source = HfSource(arguments.input, "--input", compare_tied_head=processes.first)
+    writers = writers_grid(source.architecture, processes.count, tp=arguments.tp, pp=arguments.pp, ep=arguments.ep)
+    return _timed(
+        arguments.output,
+        processes,
+        lambda: convert_to_megatron(
+            source,
+            arguments.output,
+            processes,
+            writers=writers,
+            dtype=arguments.dtype,
+            iteration=arguments.iteration,
+        ),
+    )
+
+
+def _megatron_to_hf(arguments: argparse.Namespace, processes: Processes) -> int:
+    _refuse_other_format(arguments.input, "megatron")
+    source = open_source(arguments.input, "--input", settings=arguments.hf_config)
+    max_file_bytes = int(arguments.max_file_gb * 10**9)
+    return _timed(
+        arguments.output,
+        processes,
+        lambda: convert_to_hf(
+            source, arguments.output, processes, dtype=arguments.dtype, max_file_bytes=max_file_bytes
+        ),
+    )
+
+
+def _inspect(arguments: argparse.Namespace, processes: Processes) -> int:
+    if processes.first:
+        for line in describe(arguments.path, "PATH", settings=arguments.hf_config, tensors=arguments.tensors):
+            print(line)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, processes: Processes) -> int:
+    a, b = (
+        open_source(path, name, settings=arguments.hf_config) for path, name in ((arguments.a, "A"), (arguments.b, "B"))
+    )
+    difference = first_difference(a, b, processes, dtype=arguments.dtype)
+    if processes.first:
+        print(f"different: {difference}" if difference else f"equal: all {len(a.tensors.names)} tensors")
+    return EXIT_DIFFERENT if difference else 0
+
+
+def _timed(output: Path, processes: Processes, convert: Callable[[], None]) -> int:
+    begin = time.monotonic()
+    convert()
+    if processes.first:
+        print(f"wrote {output} in {time.monotonic() - begin:.1f} s")
+    return 0
+
+
+def _refuse_other_format(path: Path, wanted: str) -> None:
+    found = format_of(path, "--input")
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {FORMAT_NAMES[found]}; expected {FORMAT_NAMES[wanted]} (option --input)"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/convert_checkpoint.py",
+        description="Convert checkpoints between Hugging Face and Megatron, and compare them. Under torchrun the work "
+        "is split over its processes.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    to_megatron = commands.add_parser("hf-to-megatron", help="write Megatron's distributed checkpoint (torch_dist)")
+    _add_conversion(to_megatron, _hf_to_megatron)
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        to_megatron.add_argument(f"--{name}", type=_count, help=f"{what}-parallel writers (default: one per process)")
+    to_megatron.add_argument(
+        "--iteration", type=_count, metavar="N", help="write iter_N, as a training run would (default: a release)"
+    )
+
+    to_hf = commands.add_parser("megatron-to-hf", help="write a Hugging Face checkpoint (safetensors)")
+    _add_conversion(to_hf, _megatron_to_hf)
+    _add_hf_config(to_hf)
+    to_hf.add_argument(
+        "--max-file-gb", type=_size, default=5.0, help="of a safetensors file, in 10^9 bytes (default 5)"
+    )
+
+    inspect = commands.add_parser("inspect", help="say what a checkpoint holds, and whether it is complete")
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("path", type=Path, metavar="PATH")
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors")
+    _add_hf_config(inspect)
+
+    verify = commands.add_parser("verify", help="compare two checkpoints of either format, tensor by tensor")
+    verify.set_defaults(run=_verify)
+    verify.add_argument("a", type=Path, metavar="A")
+    verify.add_argument("b", type=Path, metavar="B")
+    verify.add_argument("--dtype", choices=CHOICES, help="compare values as rounded to this type")
+    _add_hf_config(verify)
+    return parser
+
+
+def _add_conversion(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, Processes], int]) -> None:
+    parser.set_defaults(run=run)
+    parser.add_argument("--input", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
+    parser.add_argument("--dtype", choices=CHOICES, help="of the converted tensors (default: that of the input)")
+
+
+def _add_hf_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer, for Megatron checkpoints that were written without",
+    )
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _size(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

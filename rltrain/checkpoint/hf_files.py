@@ -1,0 +1,94 @@
+"""What a Hugging Face checkpoint folder consists of: files of tensors, their index, and the files beside them."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
+from rltrain.checkpoint.safetensors_file import Entry
+from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.families.architecture import CONFIG_FILE
+from rltrain.reshard.kernels.torch_types import DTYPES
+from rltrain.reshard.layout import Layout
+
+METADATA = {"format": "pt", "written_by": "rltrain"}
+CARRIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+INDEX_SUFFIX = ".index.json"
+"""Of files that describe tensors, in one format or another."""
+
+
+@dataclass(frozen=True)
+class HfFile:
+    """A file of tensors and the rank that writes it."""
+
+    name: str
+    writer: int
+    entries: tuple[Entry, ...]
+
+
+def planned_files(layout: Layout, max_file_bytes: int) -> list[HfFile]:
+    """All files of a checkpoint whose tensors lie as in `layout`, a result of hf_layout; the same on every rank.
+
+    A file is larger than `max_file_bytes` only where one tensor is.
+    """
+    contents: list[tuple[int, list[Entry]]] = []
+    for rank in layout.ranks:
+        filled = max_file_bytes
+        for name, shape in layout.on(rank).parameters:
+            entry = Entry(name, DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], shape)
+            if filled + entry.bytes > max_file_bytes:
+                contents.append((rank, []))
+                filled = 0
+            contents[-1][1].append(entry)
+            filled += entry.bytes
+    if len(contents) == 1:
+        return [HfFile(SINGLE_FILE, contents[0][0], tuple(contents[0][1]))]
+    return [
+        HfFile(f"model-{number:05d}-of-{len(contents):05d}.safetensors", rank, tuple(entries))
+        for number, (rank, entries) in enumerate(contents, start=1)
+    ]
+
+
+def write_index(folder: Path, files: Sequence[HfFile]) -> None:
+    """The index that says which file holds a tensor; a single file needs none."""
+    if len(files) == 1:
+        return
+    weight_map = {entry.name: file.name for file in files for entry in file.entries}
+    total_bytes = sum(entry.bytes for file in files for entry in file.entries)
+    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def write_config(like: Path, folder: Path, dtype: str, changes: Mapping[str, Any] | None = None) -> None:
+    """The config.json of the folder `like` for tensors of `dtype`, with `changes`; a copy if nothing changes."""
+    text = (like / CONFIG_FILE).read_text(encoding="utf-8")
+    config = json.loads(text)
+    wanted = {**config, **(changes or {}), "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    if wanted == config:
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    else:
+        _write_json(folder / CONFIG_FILE, wanted)
+
+
+def carried_files(folder: Path) -> list[str]:
+    """Names of what goes with a checkpoint's tensors beside config.json: tokenizer, generation config, own code."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file()
+        and path.suffix in CARRIED_SUFFIXES
+        and path.name != CONFIG_FILE
+        and not path.name.endswith(INDEX_SUFFIX)
+    )
+
+
+def copy_carried_files(like: Path, folder: Path) -> None:
+    """Copy into `folder` what goes with the tensors of the checkpoint folder `like`, except config.json."""
+    for name in carried_files(like):
+        shutil.copyfile(like / name, folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

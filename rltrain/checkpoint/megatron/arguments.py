@@ -1,0 +1,177 @@
+"""Megatron-LM's command line arguments that describe an architecture: written into checkpoints, compared with them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rltrain.checkpoint.megatron.keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
+from rltrain.reshard.families import Architecture, RopeScaling, YarnScaling
+
+SHARED_BY_ALL_FAMILIES = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+}
+
+UNTOLD = {
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": True,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "apply_query_key_layer_scaling": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "make_vocab_size_divisible_by": VOCAB_ROWS_MULTIPLE,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": None,
+    "vocab_file": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "data_parallel_random_init": False,
+    "consumed_train_samples": 0,
+    "consumed_valid_samples": 0,
+    "skipped_train_samples": 0,
+    "ckpt_format": "torch_dist",
+    "no_save_optim": True,
+    "no_save_rng": True,
+    "finetune": False,
+}
+"""What Megatron-LM reads from a checkpoint's arguments and no architecture tells."""
+
+
+def megatron_arguments(
+    architecture: Architecture, *, dtype: str, padded_vocab_size: int | None = None
+) -> dict[str, Any]:
+    """All that Megatron-LM and slime read from a checkpoint's arguments, by name, for weights of `dtype` (as torch
+    spells it). `padded_vocab_size` is as in GlobalTensors."""
+    padded_vocab_size = GlobalTensors(architecture, padded_vocab_size=padded_vocab_size).padded_vocab_size
+    return {
+        **UNTOLD,
+        **describing(architecture),
+        "group_query_attention": architecture.num_kv_heads != architecture.num_heads,
+        "max_position_embeddings": architecture.max_positions,
+        "seq_length": architecture.max_positions,
+        "padded_vocab_size": padded_vocab_size,
+        "params_dtype": getattr(torch, dtype),
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+
+
+def describing(architecture: Architecture) -> dict[str, Any]:
+    """The arguments that follow from an architecture, by name, with the values that Megatron-LM must have for it."""
+    described = SHARED_BY_ALL_FAMILIES | {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_heads,
+        "vocab_size": architecture.vocab_size,
+        "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
+        "add_qkv_bias": architecture.qkv_bias,
+        "qk_layernorm": architecture.qk_norm or architecture.mla is not None,
+        "norm_epsilon": architecture.norm_eps,
+        "rotary_base": architecture.rope_theta,
+        "multi_latent_attention": architecture.mla is not None,
+        "num_experts": architecture.num_experts or None,
+    }
+    if architecture.mla is None:
+        described |= {"num_query_groups": architecture.num_kv_heads, "kv_channels": architecture.head_dim}
+    return described | _rope(architecture) | _latent_attention(architecture) | _experts(architecture)
+
+
+def _rope(architecture: Architecture) -> dict[str, Any]:
+    scaling = architecture.rope_scaling
+    if isinstance(scaling, YarnScaling):
+        return {
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale or 1.0,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    if isinstance(scaling, RopeScaling):
+        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    return {"use_rope_scaling": False}
+
+
+def _latent_attention(architecture: Architecture) -> dict[str, Any]:
+    mla = architecture.mla
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.plain_head_dim,
+        "qk_pos_emb_head_dim": mla.rope_head_dim,
+        "v_head_dim": mla.value_head_dim,
+    }
+
+
+def _experts(architecture: Architecture) -> dict[str, Any]:
+    moe = architecture.moe
+    if moe is None:
+        return {}
+    # Softmax over the chosen experts alone is what normalised shares are; without it the softmax goes over all.
+    return {
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        "moe_layer_freq": [int(sparse) for sparse in architecture.sparse_layers],
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalized,
+        "moe_router_enable_expert_bias": moe.score == "sigmoid",
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
+    }
+
+
+IN_EFFECT_ONLY: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "moe_router_pre_softmax": lambda arguments: arguments.get("moe_router_score_function", "softmax") == "softmax",
+    "rope_scaling_factor": lambda arguments: bool(arguments.get("use_rope_scaling")),
+}
+"""When an argument means anything, where it may have any value otherwise."""
+
+
+def compare_arguments(architecture: Architecture, arguments: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, value in the checkpoint, value expected) of the `arguments` that are not those of `architecture`.
+
+    Arguments that the checkpoint does not have are not compared: Megatron-LM's programs differ in what they note.
+    """
+    found = {**arguments, **_in_effect(architecture, arguments)}
+    return [
+        (name, found[name], expected)
+        for name, expected in describing(architecture).items()
+        if name in found
+        and not _same(found[name], expected)
+        and (name not in IN_EFFECT_ONLY or IN_EFFECT_ONLY[name](arguments))
+    ]
+
+
+def _in_effect(architecture: Architecture, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What some arguments come to, given the others."""
+    effect: dict[str, Any] = {}
+    if arguments.get("group_query_attention") is False:
+        effect["num_query_groups"] = arguments.get("num_attention_heads", architecture.num_heads)
+    if "kv_channels" in arguments and arguments["kv_channels"] is None:
+        effect["kv_channels"] = arguments.get("hidden_size", 0) // arguments.get("num_attention_heads", 1)
+    if arguments.get("vocab_size") is None:  # Megatron-LM takes it from the tokenizer
+        effect["vocab_size"] = architecture.vocab_size
+    frequency = arguments.get("moe_layer_freq")
+    if isinstance(frequency, int):
+        effect["moe_layer_freq"] = [int(layer % frequency == 0) for layer in range(architecture.num_layers)]
+    if arguments.get("disable_bias_linear") is True:
+        effect["add_bias_linear"] = False
+    return effect
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """None and false mean the same in arguments, as 10000 and 10000.0 do."""
+    return found == expected or (not found and not expected)

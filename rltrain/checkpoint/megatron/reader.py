@@ -1,0 +1,189 @@
+"""Reading a Megatron checkpoint box by box."""
+
+import io
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from rltrain.checkpoint.megatron.metadata import (
+    COMMON_FILE,
+    LATEST_FILE,
+    METADATA_FILE,
+    RELEASE,
+    Stored,
+    iteration_name,
+    read_format,
+    read_metadata,
+)
+from rltrain.checkpoint.megatron.unpickling import plain, read_torch_pickle
+from rltrain.errors import CheckpointError
+
+TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
+"""How the keys begin of what a checkpoint holds beside the model."""
+
+EXTRA_STATE = "._extra_state"
+"""In the keys of what modules of Transformer Engine keep for FP8."""
+
+
+class MegatronReader:
+    """A checkpoint's folder: its root, whose tracker file names the iteration to take, or that of an iteration.
+
+    `tensors` are the shapes and types of the model's tensors, by key; `ignored` the keys of all else.
+    `architecture_arguments` are Megatron-LM's arguments as plain values, empty where the checkpoint has none;
+    `iteration` is 0 in a release. `option` is the config key or option that names the folder, for messages.
+    CheckpointError where a file is missing, cut short, damaged, or names what is no data.
+    """
+
+    def __init__(self, path: Path, option: str) -> None:
+        self.option = option
+        try:
+            self.folder = _iteration_folder(path)
+            read_format(self.folder)
+            self._stored, objects = read_metadata(self.folder)
+            common = plain(read_torch_pickle(self.folder / COMMON_FILE))
+        except CheckpointError as problem:
+            raise self._error(str(problem)) from None
+        self.architecture_arguments: dict[str, Any] = common.get("args") or {}
+        self.iteration = int(common.get("iteration") or 0)
+        unknown = sorted(key for key in objects if not _is_state(key))
+        if unknown:
+            raise self._error(
+                f"{self.folder} holds what is neither a tensor nor known as state of training: {', '.join(unknown[:8])}"
+            )
+        self.ignored = sorted(filter(_is_state, [*objects, *self._stored]))
+        self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
+            key: (stored.shape, getattr(torch, stored.dtype))
+            for key, stored in self._stored.items()
+            if not _is_state(key)
+        }
+        self._refuse_cut_files()
+        self._latest: tuple[Stored, Tensor] | None = None
+
+    def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The box [*shape] of tensor `key` that begins at `offsets`, as stored.
+
+        A chunk of the file is in memory at a time, and stays until another one is needed. CheckpointError where the
+        file is damaged or its chunks leave out part of the box.
+        """
+        values = torch.empty(shape, dtype=self.tensors[key][1])
+        num_read = 0
+        for chunk in self._stored[key].chunks:
+            low = [max(begin, at) for begin, at in zip(offsets, chunk.offsets, strict=True)]
+            high = [
+                min(begin + size, at + length)
+                for begin, size, at, length in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)
+            ]
+            if any(first >= stop for first, stop in zip(low, high, strict=True)):
+                continue
+            values[_slices(low, high, offsets)] = self._load(key, chunk)[_slices(low, high, chunk.offsets)]
+            num_read += prod(stop - first for first, stop in zip(low, high, strict=True))
+        if num_read != prod(shape):
+            raise self._error(
+                f"the chunks of {key} in {self.folder} hold {num_read} of the {prod(shape)} elements of the box "
+                f"{list(shape)} at {list(offsets)}: the checkpoint is incomplete or holds some twice"
+            )
+        return values
+
+    def _load(self, key: str, chunk: Stored) -> Tensor:
+        if self._latest is None or self._latest[0] is not chunk:
+            self._latest = None  # so that two chunks are never in memory
+            self._latest = (chunk, self._load_chunk(key, chunk))
+        return self._latest[1]
+
+    def _load_chunk(self, key: str, chunk: Stored) -> Tensor:
+        path = self.folder / chunk.file
+        try:
+            with path.open("rb") as file:
+                window = cast(IO[bytes], _Window(file, chunk.offset, chunk.length))
+                stored = torch.load(window, map_location="cpu", weights_only=True)
+        except Exception as problem:  # damaged files raise almost anything
+            raise self._error(f"{path} is damaged at byte {chunk.offset}, where {key} lies: {problem}") from None
+        shape, dtype = chunk.shape, self.tensors[key][1]
+        if not isinstance(stored, Tensor) or stored.shape != shape or stored.dtype != dtype:
+            found = f"{list(stored.shape)} of {stored.dtype}" if isinstance(stored, Tensor) else type(stored).__name__
+            raise self._error(
+                f"{path} holds {found} at byte {chunk.offset}; {METADATA_FILE} places {list(shape)} of {dtype} there"
+            )
+        return stored
+
+    def _refuse_cut_files(self) -> None:
+        """Tell files that are missing or too short before anything is read."""
+        needed: dict[str, int] = {}
+        for key in self.tensors:
+            for chunk in self._stored[key].chunks:
+                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.offset + chunk.length)
+        for name, length in needed.items():
+            path = self.folder / name
+            if path.parent != self.folder:
+                raise self._error(f"{self.folder / METADATA_FILE} names the file {name!r}, which is not in its folder")
+            if not path.is_file():
+                raise self._error(f"{path} does not exist, but {METADATA_FILE} names it: the checkpoint is incomplete")
+            if path.stat().st_size < length:
+                raise self._error(
+                    f"{path} has {path.stat().st_size} bytes; expected at least {length}: it was cut short"
+                )
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{what} ({self.option})")
+
+
+class _Window(io.RawIOBase):
+    """`length` bytes of a file from `offset`, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+
+def _slices(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first - at, stop - at) for first, stop, at in zip(low, high, origin, strict=True))
+
+
+def _is_state(key: str) -> bool:
+    return EXTRA_STATE in key or key.startswith(TRAINING_STATE)
+
+
+def _iteration_folder(path: Path) -> Path:
+    if (path / METADATA_FILE).is_file():
+        return path
+    tracker = path / LATEST_FILE
+    if not tracker.is_file():
+        raise CheckpointError(
+            f"{path} has neither {LATEST_FILE} nor {METADATA_FILE}; expected the root of a Megatron checkpoint or one "
+            "of its iter_ folders"
+        )
+    named = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if named != RELEASE and not re.fullmatch(r"\d+", named):
+        raise CheckpointError(f'{tracker} says {named!r}; expected the number of an iteration or "{RELEASE}"')
+    folder = path / iteration_name(None if named == RELEASE else int(named))
+    if not (folder / METADATA_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / METADATA_FILE} does not exist, but {tracker.name} says {named}: the checkpoint is incomplete "
+            "or of another format; only the distributed one is read (--ckpt-format torch_dist)"
+        )
+    return folder

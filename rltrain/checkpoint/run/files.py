@@ -1,0 +1,120 @@
+"""The files of a checkpoint: written to last, with checksums that tell whether they still are what was written."""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rltrain.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+READ_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of one safetensors file: tensors on the host that nobody else writes to, and texts."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+class FileRecord(NamedTuple):
+    """What a manifest says of a file."""
+
+    num_bytes: int
+    crc32: int
+
+
+def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRecord]:
+    """Write `files` below `folder`; durable when this returns. OSError where the disk does not take them."""
+    records = {}
+    for name, contents in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_file(dict(contents.tensors), path, dict(contents.metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+        _flush(path)
+        records[name] = checksum(path)
+    for parent in {(folder / name).parent for name in files}:
+        flush_folder(parent)
+    return records
+
+
+def read_contents(path: Path) -> Contents:
+    """CheckpointError where it cannot be read. The tensors lie in the file until they are used."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return Contents(tensors, file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileRecord:
+    """Reads the whole file; `advance` is called now and then."""
+    num_bytes, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            num_bytes, crc = num_bytes + len(block), zlib.crc32(block, crc)
+            advance()
+    return FileRecord(num_bytes, crc)
+
+
+def find_damage(folder: Path, names: Iterable[str], advance: Callable[[], None]) -> str | None:
+    """What is wrong with the files of a checkpoint called `names`, in words; None where they are what was written.
+
+    CheckpointError where the manifest cannot be read.
+    """
+    manifest = read_manifest(folder)
+    for name in names:
+        expected = manifest[name]
+        try:
+            found = checksum(folder / name, advance)
+        except OSError as error:
+            return f"{folder / name} cannot be read: {error.strerror}"
+        if found.num_bytes != expected.num_bytes:
+            return f"{folder / name} has {found.num_bytes} bytes; expected {expected.num_bytes}"
+        if found != expected:
+            return f"{folder / name} is damaged: its checksum is {found.crc32:08x}; expected {expected.crc32:08x}"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """CheckpointError where it cannot be read."""
+    path = folder / MANIFEST_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace the file at once: whoever reads it finds the old text or the new one. OSError."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    _flush(beside)
+    beside.replace(path)
+
+
+def flush_folder(path: Path) -> None:
+    """Make the names in it durable."""
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,172 @@
+"""The folder of a run's checkpoints: which there are, which is the newest complete one, and how one becomes complete.
+
+    <dir>/latest                  the name of the newest complete checkpoint
+    <dir>/step_0000010/           state after 10 training steps
+        manifest.json             size and checksum of every other file
+        run.json                  what the run was: config, architectures, number of ranks
+        <role>/..., ranks/...     safetensors
+
+A checkpoint is written beside its place and renamed when all ranks' files are durable; then `latest` moves.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltrain.checkpoint.run.files import MANIFEST_FILE, FileRecord, checksum, flush_folder, write_durably
+from rltrain.errors import CheckpointError
+
+LATEST_FILE = "latest"
+RUN_FILE = "run.json"
+STEP_NAME = re.compile(r"step_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from: `step` training steps have been done.
+
+    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew.
+    """
+
+    folder: Path
+    step: int
+    continues: bool = True
+
+    def files(self, role: str) -> list[Path]:
+        """What the ranks of a role saved, in the order of their names."""
+        return sorted((self.folder / role).glob("*.safetensors"))
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """The contents of run.json."""
+        return read_json(self.folder / RUN_FILE)
+
+
+class CheckpointFolder:
+    """The checkpoints in `path`. Reading is for any rank, all else for one rank of the job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def candidates(self) -> list[Resumed]:
+        """Complete checkpoints, the one that `latest` names first, then older ones. Empty where there are none."""
+        latest = self._latest()
+        return [] if latest is None else [found for found in self._complete() if found.step <= latest]
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written until it is complete."""
+        return self.path / f".{name_of(step)}.partial"
+
+    def clear_partial(self) -> None:
+        """Remove what interrupted saves left. CheckpointError where that fails."""
+        for left in self.path.glob(".step_*"):
+            try:
+                shutil.rmtree(left)
+            except OSError as error:
+                raise self._cannot("remove", left, error) from error
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the checkpoint of `step`; every rank may make it. CheckpointError."""
+        partial = self.partial(step)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._cannot("make", partial, error) from error
+        return partial
+
+    def complete(self, step: int, files: Mapping[str, FileRecord], run: Mapping[str, Any], keep: int) -> None:
+        """All `files` of the checkpoint are durable: make it the newest one, and remove all but `keep` (0: none).
+
+        CheckpointError where the disk does not take it; what `latest` named before is then still there.
+        """
+        partial, final = self.partial(step), self.path / name_of(step)
+        try:
+            write_durably(partial / RUN_FILE, json.dumps(run, indent=1))
+            records = {**files, RUN_FILE: checksum(partial / RUN_FILE)}
+            manifest = {name: record._asdict() for name, record in sorted(records.items())}
+            write_durably(partial / MANIFEST_FILE, json.dumps(manifest, indent=1))
+            flush_folder(partial)
+            if final.exists():  # damaged, or of a step that this run has done again
+                final.rename(self.path / f".{name_of(step)}.replaced")
+            partial.rename(final)
+            flush_folder(self.path)
+            write_durably(self.path / LATEST_FILE, name_of(step) + "\n")
+            flush_folder(self.path)
+        except OSError as error:
+            raise self._cannot("complete", final, error) from error
+        shutil.rmtree(self.path / f".{name_of(step)}.replaced", ignore_errors=True)
+        if keep:
+            for old in self.candidates()[keep:]:
+                self._remove(old.folder)
+
+    def abandon(self, step: int) -> None:
+        """Give the room of an unfinished checkpoint back."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def last_good(self) -> str:
+        """In words, for messages: the checkpoint that is there."""
+        candidates = self.candidates()
+        return f"the checkpoint in {candidates[0].folder} is complete" if candidates else "there is none before it"
+
+    def _latest(self) -> int | None:
+        with suppress(FileNotFoundError):
+            text = (self.path / LATEST_FILE).read_text(encoding="utf-8").strip()
+            if found := STEP_NAME.fullmatch(text):
+                return int(found[1])
+            raise CheckpointError(
+                f"{self.path / LATEST_FILE} holds {text!r}; expected the name of a checkpoint such as {name_of(10)}"
+            )
+        return None
+
+    def _complete(self) -> list[Resumed]:
+        """All, newest first."""
+        found = [(STEP_NAME.fullmatch(folder.name), folder) for folder in self.path.iterdir()]
+        complete = [Resumed(folder, int(name[1])) for name, folder in found if name and folder.is_dir()]
+        return sorted(complete, key=lambda checkpoint: -checkpoint.step)
+
+    def _remove(self, folder: Path) -> None:
+        """As far as that can be done; never in parts that could be taken for a checkpoint."""
+        beside = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(beside, ignore_errors=True)
+        with suppress(OSError):
+            folder.rename(beside)
+        shutil.rmtree(beside, ignore_errors=True)
+
+    def _cannot(self, what: str, path: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(f"checkpoint.dir: cannot {what} {path}: {error.strerror or error}")
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:07d}"
+
+
+def checkpoint_at(path: Path) -> Resumed:
+    """The checkpoint that a user names: its own folder, or one of several, of which the newest is taken.
+
+    CheckpointError where there is none.
+    """
+    if found := STEP_NAME.fullmatch(path.resolve().name):
+        if (path / MANIFEST_FILE).exists():
+            return Resumed(path, int(found[1]))
+    elif path.is_dir() and (candidates := CheckpointFolder(path).candidates()):
+        return candidates[0]
+    raise CheckpointError(
+        f"checkpoint.resume: {path} is not a checkpoint of a run: expected a folder {name_of(10)} with a "
+        f"{MANIFEST_FILE}, or a folder of such with a file {LATEST_FILE}"
+    )
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """CheckpointError where it cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds {type(values).__name__}; expected a JSON object")
+    return values

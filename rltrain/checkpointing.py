@@ -1,0 +1,153 @@
+"""Saving a run at the boundaries between its steps, at fixed intervals or because it is asked to stop."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rltrain.checkpoint.run.files import Contents, FileRecord
+from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
+from rltrain.checkpoint.run.random_states import random_states
+from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.cluster.polling import poll
+from rltrain.errors import CheckpointError
+from rltrain.observability.reporter import Reporter
+from rltrain.roles.role import Job, Role
+from rltrain.schedule.order import Order
+from rltrain.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+STOPPED = "stopped"
+"""Key in the store: the checkpoint at which the run is stopped is complete."""
+
+
+class Checkpointing:
+    """One rank's part in it.
+
+    A checkpoint is a cut through the order of tasks. Every rank saves what its roles have when it comes to the cut, and
+    the sources of experience that crosses the cut save that too, so no rank waits for another. One rank, the actor's
+    leader, completes the checkpoint once the files of all are durable.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        order: Order,
+        roles: Mapping[str, Role],
+        transfers: Transfers,
+        reporter: Reporter,
+    ) -> None:
+        self.job, self.order, self.roles, self.transfers, self.reporter = job, order, roles, transfers, reporter
+        self.stop = job.stop
+        self.settings = job.config.checkpoint
+        self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
+        self.writer = FilesWriter(asynchronous=self.settings.asynchronous)
+        # The writing thread reports over a connection of its own.
+        self.store = dist.PrefixStore("checkpoint", job.world.store.clone())  # type: ignore[attr-defined]
+        self.stopped_by: str | None = None
+        """The signal because of which the run ends at the boundary that this rank has come to."""
+        self._boundary: int | None = None
+        self._incomplete: int | None = None
+        """The step of a checkpoint that this rank has yet to complete."""
+
+    def at_boundary(self, step: int, chunk: int) -> None:
+        """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
+        if step == self._boundary:
+            return
+        self._boundary = step
+        reason = self.stop.verdict(step) if self.stop else None
+        if reason or step in self.order.saves:
+            self.finish()  # with the checkpoint before, for which nothing is stopped
+            self.stopped_by = reason
+            self._save(step)
+
+    def look(self) -> None:
+        """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
+        if self._incomplete is not None and self.store.check(self._reports(self._incomplete)):
+            step, self._incomplete = self._incomplete, None
+            self._complete(step)
+
+    def finish(self) -> None:
+        """Wait until what was begun is complete, as far as it is this rank's to do.
+
+        In a run that is stopped every rank waits for all of it: once one has ended, a launcher may kill the others.
+        """
+        self.writer.join()
+        if self._incomplete is not None:
+            self._wait_for(self._reports(self._incomplete))
+            self.look()
+        elif self.stopped_by:
+            self._wait_for([STOPPED])
+
+    def _wait_for(self, keys: list[str]) -> None:
+        what = "the other ranks' files of a checkpoint"
+        poll(self.job.patience, lambda: self.store.check(keys) or None, what, ())
+
+    def _save(self, step: int) -> None:
+        rank, cut = self.job.world.rank, self.order.boundaries[step]
+        files: dict[str, Contents] = {}
+        for name, role in self.roles.items():
+            files |= {f"{name}/{file}": contents for file, contents in role.save_state().items()}
+        if crossing := self.transfers.save(cut):
+            files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
+        files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
+        if rank == self.job.leader_of("actor"):
+            self._incomplete = step
+        self.writer.start(self.folder.begin(step), files, self._report(step))
+
+    def _of_rank(self, step: int) -> Contents:
+        tensors, states = random_states(self.job.world.device)
+        logs = {log.name: log.num_bytes for role in self.roles.values() for log in role.logs}
+        texts = {"random": states, "metrics": json.dumps(self.reporter.unfinished(step)), "logs": json.dumps(logs)}
+        return Contents(tensors, texts)
+
+    def _report(self, step: int) -> Callable[[dict[str, FileRecord], str | None], None]:
+        key = f"{step}/{self.job.world.rank}"
+
+        def report(records: dict[str, FileRecord], problem: str | None) -> None:
+            self.store.set(key, json.dumps({"files": records, "problem": problem}))
+
+        return report
+
+    def _reports(self, step: int) -> list[str]:
+        return [f"{step}/{rank}" for rank in range(self.job.world.size)]
+
+    def _complete(self, step: int) -> None:
+        files: dict[str, FileRecord] = {}
+        for rank, key in enumerate(self._reports(step)):
+            report = json.loads(self.store.get(key))
+            self.store.delete_key(key)
+            if report["problem"]:
+                self.folder.abandon(step)
+                raise CheckpointError(
+                    f"the checkpoint of step {step} could not be saved: rank {rank} could not write to "
+                    f"{self.folder.path}: {report['problem']}; {self.folder.last_good()}. Make room or change "
+                    "checkpoint.dir, and start the job again with checkpoint.resume: auto"
+                )
+            files |= {name: FileRecord(*record) for name, record in report["files"].items()}
+        self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
+        self.folder.complete(step, files, self._run(step), self.settings.keep)
+        if self.stopped_by:
+            where = self.folder.path / name_of(step)
+            self.store.set(STOPPED, "1")
+            logger.warning(
+                "%s: stopped after step %d, saved in %s; the same command goes on", self.stopped_by, step, where
+            )
+
+    def _run(self, step: int) -> dict[str, Any]:
+        """What must be known before anything of the checkpoint is read."""
+        job = self.job
+        return {
+            "format": 1,
+            "step": step,
+            "world_size": job.world.size,
+            "config": job.config.model_dump(mode="json"),
+            "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
+            "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundaries[step])],
+            "stopped_by": self.stopped_by,
+        }

@@ -1,0 +1,32 @@
+"""Whether a process of this machine still runs, by a name that tells it from those of other machines."""
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def this_machine() -> str:
+    """Where process numbers mean the same: such as "node7 pid:[4026531836]". Empty where the system does not tell."""
+    try:
+        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def this_process() -> str:
+    """Machine and process number."""
+    return f"{this_machine()} {os.getpid()}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether it was one of this machine and runs no more. False where that cannot be seen from here."""
+    machine, _, number = process.rpartition(" ")
+    if not machine or machine != this_machine():
+        return False
+    try:
+        after_name = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return after_name.split()[0] in ("Z", "X")  # dead, and not yet waited for by its parent

@@ -1,0 +1,45 @@
+"""The config's sections on what a run leaves behind: checkpoints and logs."""
+
+from typing import Literal
+
+from rltrain.config.section import NonNegativeInt, Positive, Section
+
+
+class Checkpoint(Section):
+    save_hf: bool = True
+    """Write the trained actor in Hugging Face format to <output_dir>/hf at the end."""
+    save_hf_interval: NonNegativeInt = 0
+    """Steps between further exports of the actor, to <output_dir>/hf_steps/step_<number>; 0: none."""
+    save_interval: NonNegativeInt = 0
+    """Steps between checkpoints of the whole run, from which it goes on as if it had never stopped. They are saved
+    after the last step too, and on SIGTERM and SIGUSR1. 0: none at all."""
+    dir: str | None = None
+    """A folder that all nodes see. None: <output_dir>/checkpoints."""
+    keep: NonNegativeInt = 2
+    """How many of the newest checkpoints stay; 0: all."""
+    resume: str = "auto"
+    """auto: go on from the newest intact checkpoint in checkpoint.dir, and start anew where there is none; none: start
+    anew; or the folder of a checkpoint. A job that torchrun has restarted goes on from what it saved itself."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy on the host; false: training waits until all is durable."""
+    stop_within_s: Positive = 300.0
+    """After SIGTERM or SIGUSR1 the job saves at the end of its step and ends. Where that takes longer it ends without
+    having saved."""
+
+
+class Wandb(Section):
+    project: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] | None = None
+    """None: online with a key, offline without."""
+
+
+class Logging(Section):
+    progress: bool = True
+    trace: bool = False
+    """Write <output_dir>/trace/: every rank's tasks, transfers and memory moves, for Perfetto and tools/report.py."""
+    samples: NonNegativeInt = 4
+    """Responses per step written to <output_dir>/samples.jsonl with prompt and reward."""
+    sample_ids: bool = False
+    """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
+    wandb: Wandb = Wandb()

@@ -1,0 +1,174 @@
+"""Going on from a checkpoint: which one, whether it fits the config, and what of the run is left."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest
+from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, checkpoint_at
+from rltrain.checkpoint.run.random_states import set_random_states
+from rltrain.cluster.placement import Placement
+from rltrain.cluster.world import Bulletin
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError
+from rltrain.observability.reporter import Reporter
+from rltrain.observability.run_logs import forget_steps, sample_logs, shorten
+from rltrain.reshard.families import Architecture
+from rltrain.roles.role import Job
+from rltrain.schedule.order import Order
+from rltrain.schedule.steps import build_order
+from rltrain.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "batch.samples_per_prompt", "data.shuffle")
+"""Where a run is in its prompts follows from the step alone, with these."""
+
+TRAINED_ROLES = ("actor", "critic")
+
+
+def find_checkpoint(config: Config, bulletin: Bulletin) -> Resumed | None:
+    """The newest intact checkpoint that the config lets the run go on from; None where it starts at its first step.
+
+    Every rank reads its share of the files and compares checksums. CheckpointError where one was asked for and is not
+    there, or where none is intact. Collective over: all ranks.
+    """
+    rank = bulletin.world.rank
+    if rank == 0:
+        found = [
+            (str(checkpoint.folder), checkpoint.step) for checkpoint in _candidates(config, bulletin.world.restarted)
+        ]
+        bulletin.put("resume/candidates", found)
+    candidates = bulletin.get("resume/candidates", waiting_for="the checkpoints that rank 0 has found")
+    for number, (folder, step) in enumerate(candidates):
+        checkpoint = Resumed(Path(folder), step)
+        damage = _damage(checkpoint, bulletin, f"resume/{number}")
+        if damage is None:
+            if rank == 0:
+                logger.warning("going on after step %d, from %s", step, folder)
+            return checkpoint
+        if config.checkpoint.resume not in ("auto", "none"):
+            raise CheckpointError(f"checkpoint.resume: {damage}")
+        if rank == 0:
+            logger.warning("the checkpoint of step %d cannot be used: %s", step, damage)
+    if candidates:
+        raise CheckpointError(
+            f"checkpoint.resume: none of the {len(candidates)} checkpoints in {config.checkpoint_dir} is intact; name "
+            "another one, or start anew with another checkpoint.dir"
+        )
+    return None
+
+
+def _candidates(config: Config, restarted: bool) -> list[Resumed]:
+    """In the order in which they are tried. By one rank, before anything is written."""
+    folder, resume = CheckpointFolder(Path(config.checkpoint_dir)), config.checkpoint.resume
+    own = folder.candidates()
+    if config.checkpoint.save_interval:
+        folder.clear_partial()
+    if resume == "auto" or (restarted and own):
+        return own
+    if resume != "none":
+        return [checkpoint_at(Path(resume))]
+    if own and config.checkpoint.save_interval:
+        raise CheckpointError(
+            f"checkpoint.resume: none, but {folder.path} holds checkpoints, the newest of step {own[0].step}; expected "
+            "a checkpoint.dir without any, or checkpoint.resume: auto to go on from it"
+        )
+    return []
+
+
+def _damage(checkpoint: Resumed, bulletin: Bulletin, key: str) -> str | None:
+    """What any rank found wrong. Collective over: all ranks."""
+    world, heartbeat = bulletin.world, bulletin.heartbeat
+    heartbeat.begin(f"reading the checksums of {checkpoint.folder.name}")
+    try:
+        names = sorted(read_manifest(checkpoint.folder))
+        mine = find_damage(checkpoint.folder, names[world.rank :: world.size], heartbeat.advance)
+    except CheckpointError as error:
+        mine = str(error)
+    bulletin.put(f"{key}/{world.rank}", mine)
+    if world.rank == 0:
+        waiting = f"the checksums of {checkpoint.folder}"
+        found = [bulletin.get(f"{key}/{rank}", waiting_for=waiting) for rank in range(world.size)]
+        bulletin.put(f"{key}/verdict", next(filter(None, found), None))
+    verdict: str | None = bulletin.get(f"{key}/verdict", waiting_for="the verdict of rank 0 on the checkpoint")
+    return verdict
+
+
+def check_resumed(config: Config, architectures: Mapping[str, Architecture], checkpoint: Resumed) -> None:
+    """Refuse a checkpoint of another run or model. CheckpointError with both values of whatever differs."""
+    run = checkpoint.run
+    problems = [*_config_problems(config, run["config"]), *_architecture_problems(architectures, run["architectures"])]
+    if checkpoint.step > config.steps:
+        problems.append(f"steps is {config.steps}, but it was saved after step {checkpoint.step}")
+    if problems:
+        raise CheckpointError(
+            f"checkpoint.resume: {checkpoint.folder} does not fit this config: {'; '.join(problems)}. Start with what "
+            "it was saved with, or anew with another checkpoint.dir"
+        )
+
+
+def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
+    now = config.model_dump(mode="json")
+    for key in FIXED_KEYS:
+        before, here = (reduce(lambda section, name: section[name], key.split("."), values) for values in (saved, now))
+        if before != here:
+            yield f"{key} is {here}, but it was saved with {before}"
+
+
+def _architecture_problems(architectures: Mapping[str, Architecture], saved: Mapping[str, Any]) -> Iterator[str]:
+    for role in TRAINED_ROLES:
+        if role not in architectures or role not in saved:
+            continue
+        now = json.loads(json.dumps(asdict(architectures[role])))
+        for name in now:
+            if name != "eos_token_ids" and now[name] != saved[role].get(name):
+                yield f"{name} of the {role}'s model is {now[name]}, but it was saved with {saved[role].get(name)}"
+
+
+def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
+    """What is left to do, and whether it goes on with the responses and experience that the checkpoint holds.
+
+    Where the schedule has changed, or the run had ended, the steps ahead are drawn anew.
+    """
+    run, step = checkpoint.run, checkpoint.step
+    whole = build_order(config, placement)
+    rest = whole.from_step(step)
+    crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundaries[step])]
+    if crossing == run["crossing"] and run["config"]["schedule"] == config.schedule.model_dump(mode="json"):
+        return rest, True
+    if run["crossing"]:
+        logger.warning("the schedule has changed: what the checkpoint holds of later steps is drawn anew")
+    return build_order(config, placement, first_step=step), False
+
+
+def rewind_logs(config: Config, checkpoint: Resumed | None, restarted: bool) -> None:
+    """Take back what the run wrote after `checkpoint`, or None: after its start, if torchrun has restarted it. By one
+    rank, before anybody writes."""
+    output_dir = Path(config.output_dir)
+    if checkpoint is not None:
+        forget_steps(output_dir, checkpoint.step)
+        for contents in map(read_contents, checkpoint.files("ranks")):
+            shorten(output_dir, json.loads(contents.metadata["logs"]))
+    elif restarted:
+        forget_steps(output_dir, 0)
+        shorten(output_dir, {path.relative_to(output_dir).as_posix(): 0 for path in sample_logs(output_dir)})
+
+
+def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
+    """Give this rank back what it, or others in its place, had beside the states of its roles."""
+    if job.resumed is None:
+        return
+    if job.resumed.continues:
+        transfers.restore([contents.tensors for contents in map(read_contents, job.resumed.files("transfers"))])
+    for number, path in enumerate(job.resumed.files("ranks")):
+        contents = read_contents(path)
+        if job.world.rank == job.leader_of("actor"):
+            metrics = json.loads(contents.metadata["metrics"])
+            reporter.adopt({int(step): values for step, values in metrics.items()})
+        if number == job.world.rank:
+            set_random_states(contents.tensors, contents.metadata["random"], job.world.device)

@@ -1,0 +1,101 @@
+"""What ranks do in test_family_logits: load every family in many parallel layouts, inside one world of four ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.reshard.families import read_architecture
+from rltrain.training.forward import make_micro_batches, run_schedule
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from tests.distributed.family_checkpoints import LENGTHS
+
+CPU = torch.device("cpu")
+ALL = (0, 1, 2, 3)
+GRIDS = {
+    "one_rank": Grid((0,)),
+    "tp2": Grid((2, 3), tp=2),
+    "tp2_sequence_parallel": Grid((1, 2), tp=2),
+    "pp2": Grid((1, 3), pp=2),
+    "tp2_pp2": Grid(ALL, tp=2, pp=2),
+    "tp4": Grid(ALL, tp=4),
+    "ep2": Grid((0, 1), ep=2),
+    "tp2_ep2": Grid(ALL, tp=2, ep=2),
+    "tp2_ep4_etp1": Grid(ALL, tp=2, ep=4, etp=1),
+    "pp2_ep2": Grid(ALL, pp=2, ep=2),
+}
+
+
+def differences(checkpoints: dict[str, list[str]], folder: str) -> dict[str, dict[str, Any]]:
+    """By checkpoint and layout: what this rank's model differs by from transformers, and whether its parameters are
+    those of the layout. `checkpoints` maps names of folders to layouts."""
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, dict[str, Any]] = {}
+    for name, layouts in checkpoints.items():
+        for layout in layouts:
+            if dist.get_rank() in GRIDS[layout].ranks:
+                results[f"{name}/{layout}"] = _compare(Path(folder, name), layout, groups)
+    return results
+
+
+def _compare(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
+    architecture, grid, rank = read_architecture(path), GRIDS[layout], dist.get_rank()
+    sequence_parallel = layout.endswith("sequence_parallel")
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), dtype="float32"),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, sequence_parallel=sequence_parallel),
+        device=CPU,
+    ).eval()
+    parameters, expected_layout = local_parameters(model), megatron_layout(architecture, grid)
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    load_parameters(path, expected_layout, rank, parameters)
+    return {
+        "names_and_shapes": shapes == dict(expected_layout.on(rank).parameters),
+        "difference": _largest_difference(model, path, grid),
+    }
+
+
+@torch.no_grad()
+def _largest_difference(model: LanguageModel, path: Path, grid: Grid) -> float | None:
+    """From transformers' logits, over this replica's samples and this rank's columns; None but on the last stage."""
+    expected, at = load_file(path / "expected.safetensors"), grid.coordinates(dist.get_rank())
+    samples = torch.arange(at.dp, len(LENGTHS), grid.dp)
+    experience = _experience(expected["tokens"]).select(samples)
+    wanted = torch.cat([expected["logits"].split(LENGTHS)[sample] for sample in samples])
+    batches = make_micro_batches(model, experience, max_tokens=10_000)
+    kept = run_schedule(model, batches, lambda batch, logits: (logits.sum(), logits), backward=False)
+    if not kept:
+        return None
+    actual = torch.cat(kept)
+    wanted = torch.cat([wanted[batch.token_index] for batch in batches])
+    first = at.tp * actual.size(1)
+    columns = wanted[:, first : first + actual.size(1)]
+    return float((actual[:, : columns.size(1)] - columns).abs().max()) if columns.size(1) else 0.0
+
+
+def _experience(tokens: torch.Tensor) -> Experience:
+    count = torch.arange(len(LENGTHS))
+    return Experience(
+        sample_ids=count,
+        group_ids=count,
+        prompt_ids=count,
+        lengths=torch.tensor(LENGTHS),
+        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
+        tokens=tokens,
+        response_mask=torch.ones(len(tokens), dtype=torch.bool),
+        policy_version=torch.zeros(len(tokens), dtype=torch.int32),
+        rollout_logprobs=torch.zeros(len(tokens)),
+    )

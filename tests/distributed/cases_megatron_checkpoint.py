@@ -1,0 +1,133 @@
+"""What ranks do in test_megatron_checkpoint: megatron-core's own code loads what was written here, and writes."""
+
+import queue
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.reshard.families import Architecture
+from rltrain.training.layout import megatron_layout
+from rltrain.training.model import LanguageModel, build_model, local_parameters
+from tests.megatron_checkpoints import ARCHITECTURES, ITERATION
+
+ALL = (0, 1, 2, 3)
+GRIDS = {
+    "dp4": Grid(ALL),
+    "tp2": Grid(ALL, tp=2),
+    "pp2": Grid(ALL, pp=2),
+    "tp2_pp2": Grid(ALL, tp=2, pp=2),
+    "ep2": Grid(ALL, ep=2),
+    "tp2_ep4_etp1": Grid(ALL, tp=2, ep=4, etp=1),
+    "pp2_ep2": Grid(ALL, pp=2, ep=2),
+}
+FUSED_NORMS = {
+    False: {"input_layernorm.": "self_attention.linear_qkv."},
+    True: {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+    },
+}
+"""By whether attention is latent: the norms that Transformer Engine's linear layers begin with."""
+
+
+def load_and_save(folder: str, layouts: dict[str, list[str]], save_as: str) -> dict[str, Any]:
+    """By "checkpoint/layout": which parameters differ between files loaded by megatron-core and by load_parameters.
+
+    By checkpoint: the keys and global shapes of the tensors that megatron-core has for the model, and the keys of what
+    is no tensor: its own layers have extra states too, which are empty. The model at the last layout of each is written
+    by megatron-core into the folder `save_as` of the checkpoint.
+    """
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    for name, names_of_layouts in layouts.items():
+        path = Path(folder, name)
+        for layout in names_of_layouts:
+            model = _model(path, name, GRIDS[layout], groups)
+            expected = {key: tensor.detach().clone() for key, tensor in local_parameters(model).items()}
+            _load(model, path / "megatron" / f"iter_{ITERATION:07d}", GRIDS[layout], groups)
+            results[f"{name}/{layout}"] = [
+                key for key, tensor in local_parameters(model).items() if not torch.equal(tensor, expected[key])
+            ]
+        results[name] = _save(model, path / save_as, GRIDS[layout], groups)
+    return results
+
+
+def _model(path: Path, name: str, grid: Grid, groups: ProcessGroups) -> LanguageModel:
+    architecture = ARCHITECTURES[name]
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), dtype="float32"),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep),
+        device=torch.device("cpu"),
+    )
+    load_parameters(path / "hf", megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
+    return model
+
+
+def _load(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups) -> None:
+    """As Megatron-LM does, with every weight destroyed before."""
+    for tensor in local_parameters(model).values():
+        tensor.detach().fill_(float("nan"))
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    sharded = _sharded_state_dict(model, metadata, grid, groups)
+    loaded = dist_checkpointing.load({"model": sharded}, str(folder))
+    model.load_state_dict(loaded["model"])
+
+
+def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    metadata = {"non_homogeneous_layers": model.architecture.moe is not None}
+    sharded = _sharded_state_dict(model, metadata, grid, groups)
+    with (
+        mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        # A server process that outlives ranks, and with them the pipes of the test, otherwise holds this queue.
+        mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue),
+        mock.patch.object(filesystem_async, "_process_memory", lambda: 0),  # it wants psutil
+    ):
+        dist_checkpointing.save({"model": sharded, "args": None, "iteration": ITERATION}, str(folder))
+    apply_factories(sharded)
+    held = list(nested_values(sharded))
+    return {
+        "tensors": {tensor.key: list(tensor.global_shape) for tensor in held if isinstance(tensor, ShardedTensor)},
+        "objects": [item.unique_key for item in held if isinstance(item, ShardedObject)],
+    }
+
+
+def _sharded_state_dict(
+    model: LanguageModel, metadata: dict[str, Any], grid: Grid, groups: ProcessGroups
+) -> ShardedStateDict:
+    """With the keys that Transformer Engine's modules have, as megatron-core gives them to its local ones too."""
+    replica = grid.coordinates(dist.get_rank()).dp
+    with mock.patch.object(parallel_state, "get_data_parallel_rank", lambda **unused: replica):
+        sharded = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": model.pg_collection.dp_cp})
+    for tensor in sharded.values():
+        tensor.key = _with_te_names(model.architecture, tensor.key)
+    return sharded
+
+
+def _with_te_names(architecture: Architecture, key: str) -> str:
+    """`key` of a module of megatron-core's own, as the layer norms that Transformer Engine fuses are called."""
+    numbered = re.match(r"decoder\.layers\.(\d+)\.", key)
+    sparse = numbered is not None and architecture.sparse_layers[int(numbered[1])]
+    for own, fused in (
+        FUSED_NORMS[architecture.mla is not None] | ({} if sparse else {"pre_mlp_layernorm.": "mlp.linear_fc1."})
+    ).items():
+        key = re.sub(rf"(decoder\.layers\.(?:\d+\.)?){re.escape(own)}", rf"\1{fused}layer_norm_", key)
+    return key

@@ -1,0 +1,67 @@
+"""Cases for test_stopping.py: ranks that listen for signals, in a job in which one is killed or asked to stop."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.stopping import StopRequest
+from rltrain.cluster.world import Bulletin, join_world
+
+NUM_RANKS = 3
+FAULT_FILE = "fault"
+
+
+def listen(within_s: float = 60.0) -> StopRequest:
+    world = join_world(60.0)
+    bulletin = Bulletin(world, guarded=True)
+    bulletin.heartbeat.start()
+    stop = StopRequest(world.store, bulletin.observer, within_s=within_s, last_resort=lambda: "nothing is left")
+    stop.listen()
+    dist.barrier()
+    return stop
+
+
+def killed(folder: str) -> None:
+    """Rank 2 is killed while rank 0 waits in a collective for rank 1, which sleeps: no connection of theirs breaks."""
+    listen()
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        time.sleep(0.5)
+        Path(folder, FAULT_FILE).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1), group=pair)
+
+
+def overdue(folder: str) -> None:
+    """Rank 1 is asked to stop, and no boundary comes."""
+    listen(within_s=1.0)
+    if dist.get_rank() == 1:
+        Path(folder, FAULT_FILE).touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def signalled_in_a_collective() -> list[str | None]:
+    """Rank 0 is asked to stop while its main thread is inside a receive, which ends only once rank 1 knows of it."""
+    stop, message = listen(), torch.zeros(1)
+    if dist.get_rank() == 0:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        dist.recv(message, src=1)
+    elif dist.get_rank() == 1:
+        deadline, boundary = time.monotonic() + 10, 0
+        while stop.verdict(boundary) is None and time.monotonic() < deadline:
+            boundary += 1
+            time.sleep(0.05)
+        dist.send(message + boundary, dst=0)
+    verdicts = (
+        [stop.verdict(10**6)] if dist.get_rank() else [stop.verdict(int(message)), stop.verdict(int(message) - 1)]
+    )
+    stop.close()
+    return verdicts

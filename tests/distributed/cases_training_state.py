@@ -1,0 +1,251 @@
+"""What ranks do in test_training_state: runs that are saved and go on, in the same layout or another, in one world."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.algorithms.losses import LossFunction
+from rltrain.algorithms.sft import sft_loss
+from rltrain.algorithms.value import value_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.layout import Layout
+from rltrain.training.layout import megatron_layout
+from rltrain.training.memory import training_parts
+from rltrain.training.model import build_model, local_parameters
+from rltrain.training.objective import POLICY, VALUE
+from rltrain.training.optimizer_state import MOMENTS, optimized_parameters
+from rltrain.training.saved_state import Destination, SavedState
+from rltrain.training.state import MASTER, load_state, save_state
+from rltrain.training.trainable import TrainableModel
+
+WORLD_SIZE = 4
+BEFORE, AFTER = 2, 2
+"""Updates until the state is saved, and those that follow."""
+MAX_TOKENS = 200
+NUM_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is trained."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    dtype: str = "float32"
+    distributed: bool = True
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(tuple(range(self.tp * self.pp * self.dp)), tp=self.tp, pp=self.pp)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run in one way that goes on in another; None: in the same."""
+
+    way: Way
+    other: Way | None = None
+    checkpoint: str = "qwen3"
+    role: str = "actor"
+    away: bool = False
+    """Whether the state is on the host while it is saved."""
+
+    @property
+    def goes_on(self) -> Way:
+        return self.other or self.way
+
+
+CASES = {
+    "tp2_dp2": Case(Way(tp=2, dp=2), away=True),
+    "tp2_dp2_bf16": Case(Way(tp=2, dp=2, dtype="bfloat16"), away=True),
+    "dp2_plain_bf16": Case(Way(dp=2, dtype="bfloat16", distributed=False), away=True),
+    "dp2_plain": Case(Way(dp=2, distributed=False)),
+    "pp2_dp2_tied": Case(Way(pp=2, dp=2), checkpoint="qwen2_tied"),
+    "tp2_pp2_tied_bf16": Case(Way(tp=2, pp=2, dtype="bfloat16"), checkpoint="qwen2_tied"),
+    "critic_tp2_dp2": Case(Way(tp=2, dp=2), role="critic", away=True),
+    "tp2_pp2_to_dp4": Case(Way(tp=2, pp=2), Way(dp=4)),
+    "dp4_to_tp4": Case(Way(dp=4), Way(tp=4)),
+    "plain_to_distributed": Case(Way(tp=2, dp=2, distributed=False), Way(pp=2, dp=2)),
+    "distributed_to_plain": Case(Way(tp=2, dp=2), Way()),
+    "pp2_dp2_to_tp2_tied": Case(Way(pp=2, dp=2), Way(tp=2), checkpoint="qwen2_tied"),
+    "bf16_tp2_dp2_to_pp2": Case(Way(tp=2, dp=2, dtype="bfloat16"), Way(pp=2, dtype="bfloat16")),
+    "bf16_to_float32": Case(Way(dp=2, dtype="bfloat16"), Way(tp=2)),
+    "critic_pp2_dp2_to_tp2": Case(Way(pp=2, dp=2), Way(tp=2), role="critic"),
+}
+
+
+class Run:
+    """This rank's share of a model in training; `experience` is its replica's share."""
+
+    def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
+        self.rank, self.grid = dist.get_rank(), way.grid
+        self.layout = layout_of(case, way, path)
+        self.loss: LossFunction = sft_loss() if case.role == "actor" else value_loss(0.2)
+        model = build_model(
+            architecture_of(case, path),
+            self.grid,
+            groups,
+            model=schema.Model(path=str(path), dtype=way.dtype),  # type: ignore[arg-type]
+            parallel=schema.Parallel(tp=way.tp, pp=way.pp),
+            device=torch.device("cpu"),
+        )
+        if load_weights:
+            load_parameters(path, self.layout, self.rank, local_parameters(model))
+        else:
+            for parameter in model.parameters():
+                parameter.data.fill_(float("nan"))
+        trained = schema.Trained(
+            optimizer=schema.Optimizer(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1),
+            micro_batch_tokens=MAX_TOKENS,
+            distributed_optimizer=way.distributed,
+        )
+        objective = POLICY if case.role == "actor" else VALUE
+        self.trained = TrainableModel(model, trained, total_updates=BEFORE + AFTER, objective=objective)
+        self.parts = training_parts(self.trained)
+        samples = Experience(**{"sample_ids": torch.arange(12), **load_file(path / "experience.safetensors")})
+        if case.role == "critic":
+            tokens = samples.tokens.float()
+            samples = samples.with_fields(values=torch.zeros_like(tokens), returns=tokens % 7 - 3)
+        dp = self.grid.coordinates(self.rank).dp
+        self.experience = samples.select(torch.arange(dp, NUM_SAMPLES, self.grid.dp))
+
+    def train(self, updates: int) -> list[dict[str, float]]:
+        return [self.trained.train_batch(self.experience, self.loss) for _ in range(updates)]
+
+    def save(self, folder: Path) -> None:
+        saved = save_state(self.trained, self.parts, self.layout, self.rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(dict(saved.tensors), folder / f"rank_{self.rank:05d}.safetensors", dict(saved.metadata))
+
+    def send_away(self) -> None:
+        for name, part in self.parts.items():
+            if name == "gradients":
+                part.leave(drop=True)
+            else:
+                part.save()
+                part.leave()
+
+    def load(self, folder: Path) -> None:
+        load_state(self.trained, self.layout, self.rank, sorted(folder.glob("*.safetensors")))
+
+    def digests(self) -> dict[str, str]:
+        """Of the weights, and of what the optimizer has, by kind."""
+        optimizer = self.trained.optimizer
+        optimized = optimized_parameters(self.trained.model, optimizer)
+        masters = [optimized[name].master for name in sorted(optimized)]
+        states = [optimizer.state[master] for master in masters]
+        kinds = {kind: digest(state[kind] for state in states) for kind in (*MOMENTS, "step")}
+        return {"weights": digest(self.trained.model.parameters()), MASTER: digest(masters), **kinds}
+
+
+def architecture_of(case: Case, path: Path) -> Architecture:
+    architecture = read_architecture(path)
+    return architecture if case.role == "actor" else architecture.value_model()
+
+
+def layout_of(case: Case, way: Way, path: Path) -> Layout:
+    return megatron_layout(architecture_of(case, path), way.grid, dtype=way.dtype)
+
+
+def all_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """What each case saw, where the rank takes part in its first or second half."""
+    grids = {case_way.grid for case in CASES.values() for case_way in (case.way, case.goes_on)}
+    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results = {
+        name: saved_and_continued(case, Path(checkpoints[case.checkpoint]), groups, Path(folder, name))
+        for name, case in CASES.items()
+    }
+    results["at_the_start"] = at_the_start(Path(checkpoints["qwen3"]), groups, Path(folder, "at_the_start"))
+    results["within_a_mini_batch"] = within_a_mini_batch(Path(checkpoints["qwen3"]), groups)
+    return results
+
+
+def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    rank, seen = dist.get_rank(), {}
+    if rank in case.way.grid.ranks:
+        undisturbed = Run(case, case.way, path, groups, load_weights=True)
+        undisturbed.train(BEFORE)
+        seen["undisturbed"] = {"updates": undisturbed.train(AFTER), "digests": undisturbed.digests()}
+
+        stopped = Run(case, case.way, path, groups, load_weights=True)
+        stopped.train(BEFORE)
+        if case.away:
+            stopped.send_away()
+        stopped.save(folder / "first")
+    dist.barrier()
+    if rank in case.goes_on.grid.ranks:
+        resumed = Run(case, case.goes_on, path, groups, load_weights=False)
+        resumed.load(folder / "first")
+        seen["num_updates"] = resumed.trained.num_updates
+        seen["shared_steps"] = shared_steps(resumed)
+        resumed.save(folder / "second")
+        seen["resumed"] = {"updates": resumed.train(AFTER), "digests": resumed.digests()}
+    dist.barrier()
+    if rank == 0:
+        first, second = (whole_state(case, path, folder / name) for name in ("first", "second"))
+        seen["equal_states"] = {kind: torch.equal(first[kind], second[kind]) for kind in first}
+        seen["distinct_values"] = {kind: len(values.unique()) for kind, values in first.items()}
+    return seen
+
+
+def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
+    """All elements of a state, by kind, in the order of one rank that holds everything."""
+    on = layout_of(case, Way(), path).on(0)
+    whole = {kind: [torch.zeros(shape).view(-1) for _, shape in on.parameters] for kind in (MASTER, *MOMENTS)}
+    saved = SavedState(sorted(folder.glob("*.safetensors")), layout_of(case, Way(), path).tensors)
+    saved.read([Destination(kind, on.pieces, flats) for kind, flats in whole.items()])
+    return {kind: torch.cat(flats) for kind, flats in whole.items()}
+
+
+def shared_steps(run: Run) -> bool:
+    """Whether two parameters count their steps in one tensor."""
+    steps = [state["step"] for _, state in run.trained.optimizer.state.items()]
+    return len({step.data_ptr() for step in steps}) != len(steps)
+
+
+def at_the_start(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    """Saved before the first update, when the optimizer has no states yet."""
+    case = Case(Way(tp=2, dp=2), Way(tp=2, dp=2))
+    undisturbed = Run(case, case.way, path, groups, load_weights=True)
+    undisturbed.save(folder)
+    dist.barrier()
+    resumed = Run(case, case.way, path, groups, load_weights=False)
+    resumed.load(folder)
+    return {
+        "undisturbed": {"updates": undisturbed.train(AFTER), "digests": undisturbed.digests()},
+        "resumed": {"updates": resumed.train(AFTER), "digests": resumed.digests()},
+    }
+
+
+def within_a_mini_batch(path: Path, groups: ProcessGroups) -> str:
+    case = Case(Way(tp=2, dp=2))
+    run = Run(case, case.way, path, groups, load_weights=True)
+    run.trained.accumulate(run.experience, run.loss)
+    try:
+        save_state(run.trained, run.parts, run.layout, run.rank)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Equal only for equal bits."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -1,0 +1,152 @@
+"""Cases for test_transfers.py: roles without models follow an asynchronous order, and one that goes on from a cut."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.cluster.exchange import Exchange, Shipment
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.placement import resolve_placement
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.world import Bulletin, join_world
+from rltrain.config.schema import Config
+from rltrain.data.experience import take
+from rltrain.schedule.order import Order
+from rltrain.schedule.steps import build_order
+from rltrain.transfers import Transfers
+from tests.unit.test_experience import make_experience
+
+NUM_RANKS = 4
+NUM_STEPS, PER_STEP, NUM_SAMPLES = 6, 8, 2
+CHUNKS = 2
+Received = dict[str, list[list[float]]]
+
+
+def make_config(placement: Mapping[str, str | int]) -> Config:
+    return Config.model_validate(
+        {
+            "steps": NUM_STEPS,
+            "placement": placement,
+            "model": {"path": "m"},
+            "data": {"train": {"path": "t"}},
+            "batch": {"prompts_per_step": PER_STEP, "samples_per_prompt": NUM_SAMPLES},
+            "schedule": {"mode": "asynchronous", "max_staleness": 2, "chunks": CHUNKS},
+        }
+    )
+
+
+@dataclass
+class StandIn:
+    """A role whose replicas are single ranks."""
+
+    grid: Grid
+    rank: int
+    shipments: dict[tuple[str, int, int], Shipment] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return self.grid.coordinates(self.rank).dp
+
+
+class Rank:
+    """One rank of a job, on groups of its own: what an earlier one left unreceived cannot be met."""
+
+    def __init__(self, bulletin: Bulletin, placement: Mapping[str, str | int]) -> None:
+        self.config = make_config(placement)
+        self.placement = resolve_placement(placement, NUM_RANKS, NUM_RANKS)
+        self.order = build_order(self.config, self.placement)
+        rank = bulletin.world.rank
+        grids = {role: Grid(self.placement.ranks(role)) for role in self.placement.roles}
+        self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
+        self.exchange = Exchange(rank, dist.new_group(), Patience(bulletin, 30.0))
+        self.job = SimpleNamespace(config=self.config, grids=grids)
+        self.received: Received = {}
+
+    def follow(
+        self, order: Order, restored: list[dict[str, Tensor]] | None = None, save_at: int = -1
+    ) -> dict[str, Tensor]:
+        """Execute `order`; what was saved at position `save_at`."""
+        trace = SimpleNamespace(counter=lambda *_: None)
+        transfers = Transfers(self.job, order, self.exchange, self.roles, trace)
+        if restored is not None:
+            transfers.restore(restored)
+        saved: dict[str, Tensor] = {}
+        for position, entry in enumerate(order):
+            if position == save_at:
+                saved = transfers.save(position)
+            if not self.roles.keys() & {*entry.actors}:
+                continue
+            if entry.kind == "task":
+                getattr(self, entry.name, self.nothing)(entry.step, entry.chunk)
+            else:
+                {"post": transfers.post, "wait": transfers.wait}[entry.kind](position)
+        transfers.finish(len(order))
+        return saved
+
+    def nothing(self, step: int, chunk: int) -> None:
+        """A task that no experience depends on."""
+
+    def generate(self, step: int, chunk: int) -> None:
+        """This replica's groups of the chunk."""
+        role, num_groups = self.roles["rollout"], PER_STEP // CHUNKS
+        seed = step * CHUNKS + chunk
+        lengths = [1 + (3 * i + seed) % 11 for i in range(num_groups * NUM_SAMPLES)]
+        columns = make_experience(lengths, [i // NUM_SAMPLES for i in range(len(lengths))], seed).columns()
+        columns["sample_ids"] = seed * 100 + torch.arange(len(lengths))
+        mine = (columns["group_ids"] % role.grid.dp == role.dp).nonzero().flatten()
+        group_tokens = torch.tensor(lengths).view(-1, NUM_SAMPLES).sum(1)
+        role.shipments["samples", step, chunk] = Shipment(take(columns, mine), group_tokens)
+
+    def score(self, step: int, chunk: int) -> None:
+        role = self.roles["reward"]
+        samples = role.shipments.pop(("samples", step, chunk))
+        rewards = samples.columns["sample_ids"].float()
+        role.shipments["scored", step, chunk] = Shipment({**samples.columns, "rewards": rewards}, samples.group_tokens)
+
+    def reference_logprobs(self, step: int, chunk: int) -> None:
+        role = self.roles["reference"]
+        scored = role.shipments.pop(("scored", step, chunk))
+        columns = {name: scored.columns[name] for name in ("group_ids", "lengths")}
+        columns["reference_logprobs"] = scored.columns["tokens"].float()
+        role.shipments["reference_logprobs", step, chunk] = Shipment(columns, scored.group_tokens)
+
+    def advantages(self, step: int, chunk: int) -> None:
+        """Note what has come: of every sample its numbers, under its id."""
+        shipments = self.roles["actor"].shipments
+        scored = shipments.pop(("scored", step, chunk)).columns
+        reference = shipments.pop(("reference_logprobs", step, chunk)).columns
+        lengths = scored["lengths"].tolist()
+        tokens, logprobs = scored["tokens"].split(lengths), scored["rollout_logprobs"].split(lengths)
+        judged = reference["reference_logprobs"].split(lengths)
+        for i, (sample, reward) in enumerate(
+            zip(scored["sample_ids"].tolist(), scored["rewards"].tolist(), strict=True)
+        ):
+            assert str(sample) not in self.received
+            self.received[str(sample)] = [[step, chunk, reward], *(x[i].tolist() for x in (tokens, logprobs, judged))]
+
+
+def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str]]], step: int) -> list[dict]:
+    """For each pair of placements what an actor's rank got in a run on the first, which saves at `step`, and in one on
+    the second that goes on from there."""
+    bulletin = Bulletin(join_world(60.0))
+    return [_cut_and_go_on(bulletin, *pair, step, number) for number, pair in enumerate(placements)]
+
+
+def _cut_and_go_on(bulletin: Bulletin, before: dict[str, str], after: dict[str, str], step: int, number: int) -> dict:
+    first, second = Rank(bulletin, before), Rank(bulletin, after)
+    saved = first.follow(first.order, save_at=first.order.boundaries[step])
+    files = dist.PrefixStore(f"files {number}", bulletin.world.store)
+    files.set(str(bulletin.world.rank), safetensors.torch.save(saved))
+    by_rank = [safetensors.torch.load(files.get(str(rank))) for rank in range(NUM_RANKS)]
+    second.follow(second.order.from_step(step), by_rank)
+    return {
+        "before": first.received,
+        "after": second.received,
+        "num_saved": len(saved),
+        "outbox": len(second.exchange.outbox),
+    }

@@ -1,0 +1,110 @@
+"""A tiny checkpoint of every model family and variant, made by transformers, with tokens and transformers' logits."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
+
+LENGTHS = (5, 31, 12, 22, 40, 9)
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 64,
+}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama_rope_scaling_tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama_attention_bias": ("Llama", {"tie_word_embeddings": False, "attention_bias": True}),
+    "llama_attention_bias_tied": ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mistral": ("Mistral", {"tie_word_embeddings": False, "sliding_window": None, "head_dim": 24}),
+    "mistral_tied": ("Mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
+    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+}
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **EXPERTS,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_experts": 8,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_tied": (
+        "Qwen3Moe",
+        {**EXPERTS, "tie_word_embeddings": True, "head_dim": 16, "num_experts": 4, "norm_topk_prob": False},
+    ),
+    "mixtral": ("Mixtral", {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral_tied": ("Mixtral", {"tie_word_embeddings": True, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek_v3_tied": ("DeepseekV3", {**LATENT, "tie_word_embeddings": True}),
+    "moonlight": ("DeepseekV3", {**LATENT, "tie_word_embeddings": False, "q_lora_rank": None, "rms_norm_eps": 1e-2}),
+}
+CHECKPOINTS = DENSE | SPARSE
+
+
+def make_family_checkpoint(name: str, path: Path) -> Path:
+    """A checkpoint folder in `path`, which also holds expected.safetensors: tokens and logits [tokens, vocabulary]."""
+    import transformers
+
+    family, settings = CHECKPOINTS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    _randomize_vectors(model)
+    model.save_pretrained(path)
+    tokens = torch.randint(VOCAB_SIZE, (sum(LENGTHS),))
+    with torch.no_grad():
+        logits = torch.cat([model(sample[None]).logits[0] for sample in tokens.split(LENGTHS)])
+    save_file({"tokens": tokens, "logits": logits}, path / "expected.safetensors")
+    return path
+
+
+def _randomize_vectors(model: torch.nn.Module) -> None:
+    """Norms and biases begin as ones and zeros: a checkpoint with those would hide that they are not used."""
+    vectors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, vector in vectors:
+        if vector.dim() == 1 and not name.endswith("inv_freq"):
+            vector.data.add_(0.3 * torch.randn_like(vector))

@@ -1,0 +1,41 @@
+"""Real processes that get signals, or lose one of them."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.cases_stopping import FAULT_FILE, NUM_RANKS
+from tests.distributed.torchrun import run_distributed
+
+CASES = "tests.distributed.cases_stopping"
+AT_ONCE_S = 4.0
+
+
+def failure_of(case: str, folder: Path) -> tuple[str, float]:
+    """What torchrun printed for a case that fails, as it must, and how long it took from the fault on."""
+    with pytest.raises(AssertionError, match="failed on") as failure:
+        run_distributed(f"{CASES}:{case}", NUM_RANKS, {"folder": str(folder)}, timeout_s=100)
+    return str(failure.value), time.time() - (folder / FAULT_FILE).stat().st_mtime
+
+
+def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
+    """torchrun sends them the very signal that asks them to save, and waits for them before it restarts the job."""
+    output, seconds = failure_of("killed", tmp_path)
+    assert "exitcode  : -9" in output and "the job saves at the end of its step" not in output, output
+    assert seconds < AT_ONCE_S
+
+
+def test_a_job_whose_step_does_not_end_in_time_says_so_once(tmp_path: Path) -> None:
+    output, seconds = failure_of("overdue", tmp_path)
+    assert output.count("rltrain: ") == 1, output
+    assert (
+        "SIGTERM: the step did not end within checkpoint.stop_within_s = 1 s, so nothing was saved; nothing is"
+        in output
+    )
+    assert seconds < 1 + AT_ONCE_S
+
+
+def test_a_signal_is_heard_inside_a_collective() -> None:
+    verdicts = run_distributed(f"{CASES}:signalled_in_a_collective", NUM_RANKS)
+    assert verdicts[0] == ["SIGUSR1", None]

@@ -1,0 +1,57 @@
+"""A training state that was saved goes on as if nothing had happened, in the same parallel layout or another."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, WORLD_SIZE
+from tests.distributed.tiny_checkpoints import make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+SAME = [name for name, case in CASES.items() if case.other is None]
+OTHER = [name for name, case in CASES.items() if case.other is not None]
+ONE_TYPE = [name for name in OTHER if {CASES[name].way.dtype, CASES[name].goes_on.dtype} == {"float32"}]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("training_state")
+    checkpoints = make_checkpoints(folder, ("qwen3", "qwen2_tied"))
+    arguments = {"checkpoints": checkpoints, "folder": str(folder)}
+    return run_distributed("tests.distributed.cases_training_state:all_cases", WORLD_SIZE, arguments, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", [*SAME, "at_the_start"])
+def test_it_goes_on_bit_for_bit_in_the_same_layout(ranks: list[dict[str, Any]], name: str) -> None:
+    reports = [rank[name] for rank in ranks if "resumed" in rank[name]]
+    assert reports
+    for report in reports:
+        assert report["resumed"] == report["undisturbed"]
+
+
+@pytest.mark.parametrize("name", ONE_TYPE)
+def test_it_goes_on_in_another_layout(ranks: list[dict[str, Any]], name: str) -> None:
+    expected = ranks[0][name]["undisturbed"]["updates"]
+    for rank in range(len(CASES[name].goes_on.grid.ranks)):
+        found = ranks[rank][name]["resumed"]["updates"]
+        assert len(found) == AFTER
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_the_state_changes_on_the_way(ranks: list[dict[str, Any]], name: str) -> None:
+    """Saved again from the other layout it is what it was."""
+    assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
+    assert min(ranks[0][name]["distinct_values"].values()) > 10_000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_counted_on(ranks: list[dict[str, Any]], name: str) -> None:
+    reports = [rank[name] for rank in ranks if "resumed" in rank[name]]
+    assert {report["num_updates"] for report in reports} == {BEFORE}
+    assert not any(report["shared_steps"] for report in reports)
+
+
+def test_a_state_cannot_be_saved_within_a_mini_batch(ranks: list[dict[str, Any]]) -> None:
+    assert all("gradients wait for their optimizer step" in rank["within_a_mini_batch"] for rank in ranks)

@@ -1,0 +1,292 @@
+"""Runs that are killed, stopped, or lose a checkpoint go on as if nothing had happened, or say what is wrong."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.checkpoint.run.folder import name_of
+from tests.end_to_end.jobs import REPOSITORY, sample_ids
+
+STEPS = 6
+COMPARED = ("train", "rollout", "critic")
+STOPS_WITHIN_S = 15.0
+"""From a signal to the end of these small jobs, on a busy machine."""
+
+Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
+"""Metrics and ids of the samples trained on, by step."""
+
+Kill = dict[str, Any]
+
+
+class Stand:
+    """A folder in which the same job is started again and again: two ranks, the actor on 0 and the engine on 1."""
+
+    ranks = 2
+    layout = ("placement={'actor, reference': 0, 'rollout, reward': 1}", "actor.parallel.tp=1")
+
+    def __init__(self, folder: Path, paths: list[str]) -> None:
+        self.folder, self.paths = folder, paths
+        self.checkpoints = folder / "checkpoints"
+
+    def start(
+        self, *overrides: str, script: Sequence[str] = ("launch/train.py",), torchrun: tuple[str, ...] = ()
+    ) -> "Job":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        small = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
+        run = ["--config", "configs/quickstart.yaml", *self.paths, *self.layout, small, f"steps={STEPS}"]
+        settings = [
+            "data.eval=null",
+            "logging.sample_ids=true",
+            "checkpoint.save_hf=false",
+            "checkpoint.save_interval=2",
+        ]
+        return Job([*launcher, *torchrun, *script, *run, *settings, f"output_dir={self.folder}", *overrides])
+
+    def run(self, *overrides: str, kills: Sequence[Kill] = (), timeout_s: float = 120) -> str:
+        """What a job printed, which must end well."""
+        script = ["tests/end_to_end/killed_train.py", json.dumps(kills), str(self.folder)]
+        job = self.start(*overrides, script=script, torchrun=(f"--max-restarts={len(kills)}",))
+        status, output = job.end(timeout_s)
+        assert status == 0, output
+        return output
+
+    def refusal(self, *overrides: str) -> str:
+        """What a job printed, which must end as one with a mistake that its user can mend, and say so once."""
+        job = self.start(*overrides)
+        status, output = job.end(timeout_s=60)
+        assert status == 1 and re.search(r"exitcode +: 2 ", output), output
+        assert output.count("rltrain: ") == 1, output
+        return output
+
+    def reported(self) -> Run:
+        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in records]
+        assert steps == sorted(set(steps)), "each step is reported once"
+        values = {
+            record["step"]: {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
+            for record in records
+        }
+        return values, sample_ids(self.folder)
+
+    def steps_done(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+class Job:
+    """A torchrun agent and its ranks."""
+
+    def __init__(self, command: list[str]) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+        self.agent = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        for process in Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split():
+            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment:
+                return int(process)
+        raise AssertionError(f"rank {rank} does not run")
+
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            assert self.agent.poll() is None, self.agent.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Its exit status and all that it printed; the test fails where it takes longer."""
+        try:
+            output, _ = self.agent.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.agent.terminate()
+            output, _ = self.agent.communicate()
+            raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
+        return self.agent.returncode, output
+
+
+@pytest.fixture
+def stand(warm_up: tuple[Path, Any], data_overrides: list[str], tmp_path: Path) -> Stand:
+    return Stand(tmp_path, [f"model.path={warm_up[0]}/hf", *data_overrides])
+
+
+@pytest.fixture(scope="module")
+def whole(warm_up: tuple[Path, Any], data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
+    """Where the job has run to its end, undisturbed."""
+    stand = Stand(tmp_path_factory.mktemp("undisturbed"), [f"model.path={warm_up[0]}/hf", *data_overrides])
+    stand.run()
+    return stand
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole: Stand) -> Run:
+    values, ids = whole.reported()
+    assert len(ids) == STEPS and len({values[step]["train/grad_norm"] for step in ids}) == STEPS
+    return values, ids
+
+
+# moment -> (the rank that it is of, seconds that it takes about)
+MOMENTS = {
+    "generate": (1, 0.1),
+    "update": (0, 0.1),
+    "weight_sync": (1, 0.005),
+    "write": (1, 0.01),
+    "complete": (0, 0.01),
+}
+
+
+def random_kills(seed: int, number: int) -> list[Kill]:
+    """As many, every kind of moment among them, each in what is left to do after those before it: with a checkpoint
+    after every step."""
+    chance = random.Random(seed)
+    kinds = [list(MOMENTS)[i % len(MOMENTS)] for i in range(number)]
+    chance.shuffle(kinds)
+    kills, step = [], 1
+    for moment in kinds:
+        rank, seconds = MOMENTS[moment]
+        if moment in ("weight_sync", "write"):
+            rank = chance.randrange(2)
+        if moment in ("write", "complete"):
+            step += 1
+        kills.append({"moment": moment, "step": step, "rank": rank, "delay_s": chance.uniform(0, seconds)})
+    return kills
+
+
+def killed(stand: Stand, kills: list[Kill], *overrides: str) -> str:
+    """What a run printed that goes on after all `kills`."""
+    output = stand.run(*overrides, kills=kills, timeout_s=60 * (len(kills) + 1))
+    missed = [kills[i] for i in range(len(kills)) if not (stand.folder / f"kill_{i}").exists()]
+    assert not missed, output
+    assert not list(stand.checkpoints.glob(".step_*")), "what a killed save leaves is removed"
+    return output
+
+
+def test_a_run_of_which_ranks_are_killed_equals_an_undisturbed_one(stand: Stand, undisturbed: Run) -> None:
+    killed(
+        stand,
+        [
+            {"moment": "generate", "step": 1, "rank": 1, "delay_s": 0.02},
+            {"moment": "complete", "step": 4, "rank": 0, "delay_s": 0.002},
+        ],
+    )
+    assert stand.reported() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_that_loses_ranks_at_twenty_random_moments_equals_an_undisturbed_one(
+    stand: Stand, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = Stand(tmp_path_factory.mktemp("whole"), stand.paths)
+    whole.run("steps=12")
+    killed(stand, random_kills(seed=0, number=20), "steps=12", "checkpoint.save_interval=1")
+    assert stand.reported() == whole.reported()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for one checkpoint and half of the next."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_fills_leaves_the_checkpoint_before(stand: Stand, undisturbed: Run, small_disk: Path) -> None:
+    setting = f"checkpoint.dir={small_disk}"
+    output = stand.refusal(setting)
+    assert re.search(r"checkpoint of step 4 could not be saved: rank \d could not write to .*: No space left", output)
+    assert f"the checkpoint in {small_disk / name_of(2)} is complete" in output
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", name_of(2)]
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert "going on after step 2" in stand.run(setting)
+    assert stand.reported() == undisturbed
+
+
+def flip_a_byte(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole: Stand, stand: Stand, undisturbed: Run) -> None:
+    shutil.copytree(whole.folder, stand.folder, dirs_exist_ok=True)
+    (stand.checkpoints / ".step_0000008.partial").mkdir()
+    damaged = stand.checkpoints / name_of(6) / "actor" / "rank_00000.safetensors"
+    flip_a_byte(damaged)
+    output = stand.run()
+    assert f"the checkpoint of step 6 cannot be used: {damaged} is damaged" in output
+    assert f"going on after step 4, from {stand.checkpoints / name_of(4)}" in output
+    assert stand.reported() == undisturbed
+    assert not list(stand.checkpoints.glob(".*")), "leftovers are removed"
+
+
+@pytest.mark.slow  # tests/unit/test_resuming.py has every kind of damage
+def test_an_explicit_path_to_a_damaged_checkpoint_is_refused(whole: Stand, stand: Stand) -> None:
+    shutil.copytree(whole.folder, stand.folder, dirs_exist_ok=True)
+    newest = stand.checkpoints / name_of(6)
+    (newest / "ranks" / "rank_00001.safetensors").unlink()
+    message = f"rltrain: checkpoint.resume: {newest}/ranks/rank_00001.safetensors cannot be read: No such file"
+    assert message in stand.refusal(f"checkpoint.resume={newest}")
+
+
+def to_the_agent(job: Job, number: signal.Signals) -> None:
+    job.agent.send_signal(number)
+
+
+def to_one_rank(job: Job, number: signal.Signals) -> None:
+    os.kill(job.rank(1), number)
+
+
+@pytest.mark.parametrize(
+    "number, send, status",
+    [
+        pytest.param(signal.SIGTERM, to_the_agent, 1, marks=pytest.mark.slow, id="SIGTERM to torchrun"),
+        pytest.param(signal.SIGUSR1, to_the_agent, 1, id="SIGUSR1 to torchrun"),
+        pytest.param(signal.SIGTERM, to_one_rank, 0, marks=pytest.mark.slow, id="SIGTERM to a rank"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_ends(
+    stand: Stand, undisturbed: Run, number: signal.Signals, send: Callable[[Job, signal.Signals], None], status: int
+) -> None:
+    job = stand.start(torchrun=("--signals-to-handle=SIGTERM,SIGUSR1",))
+    job.wait_until(lambda: stand.steps_done() > 0)
+    send(job, number)
+    ended, output = job.end(timeout_s=STOPS_WITHIN_S)
+    assert ended == status, output
+    assert output.count(f"{number.name}: the job saves at the end of its step") == 1, output
+    stopped = re.search(rf"{number.name}: stopped after step (\d+), saved in {stand.checkpoints}", output)
+    assert stopped and 0 < int(stopped[1]) < STEPS, output
+    assert "rltrain: " not in output and "exitcode" not in output
+    assert f"going on after step {stopped[1]}" in stand.run()
+    assert stand.reported() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_end_in_time_ends_the_run(stand: Stand) -> None:
+    asleep = ["tests/end_to_end/faulty_train.py", "generate", "3", "1", "sleep", str(stand.folder)]
+    job = stand.start("checkpoint.stop_within_s=2", script=asleep)
+    job.wait_until((stand.folder / "fault").exists)
+    to_the_agent(job, signal.SIGTERM)
+    status, output = job.end(timeout_s=STOPS_WITHIN_S)
+    assert status != 0
+    assert output.count("rltrain: ") == 1, output
+    assert "rltrain: SIGTERM: the step did not end within checkpoint.stop_within_s = 2 s" in output
+    assert f"the checkpoint in {stand.checkpoints / name_of(2)} is complete" in output

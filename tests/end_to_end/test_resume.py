@@ -1,0 +1,145 @@
+"""Runs that go on from a checkpoint: as if they had never stopped."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
+
+STEPS, SAVED = 6, 3
+PARTIAL = "schedule={mode: asynchronous, max_staleness: 2, partial_rollouts: true, on_stale: mask}"
+SMALL = (
+    "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
+    f"steps={STEPS}",
+    "logging.sample_ids=true",
+    "checkpoint.save_hf=false",
+)
+APART = "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}"
+COMPARED = ("train", "rollout", "critic", "eval")
+
+Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
+"""Metrics and ids of the samples trained on, by step."""
+
+
+@pytest.fixture
+def saved_and_resumed(warm_up, data_overrides, tmp_path) -> Callable[..., list[Run]]:
+    """Runs a config that saves after SAVED steps, then from there on with each of `changes`: what each reported."""
+
+    def run_all(config: str, common: tuple[str, ...], *changes: tuple[str, ...]) -> list[Run]:
+        paths = [f"model.path={warm_up[0]}/hf", *data_overrides]
+        first = tmp_path / "first"
+        jobs = [[*paths, *SMALL, *common, f"output_dir={first}", f"checkpoint.save_interval={SAVED}"]]
+        for number, change in enumerate(changes):
+            resume = f"checkpoint.resume={first}/checkpoints/step_{SAVED:07d}"
+            jobs.append([*paths, *SMALL, *common, f"output_dir={tmp_path}/{number}", resume, *change])
+        (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / config), str(tmp_path / "jobs.json")]
+        done = run([*torchrun, *script], timeout_s=300)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        return [reported(first), *(reported(tmp_path / str(number)) for number in range(len(changes)))]
+
+    return run_all
+
+
+def reported(output: Path) -> Run:
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert len({record["step"] for record in records}) == len(records), "a step is reported once"
+    values = {
+        record["step"]: {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
+        for record in records
+    }
+    return {step: metrics for step, metrics in values.items() if metrics}, sample_ids(output)
+
+
+def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
+    return {step: value for step, value in steps.items() if step >= first}
+
+
+def assert_close(metrics: dict[int, Any], expected: dict[int, Any]) -> None:
+    assert metrics.keys() == expected.keys()
+    for step, values in metrics.items():
+        assert values == pytest.approx(expected[step], rel=1e-5, abs=1e-5)
+
+
+CONFIGS = {
+    "sequential": ("configs/quickstart.yaml", ("evaluation.interval=2",)),
+    "asynchronous": (
+        "configs/quickstart.yaml",
+        (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
+    ),
+    "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_only_steps=1")),
+    "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
+}
+FAST = ("sequential", "asynchronous")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
+def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name):
+    config, overrides = CONFIGS[name]
+    (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(config, overrides, ())
+    assert rest == after(whole)
+    assert rest_ids == after(whole_ids)
+    assert column([*rest.values()], "train/grad_norm")
+
+
+@pytest.mark.slow
+def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
+    """Which groups make up a chunk depends on which get done first."""
+    schedule = (APART, "data.eval=null", "schedule={mode: pipelined, chunks: 2}")
+    (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], schedule, ())
+    assert_close(rest, after(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequential", "asynchronous", "ppo"])
+def test_so_does_one_in_another_layout(saved_and_resumed, name):
+    config, overrides = CONFIGS[name]
+    layouts = ("actor.parallel={tp: 1, pp: 2}",), ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true")
+    (whole, _), *others = saved_and_resumed(config, (*overrides, f"steps={SAVED + 2}"), *layouts)
+    for rest, _ in others:
+        assert_close(rest, after(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "engines"),
+    [
+        ("schedule={mode: asynchronous, max_staleness: 2}", "rollout.parallel.tp=2"),
+        (PARTIAL, "rollout.parallel.tp=1"),
+        ("schedule={partial_rollouts: true, max_staleness: 4, on_stale: mask}", "rollout.parallel.tp=2"),
+    ],
+)
+def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed, schedule, engines):
+    """Two engines before the checkpoint; behind it as many, or one of two ranks."""
+    common = (APART, "data.eval=null", schedule, "rollout.max_running_requests=24")
+    (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], common, (engines,))
+    before = {step: ids for step, ids in whole_ids.items() if step < SAVED}
+    counts = Counter(number for ids in (*before.values(), *rest_ids.values()) for number in ids)
+    assert counts == Counter(range(STEPS * 8 * 8))
+    assert {len(ids) for ids in rest_ids.values()} == {8 * 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", ["false", "true"])
+def test_a_model_learns_on_after_a_resumed_asynchronous_run(warm_up, data_overrides, tmp_path, partial):
+    overrides = (
+        f"model.path={warm_up[0]}/hf",
+        *data_overrides,
+        APART,
+        f"schedule={{mode: asynchronous, max_staleness: 1, partial_rollouts: {partial}, on_stale: mask}}",
+        "evaluation={interval: 10, stop_at: 0.9}",
+        "checkpoint={save_hf: false, save_interval: 30, keep: 0}",
+    )
+    train(REPOSITORY / "configs/quickstart.yaml", *overrides, f"output_dir={tmp_path}/first")
+    resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_0000030"
+    records = train(REPOSITORY / "configs/quickstart.yaml", *overrides, f"output_dir={tmp_path}/second", resume)
+    assert records[0]["step"] == 30
+    assert column(records, "eval/score")[-1] >= 0.9

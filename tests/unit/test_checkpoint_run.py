@@ -1,0 +1,238 @@
+"""A run's checkpoints on disk: whatever happens while one is written, the newest complete one is there and intact."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.checkpoint.run.files import (
+    MANIFEST_FILE,
+    Contents,
+    FileRecord,
+    find_damage,
+    read_contents,
+    read_manifest,
+    write_files,
+)
+from rltrain.checkpoint.run.folder import LATEST_FILE, RUN_FILE, CheckpointFolder, checkpoint_at, name_of
+from rltrain.checkpoint.run.random_states import random_states, set_random_states
+from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.errors import CheckpointError
+
+
+def contents(value: float, num_values: int = 64) -> Contents:
+    return Contents({"values": torch.full((num_values,), value), "empty": torch.empty(0)}, {"step": str(value)})
+
+
+def save(folder: CheckpointFolder, step: int, keep: int = 2) -> None:
+    """As a job of two ranks does."""
+    partial = folder.begin(step)
+    records: dict[str, FileRecord] = {}
+    for rank in range(2):
+        records |= write_files(partial, {f"actor/rank_{rank}.safetensors": contents(step + rank / 10)})
+    folder.complete(step, records, {"step": step}, keep)
+
+
+def damage(path: Path) -> str | None:
+    return find_damage(path, read_manifest(path), lambda: None)
+
+
+def steps(folder: CheckpointFolder) -> list[int]:
+    return [found.step for found in folder.candidates()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+def test_what_was_saved_is_read_again(folder: CheckpointFolder) -> None:
+    save(folder, 4)
+    (found,) = folder.candidates()
+    assert (found.step, found.run, damage(found.folder)) == (4, {"step": 4}, None)
+    first, second = (read_contents(path) for path in found.files("actor"))
+    assert torch.equal(second.tensors["values"], contents(4.1).tensors["values"])
+    assert first.metadata == {"step": "4.0"} and first.tensors["empty"].shape == (0,)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
+def test_the_newest_ones_are_kept(saved: list[int], keep: int) -> None:
+    """Steps may come again: a run goes on from an older checkpoint."""
+    with TemporaryDirectory() as path:
+        folder = CheckpointFolder(Path(path))
+        for step in saved:
+            save(folder, step, keep)
+            found = steps(folder)
+            assert found[0] == step and found == sorted(set(found), reverse=True)
+            assert len(found) <= (keep or len(saved))
+        assert all(damage(found.folder) is None for found in folder.candidates())
+        if not keep:
+            assert steps(folder) == sorted({step for step in saved if step <= saved[-1]}, reverse=True)
+
+
+class Killed(BaseException):
+    """Stands for a process that ends before it does what it was about to."""
+
+
+class Disk:
+    """Counts what is done to files below `path`, and ends the process before operation number `last`."""
+
+    OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+
+    def __init__(self) -> None:
+        self.path, self.last, self.num_operations = "", -1, 0
+        sys.addaudithook(self._before)
+
+    @contextmanager
+    def watch(self, path: Path, last: int) -> Iterator[None]:
+        self.path, self.last, self.num_operations = str(path), last, 0
+        try:
+            yield
+        finally:
+            self.path = ""
+
+    def _before(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.path and event in self.OPERATIONS and self.path in str(arguments[0]):
+            self.num_operations += 1
+            if self.num_operations > self.last:
+                raise Killed
+
+
+@pytest.fixture(scope="module")
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, disk: Disk, again: bool) -> None:
+    """`again`: of a step whose checkpoint is there already, and damaged."""
+    reached = []
+    for last in range(100):
+        folder = CheckpointFolder(tmp_path / str(last))
+        save(folder, 2)
+        save(folder, 4)
+        if again:
+            save(folder, 6, keep=3)
+            (folder.path / name_of(6) / RUN_FILE).write_text("{}")
+        try:
+            with disk.watch(folder.path, last):
+                save(folder, 6)
+            break
+        except Killed:
+            folder.clear_partial()
+            newest, *older = [found.step for found in folder.candidates() if damage(found.folder) is None]
+            assert newest == 6 or older == [2]
+            reached.append(newest)
+            assert not list(folder.path.glob(".step_*"))
+            save(folder, 8)
+            assert steps(folder)[0] == 8 and damage(folder.path / name_of(8)) is None
+    assert reached == sorted(reached) and set(reached) == {4, 6}, "first it is not there, then it is"
+    assert len(reached) > 10
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1 << at % 8
+    path.write_bytes(data)
+
+
+HARM: dict[str, Callable[[Path, int], None]] = {
+    "flipped": flip,
+    "truncated": lambda path, at: path.write_bytes(path.read_bytes()[: at % path.stat().st_size]) and None,
+    "extended": lambda path, at: path.write_bytes(path.read_bytes() + b"\0") and None,
+    "missing": lambda path, at: path.unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = CheckpointFolder(tmp_path_factory.mktemp("intact"))
+    save(folder, 3)
+    return folder.path / name_of(3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(harm=st.sampled_from(sorted(HARM)), number=st.integers(0, 2), at=st.integers(0, 10**6))
+def test_any_damage_to_a_file_is_found_and_the_file_named(intact: Path, harm: str, number: int, at: int) -> None:
+    name = sorted(read_manifest(intact))[number]
+    with TemporaryDirectory() as path:
+        copy = Path(path, intact.name)
+        shutil.copytree(intact, copy)
+        assert damage(copy) is None
+        HARM[harm](copy / name, at)
+        assert str(copy / name) in (damage(copy) or "nothing found")
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", '{"a": 3}', '{"a": {"num_bytes": 1}}', '{"a": {"num_bytes": "x"}}']
+)
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / MANIFEST_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/{MANIFEST_FILE} cannot be read"):
+        read_manifest(tmp_path)
+
+
+def test_a_latest_file_that_names_nothing_is_refused(folder: CheckpointFolder) -> None:
+    save(folder, 2)
+    (folder.path / LATEST_FILE).write_text("step_2")
+    with pytest.raises(CheckpointError, match="holds 'step_2'; expected the name of a checkpoint such as step_0000010"):
+        folder.candidates()
+
+
+def test_a_checkpoint_is_found_by_its_own_folder_or_by_that_of_all(folder: CheckpointFolder, tmp_path: Path) -> None:
+    save(folder, 2)
+    save(folder, 4)
+    assert checkpoint_at(folder.path).step == 4
+    assert checkpoint_at(folder.path / name_of(2)).step == 2
+    for wrong in (tmp_path, tmp_path / "nowhere", folder.begin(6), folder.path / name_of(7)):
+        with pytest.raises(CheckpointError, match=f"checkpoint.resume: {wrong} is not a checkpoint of a run: expected"):
+            checkpoint_at(wrong)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = CheckpointFolder(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="checkpoint.dir: cannot make .*: Not a directory"):
+        folder.begin(1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronous: bool) -> None:
+    writer, reports = FilesWriter(asynchronous=asynchronous), list[tuple[list[str], str | None]]()
+
+    def report(records: dict[str, FileRecord], problem: str | None) -> None:
+        reports.append((sorted(records), problem))
+
+    (tmp_path / "taken").touch()
+    writer.start(tmp_path, {"a/0": contents(1), "a/1": contents(2)}, report)
+    writer.start(tmp_path / "taken", {"b": contents(3)}, report)
+    writer.start(tmp_path, {"c": contents(4, num_values=10**6)}, report)
+    writer.join()
+    assert reports == [(["a/0", "a/1"], None), ([], "File exists"), (["c"], None)]
+    assert read_contents(tmp_path / "c").tensors["values"].sum() == 4 * 10**6
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, ...]:
+        return (torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn())
+
+    draw()
+    tensors, text = random_states(torch.device("cpu"))
+    expected = draw()
+    draw()
+    set_random_states(tensors, text, torch.device("cpu"))
+    assert draw() == expected

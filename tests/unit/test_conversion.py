@@ -1,0 +1,136 @@
+"""Whole conversions of every family: nothing changes on the way to Megatron's format and back."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rltrain.checkpoint.conversion.comparison import first_difference
+from rltrain.checkpoint.conversion.description import describe
+from rltrain.checkpoint.conversion.formats import open_source
+from rltrain.checkpoint.conversion.processes import Processes
+from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.hf_reader import Box
+from rltrain.reshard.families import read_architecture
+from tests.converted_checkpoints import TOKENIZER_FILES, make_checkpoint, stored_tensors
+from tests.distributed.family_checkpoints import CHECKPOINTS
+
+ALONE = Processes()
+WRITERS = {"qwen2_tied": {}, "qwen3": {"tp": 3}, "mixtral": {"ep": 2}, "moonlight": {"tp": 2, "ep": 2}}
+"""Where they are others than tp 2 and pp 2."""
+
+
+def to_megatron(
+    source: Path, output: Path, *, dtype: str | None = None, iteration: int | None = None, **cut: int
+) -> None:
+    opened = open_source(source, "--input")
+    writers = writers_grid(opened.architecture, 1, **{"tp": None, "pp": None, "ep": None, **cut})
+    convert_to_megatron(opened, output, ALONE, writers=writers, dtype=dtype, iteration=iteration)
+
+
+def to_hf(source: Path, output: Path, *, dtype: str | None = None, max_file_bytes: int = 10**9) -> None:
+    convert_to_hf(open_source(source, "--input"), output, ALONE, dtype=dtype, max_file_bytes=max_file_bytes)
+
+
+def difference(a: Path, b: Path, dtype: str | None = None) -> str | None:
+    return first_difference(open_source(a, "A"), open_source(b, "B"), ALONE, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_there_and_back_is_bit_exact(name: str, tmp_path: Path) -> None:
+    original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
+    tensors = make_checkpoint(original, name, dtype=torch.bfloat16, shard="20KB")
+    to_megatron(original, megatron, **WRITERS.get(name, {"tp": 2, "pp": 2}))
+    to_hf(megatron, back, max_file_bytes=20_000)
+    written = stored_tensors(back)
+    assert written.keys() == tensors.keys()
+    assert all(written[key].dtype == tensors[key].dtype for key in tensors)
+    assert all(torch.equal(written[key], tensors[key]) for key in tensors)
+    assert len(list(back.glob("*.safetensors"))) > 2
+    assert read_architecture(back) == read_architecture(original)
+    for one in (original, back):
+        assert difference(one, megatron) is None
+
+
+@pytest.mark.parametrize("cut", [{}, {"pp": 2}, {"tp": 3}, {"ep": 2}, {"tp": 2, "pp": 2, "ep": 4}], ids=str)
+def test_writers_do_not_change_the_checkpoint(cut: dict[str, int], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original", "qwen3_moe")
+    to_megatron(tmp_path / "original", tmp_path / "megatron", **cut)
+    assert difference(tmp_path / "original", tmp_path / "megatron") is None
+    num_files = len(list((tmp_path / "megatron/release").glob("__*_0.distcp")))
+    assert num_files == prod(cut.values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+def test_any_box_can_be_read(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original", name)
+    to_megatron(tmp_path / "original", tmp_path / "megatron", tp=2, pp=2)
+    original, megatron = (open_source(tmp_path / folder, "PATH") for folder in ("original", "megatron"))
+    random = np.random.default_rng(0)
+    for tensor, (rows, cols) in enumerate(original.tensors.matrix_shapes.tolist()):
+        row, col = int(random.integers(rows)), int(random.integers(cols))
+        box = Box(tensor, row, col, int(random.integers(1, rows - row + 1)), int(random.integers(1, cols - col + 1)))
+        assert torch.equal(original.read(box), megatron.read(box)), original.tensors.names[tensor]
+
+
+def test_transformers_loads_what_came_back(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original", "qwen3")
+    to_megatron(tmp_path / "original", tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", max_file_bytes=30_000)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("original", "back")]
+    tokens = torch.arange(12).reshape(1, 12)
+    assert torch.equal(*(model(tokens).logits for model in models))
+
+
+def test_config_and_tokenizer_are_carried_along(tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    make_checkpoint(original, shard="20KB")
+    to_megatron(original, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        expected = (original / name).read_bytes()
+        assert (tmp_path / "megatron/hf" / name).read_bytes() == expected
+        assert (tmp_path / "back" / name).read_bytes() == expected
+    assert not (tmp_path / "megatron/hf/model.safetensors.index.json").exists()
+
+
+def test_another_type_is_rounded_once(tmp_path: Path) -> None:
+    tensors = make_checkpoint(tmp_path / "original", "deepseek_v3")
+    to_megatron(tmp_path / "original", tmp_path / "megatron", dtype="bfloat16")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    written = stored_tensors(tmp_path / "back")
+    for name, tensor in tensors.items():
+        kept = "e_score_correction_bias" in name
+        assert torch.equal(written[name], tensor if kept else tensor.bfloat16())
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "bfloat16"
+    found = difference(tmp_path / "original", tmp_path / "back")
+    assert found is not None
+    assert "model.embed_tokens.weight is float32 in" in found and "bfloat16 in" in found
+    assert difference(tmp_path / "original", tmp_path / "back", "bfloat16") is None
+
+
+def test_an_iteration_has_its_number(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original")
+    to_megatron(tmp_path / "original", tmp_path / "release")
+    to_megatron(tmp_path / "original", tmp_path / "trained", iteration=7)
+    assert (tmp_path / "release/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert (tmp_path / "trained/latest_checkpointed_iteration.txt").read_text() == "7"
+    assert difference(tmp_path / "release", tmp_path / "trained/iter_0000007") is None
+
+
+def test_describe_names_format_architecture_and_tensors(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "original", "qwen3_moe", dtype=torch.bfloat16)
+    to_megatron(tmp_path / "original", tmp_path / "megatron")
+    hf = list(describe(tmp_path / "original", "PATH", tensors=True))
+    assert hf[0].split(maxsplit=1) == ["format", "Hugging Face (safetensors)"]
+    assert any(line.split() == ["family", "qwen3_moe"] for line in hf)
+    assert hf[-1].split() == ["lm_head.weight", "[131,", "32]", "bfloat16"]
+    megatron = list(describe(tmp_path / "megatron", "PATH"))
+    assert "Megatron" in megatron[0]
+    own = [line for line in megatron[1:] if line not in hf]
+    assert [line.split()[0] for line in own] == ["iteration", "vocabulary", "global", "layers"]

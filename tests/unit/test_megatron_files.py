@@ -1,0 +1,252 @@
+"""Megatron checkpoints as files: what is written comes back, what is damaged or harmful is told."""
+
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint import FileSystemReader
+
+from rltrain.checkpoint.megatron.reader import MegatronReader
+from rltrain.checkpoint.megatron.unpickling import plain, read_pickle, read_torch_pickle
+from rltrain.cluster.grid import Grid
+from rltrain.errors import CheckpointError
+from tests.megatron_checkpoints import ARCHITECTURES, ITERATION, canonical_values, read_megatron, write_megatron
+
+QWEN3 = ARCHITECTURES["qwen3"]
+FOLDER = f"iter_{ITERATION:07d}"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("written")
+    write_megatron(root, QWEN3)
+    return root
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
+    architecture = ARCHITECTURES[name]
+    write_megatron(tmp_path, architecture, Grid((0, 1, 2), tp=3), padded_vocab_size=24)
+    read, expected = read_megatron(tmp_path, architecture), canonical_values(architecture)
+    assert [key for key, value in expected.items() if not torch.equal(read[key], value)] == []
+
+
+def test_the_folder_is_megatrons(written: Path) -> None:
+    assert (written / "latest_checkpointed_iteration.txt").read_text() == "7"
+    files = {path.name for path in (written / FOLDER).iterdir()}
+    assert {".metadata", "common.pt", "metadata.json", "__0_0.distcp"} <= files
+    assert not any("part" in name for name in files)
+    assert json.loads((written / FOLDER / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_a_release_has_no_iteration(tmp_path: Path) -> None:
+    write_megatron(tmp_path, QWEN3, iteration=None)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+    reader = MegatronReader(tmp_path, "--input")
+    assert reader.folder.name == "release"
+    assert reader.iteration == 0
+
+
+def test_torch_reads_the_metadata(written: Path) -> None:
+    metadata = FileSystemReader(written / FOLDER).read_metadata()
+    stored = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+    assert stored.size == (4, 48, 12)
+    assert len(stored.chunks) == 16, "four layers, gate and up, two shares"
+    assert stored.properties.dtype == torch.float32
+
+
+def test_types_are_kept_but_for_the_routers_bias(tmp_path: Path) -> None:
+    write_megatron(tmp_path, ARCHITECTURES["deepseek_v3"], dtype=torch.bfloat16)
+    reader = MegatronReader(tmp_path, "--input")
+    float32 = {key for key, (_, dtype) in reader.tensors.items() if dtype == torch.float32}
+    assert float32 == {key for key in reader.tensors if key.endswith("expert_bias")} != set()
+    assert {dtype for key, (_, dtype) in reader.tensors.items() if key not in float32} == {torch.bfloat16}
+
+
+def test_an_iterations_folder_is_read_itself(written: Path) -> None:
+    reader = MegatronReader(written / FOLDER, "--input")
+    assert reader.iteration == ITERATION
+    assert reader.architecture_arguments["num_layers"] == 4
+    assert reader.architecture_arguments["params_dtype"] == "torch.float32"
+
+
+def test_a_box_over_several_chunks_is_put_together(written: Path) -> None:
+    reader = MegatronReader(written, "--input")
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    whole = reader.read(key, (0, 0, 0), (4, 48, 12))
+    values = canonical_values(QWEN3)
+    assert torch.equal(whole[2, :24], values["model.layers.2.mlp.gate_proj.weight"])
+    assert torch.equal(reader.read(key, (1, 10, 3), (2, 30, 5)), whole[1:3, 10:40, 3:8])
+
+
+def test_states_of_training_are_left_out(written: Path) -> None:
+    reader = MegatronReader(written, "--input")
+    assert reader.ignored
+    assert all("_extra_state" in key for key in reader.ignored)
+
+
+def _rewrite_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _overwrite(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def _lose_a_chunk(folder: Path) -> None:
+    def lose(metadata: Any) -> None:
+        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+
+    _rewrite_metadata(folder, lose)
+
+
+def _point_outside(folder: Path) -> None:
+    def point(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = "../" + place.relative_path
+
+    _rewrite_metadata(folder, point)
+
+
+def _add_an_object(folder: Path) -> None:
+    def add(metadata: Any) -> None:
+        metadata.state_dict_metadata["surprise/shard_0_1"] = metadata.state_dict_metadata.pop(
+            "decoder.final_layernorm._extra_state/shard_0_1"
+        )
+
+    _rewrite_metadata(folder, add)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut file": (_cut, r"__0_0\.distcp has \d+ bytes; expected at least \d+: it was cut short"),
+    "missing file": (
+        lambda folder: (folder / "__3_0.distcp").unlink(),
+        r"__3_0\.distcp does not exist, but \.metadata",
+    ),
+    "overwritten file": (_overwrite, r"__0_0\.distcp is damaged at byte \d+, where \S+ lies"),
+    "lost chunk": (
+        _lose_a_chunk,
+        r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight in \S+ hold 144 of the 288 elements",
+    ),
+    "file elsewhere": (_point_outside, r"'\.\./\S+', which is not in its folder"),
+    "unknown object": (_add_an_object, r"neither a tensor nor known as state of training: surprise/shard_0_1"),
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"\.metadata does not exist, but latest_check"),
+    "cut metadata": (
+        lambda folder: (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:500]),
+        r"\.metadata is damaged",
+    ),
+    "other metadata": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})),
+        r"not the metadata of torch\.distributed\.checkpoint",
+    ),
+    "no arguments": (lambda folder: (folder / "common.pt").unlink(), r"cannot read \S+common\.pt"),
+    "damaged arguments": (lambda folder: (folder / "common.pt").write_text("?"), r"common\.pt is damaged"),
+    "other format": (
+        lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        r"sharded_backend is 'zarr'; expected 'torch_dist'",
+    ),
+    "odd tracker": (
+        lambda folder: (folder.parent / "latest_checkpointed_iteration.txt").write_text("soon"),
+        r"says 'soon'; expected the number of an iteration",
+    ),
+    "no tracker": (
+        lambda folder: (folder.parent / "latest_checkpointed_iteration.txt").unlink(),
+        r"neither latest_checkpointed_iteration\.txt nor \.metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told(kind: str, copy: Path) -> None:
+    damage, message = DAMAGE[kind]
+    damage(copy / FOLDER)
+    with pytest.raises(CheckpointError, match=message) as told:
+        read_megatron(copy, QWEN3)
+    assert "--input" in str(told.value)
+
+
+def test_a_missing_writer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a process is missing"):
+        write_megatron(tmp_path, QWEN3, Grid((0, 1), tp=2), leave_out=1)
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+class Harm:
+    """Creates a file where it is unpickled as pickle does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (f"open({str(self.path)!r}, 'w')",)
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
+def test_code_in_a_checkpoint_is_refused_and_not_run(file: str, copy: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    if file == "common.pt":
+        torch.save({"args": Namespace(num_layers=Harm(victim))}, copy / FOLDER / file)
+    else:
+        (copy / FOLDER / file).write_bytes(pickle.dumps(Harm(victim)))
+    with pytest.raises(CheckpointError, match=r"asks for builtins\.exec, which is no data"):
+        MegatronReader(copy, "--input")
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("module", ["os", "posix", "subprocess", "importlib", "builtins", "sys", "rltrain.job"])
+def test_only_packages_of_known_data_may_be_named(module: str, tmp_path: Path) -> None:
+    (tmp_path / "pickle").write_bytes(b"c" + module.encode() + b"\nsystem\n(S'true'\ntR.")
+    with pytest.raises(CheckpointError, match=f"{module}.system"):
+        read_pickle(tmp_path / "pickle")
+
+
+def test_functions_of_known_packages_are_not_called(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    (tmp_path / "pickle").write_bytes(f"ctorch\nsave\n(I1\nS'{victim}'\ntR.".encode())
+    assert plain(read_pickle(tmp_path / "pickle")) == str(victim)
+    assert not victim.exists()
+
+
+def test_arguments_become_plain_values(tmp_path: Path) -> None:
+    arguments = Namespace(
+        attention_backend=AttnBackend.fused,
+        load=Path("/checkpoints/one"),
+        params_dtype=torch.bfloat16,
+        activation=torch.nn.functional.silu,
+        betas=(0.9, 0.95),
+        names={"one"},
+        inner=Namespace(one=1),
+        rng=torch.zeros(3),
+    )
+    torch.save({"args": arguments}, tmp_path / "common.pt")
+    found = plain(read_torch_pickle(tmp_path / "common.pt"))["args"]
+    assert found.pop("rng") is not None
+    assert found == {
+        "attention_backend": AttnBackend.fused.value,
+        "load": "/checkpoints/one",
+        "params_dtype": "torch.bfloat16",
+        "activation": "torch.nn.functional.silu",
+        "betas": [0.9, 0.95],
+        "names": ["one"],
+        "inner": {"one": 1},
+    }

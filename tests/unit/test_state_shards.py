@@ -1,0 +1,270 @@
+"""Training states in files, by layouts alone: every element is saved once and found again in any other layout."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.errors import CheckpointError
+from rltrain.reshard.families import canonical_tensors
+from rltrain.reshard.layout import PIECE, Array, Layout
+from rltrain.reshard.plan.match import elements
+from rltrain.training.layout import megatron_layout
+from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.shards import answered_for, replica_of, within
+from tests.model_shards import tiny_architecture
+
+KIND = "master"
+PADDING = -1.0
+COUNTS = Counts(num_updates=7, optimizer_steps=5)
+GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 3), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
+SHAPES = st.tuples(st.sampled_from(GRIDS), st.booleans(), st.sampled_from(["qwen3", "qwen2", "qwen3_moe"]))
+
+
+@st.composite
+def cut_pieces(draw: st.DrawFn) -> tuple[Array, np.ndarray, np.ndarray]:
+    """Two boxes in each of some parameters, and a range of every parameter."""
+    count = draw(st.integers(1, 4))
+    pieces = np.zeros(2 * count, dtype=PIECE)
+    starts, stops = np.zeros((2, count), dtype=np.int64)
+    for number in range(count):
+        rows, left, right, gap = (draw(st.integers(1, 5)) for _ in range(4))
+        stride = left + gap + right
+        common = (number, rows, stride)
+        for index, (cols, offset) in enumerate([(left, 0), (right, left + gap)]):
+            piece = pieces[2 * number + index]
+            piece["parameter"], piece["rows"], piece["stride"] = common
+            piece["tensor"], piece["cols"], piece["offset"] = 2 * number + index, cols, offset
+            piece["row"], piece["col"] = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        limits = st.integers(0, rows * stride)
+        starts[number], stops[number] = sorted([draw(limits), draw(limits)])
+    return pieces, starts, stops
+
+
+def places(pieces: Array) -> Iterator[tuple[tuple[int, int, int], tuple[int, int]]]:
+    """((tensor, row, column), (parameter, position)) of every element."""
+    for piece in pieces:
+        for row in range(piece["rows"]):
+            for col in range(piece["cols"]):
+                position = piece["offset"] + row * piece["stride"] + col
+                yield (
+                    (int(piece["tensor"]), int(piece["row"] + row), int(piece["col"] + col)),
+                    (int(piece["parameter"]), int(position)),
+                )
+
+
+@given(cut_pieces())
+def test_a_range_of_a_piece_is_at_most_three_boxes(cut: tuple[Array, np.ndarray, np.ndarray]) -> None:
+    pieces, starts, stops = cut
+    found = within(pieces, starts, stops)
+    expected = {
+        element: (parameter, position - starts[parameter])
+        for element, (parameter, position) in places(pieces)
+        if starts[parameter] <= position < stops[parameter]
+    }
+    assert dict(places(found)) == expected
+    assert elements(found).sum() == len(expected)
+    assert np.unique(found["tensor"], return_counts=True)[1].max(initial=0) <= 3
+
+
+@cache
+def layout_of(shape: tuple[int, int, int], tied: bool, family: str) -> Layout:
+    tp, pp, dp = shape
+    architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=2)
+    return megatron_layout(architecture, Grid(tuple(range(2, 2 + tp * pp * dp)), tp=tp, pp=pp))
+
+
+def ranges_of(layout: Layout, rank: int, draw_cuts: Callable[[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """A rank's share of each of its parameters; replicas, which come to the same cuts, have consecutive shares."""
+    index, _ = replica_of(layout, rank)
+    sizes = [int(np.prod(shape)) for _, shape in layout.on(rank).parameters]
+    cuts = [[0, *draw_cuts(number), size] for number, size in enumerate(sizes)]
+    limits = np.array([sorted(min(cut, size) for cut in of) for of, size in zip(cuts, sizes, strict=True)])
+    return limits[:, index], limits[:, index + 1]
+
+
+def random_cuts(seed: int, layout: Layout, rank: int) -> Callable[[int], list[int]]:
+    part, (_, replicas) = layout.parts[layout.ranks.index(rank)], replica_of(layout, rank)
+    return lambda number: np.random.default_rng((seed, part, number)).integers(0, 900, replicas - 1).tolist()
+
+
+@cache
+def whole_tensors(layout: Layout) -> list[Tensor]:
+    """As matrices of numbers that tell all elements apart."""
+    sizes = layout.tensors.matrix_shapes.prod(axis=1)
+    starts = np.cumsum(sizes) - sizes
+    shapes = layout.tensors.matrix_shapes.tolist()
+    return [
+        torch.arange(start, start + size, dtype=torch.float32).view(shape)
+        for start, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True)
+    ]
+
+
+@cache
+def flats_of(layout: Layout, rank: int) -> list[Tensor]:
+    """The rank's flattened parameters. Not to be written to."""
+    whole, on = whole_tensors(layout), layout.on(rank)
+    flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in on.parameters]
+    for (tensor, row, col), (parameter, position) in places(on.pieces):
+        flats[parameter][position] = whole[tensor][row, col]
+    return flats
+
+
+def save(layout: Layout, folder: Path, seed: int = 0, counts: Counts = COUNTS) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for rank in layout.ranks:
+        starts, stops = ranges_of(layout, rank, random_cuts(seed, layout, rank))
+        pieces = within(answered_for(layout, rank), starts, stops)
+        names, flats = [name for name, _ in layout.on(rank).parameters], flats_of(layout, rank)
+        tensors = {
+            flat_name(KIND, names[i]): flats[i][starts[i] : stops[i]].clone() for i in np.unique(pieces["parameter"])
+        }
+        saved = contents(layout.tensors, names, pieces, tensors, counts)
+        files.append(folder / f"rank_{rank:05d}.safetensors")
+        save_file(dict(saved.tensors), files[-1], dict(saved.metadata))
+    return files
+
+
+def load(layout: Layout, rank: int, files: list[Path]) -> list[Tensor]:
+    """The rank's flattened parameters as they are found in the files."""
+    flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in layout.on(rank).parameters]
+    SavedState(files, layout.tensors).read([Destination(KIND, layout.on(rank).pieces, flats)])
+    return flats
+
+
+@given(SHAPES, st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_every_element_is_saved_once(shape: tuple[tuple[int, int, int], bool, str], seed: int) -> None:
+    layout = layout_of(*shape)
+    saved = [
+        element
+        for rank in layout.ranks
+        for element, _ in places(
+            within(answered_for(layout, rank), *ranges_of(layout, rank, random_cuts(seed, layout, rank)))
+        )
+    ]
+    assert len(saved) == len(set(saved)) == layout.tensors.matrix_shapes.prod(axis=1).sum()
+
+
+@given(
+    st.sampled_from(GRIDS),
+    st.sampled_from(GRIDS),
+    st.booleans(),
+    st.sampled_from(["qwen3", "qwen3_moe"]),
+    st.integers(0, 9),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_state_is_loaded_in_any_other_layout(
+    tmp_path_factory: pytest.TempPathFactory,
+    saved: tuple[int, int, int],
+    loaded: tuple[int, int, int],
+    tied: bool,
+    family: str,
+    seed: int,
+) -> None:
+    files = save(layout_of(saved, tied, family), tmp_path_factory.mktemp("state"), seed)
+    layout = layout_of(loaded, tied, family)
+    for rank in layout.ranks:
+        for found, expected in zip(load(layout, rank, files), flats_of(layout, rank), strict=True):
+            assert torch.equal(found, expected.where(expected != PADDING, 0))
+    assert SavedState(files, layout.tensors).counts == COUNTS
+
+
+@dataclass
+class Saved:
+    """Files of two ranks, and the layout to load them in."""
+
+    files: list[Path]
+    layout: Layout
+
+    def load(self) -> None:
+        load(self.layout, 2, self.files)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    return Saved(save(layout_of((2, 1, 1), False, "qwen3"), tmp_path / "actor"), layout_of((1, 1, 1), False, "qwen3"))
+
+
+def test_no_files_are_an_error(saved: Saved) -> None:
+    saved.files = []
+    with pytest.raises(CheckpointError, match="no files of this role's training state"):
+        saved.load()
+
+
+def test_a_missing_file_is_named(saved: Saved) -> None:
+    saved.files[1].unlink()
+    with pytest.raises(CheckpointError, match=r"rank_00003.safetensors does not exist"):
+        saved.load()
+
+
+def test_files_of_too_few_ranks_lack_a_tensor(saved: Saved) -> None:
+    saved.files.pop()
+    with pytest.raises(CheckpointError, match=r"hold 192 elements of model.embed_tokens.*expected each of 252 once"):
+        saved.load()
+
+
+def test_a_file_given_twice_is_an_error(saved: Saved) -> None:
+    saved.files.append(saved.files[0])
+    with pytest.raises(CheckpointError, match="missing or twice"):
+        saved.load()
+
+
+def test_a_damaged_file_is_named(saved: Saved) -> None:
+    content = saved.files[0].read_bytes()
+    saved.files[0].write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"rank_00002.safetensors is damaged or cut short"):
+        saved.load()
+
+
+def test_a_file_of_something_else_is_refused(saved: Saved) -> None:
+    save_file({"x": torch.zeros(1)}, saved.files[0])
+    with pytest.raises(CheckpointError, match="format None; expected 'rltrain training state 1'"):
+        saved.load()
+
+
+def test_a_file_without_what_it_promises_is_refused(saved: Saved) -> None:
+    state = SavedState(saved.files, saved.layout.tensors)
+    tensors = load_file(saved.files[0])
+    name = flat_name(KIND, "decoder.layers.0.mlp.linear_fc1.weight")
+    for changed in ({k: v for k, v in tensors.items() if k != name}, {**tensors, name: tensors[name][:-1]}):
+        save_file(changed, saved.files[0])
+        with pytest.raises(CheckpointError, match=f"rank_00002.safetensors: {name} is not what pieces says"):
+            state.read([Destination(KIND, saved.layout.on(2).pieces, flats_of(saved.layout, 2))])
+
+
+def test_another_model_is_named_with_both_shapes(saved: Saved) -> None:
+    saved.layout = megatron_layout(tiny_architecture("qwen3", num_layers=2, vocab_size=22), Grid((2,)))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[21, 12\] there.* shape \[22, 12\]"):
+        saved.load()
+    saved.layout = megatron_layout(tiny_architecture("qwen3", num_layers=3), Grid((2,)))
+    with pytest.raises(CheckpointError, match=r"layers.2.*does not exist there"):
+        saved.load()
+
+
+def test_files_of_two_saves_are_refused(saved: Saved, tmp_path: Path) -> None:
+    later = save(layout_of((2, 1, 1), False, "qwen3"), tmp_path / "later", counts=Counts(8, 6))
+    saved.files[1] = later[1]
+    with pytest.raises(CheckpointError, match="not saved together"):
+        saved.load()
+
+
+def test_ranks_without_a_share_have_no_say_in_the_counts(saved: Saved, tmp_path: Path) -> None:
+    nothing = contents(
+        canonical_tensors(tiny_architecture("qwen3", num_layers=2)), [], np.empty(0, PIECE), {}, Counts(7, 0)
+    )
+    empty = tmp_path / "rank_00000.safetensors"
+    save_file(dict(nothing.tensors), empty, dict(nothing.metadata))
+    saved.files.insert(0, empty)
+    saved.load()
+    assert SavedState(saved.files, saved.layout.tensors).counts == COUNTS

@@ -1,0 +1,70 @@
+"""Signals that ask a job to stop: all ranks stop at the same boundary, and nobody waits for ranks that are gone."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rltrain.cluster.processes import has_ended, this_machine, this_process
+from rltrain.cluster.stopping import SIGNALS, StopRequest
+from rltrain.cluster.world import Bulletin, World
+from tests.unit.shared_store import open_store
+
+NUM_RANKS = 2
+
+
+@pytest.fixture
+def requests() -> Iterator[list[StopRequest]]:
+    """Of two ranks in this process, whose signals the first one listens to."""
+    with open_store() as store:
+        ranks = []
+        for rank in range(NUM_RANKS):
+            own = store.clone()  # type: ignore[attr-defined]
+            bulletin = Bulletin(World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), own, timeout_s=10))
+            bulletin.heartbeat.publish()
+            ranks.append(StopRequest(own, bulletin.observer, within_s=60, last_resort=lambda: "nothing is left"))
+        ranks[0].listen()
+        yield ranks
+        ranks[0].close()
+
+
+def test_nobody_stops_without_a_signal(requests: list[StopRequest]) -> None:
+    assert [request.verdict(step) for step in range(3) for request in requests] == [None] * 6
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest], number: signal.Signals) -> None:
+    first, second = requests
+    assert first.verdict(0) is None
+    os.kill(os.getpid(), number)
+    boundary = next(b for b in range(1, 1000) if second.verdict(b) or time.sleep(0.01))
+    assert boundary > 0, "it is not there at once"
+    assert [second.verdict(step) for step in range(boundary)] == [None] * boundary
+    assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
+
+
+def test_signals_are_given_back(requests: list[StopRequest]) -> None:
+    requests[0].close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    name = f"{this_machine()} {process.pid}"
+    assert not has_ended(name) and not has_ended(this_process())
+    process.kill()
+    time.sleep(0.1)
+    assert has_ended(name), "nobody has waited for it yet"
+    process.wait()
+    assert has_ended(name)
+
+
+def test_nothing_is_said_of_processes_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_ended("node9 pid:[1] 999999") and not has_ended("")
+    monkeypatch.setattr("rltrain.cluster.processes.this_machine", lambda: "")
+    assert not has_ended(" 999999")
