@@ -17,6 +17,13 @@ def cannot_write(path: object, error: OSError, config_key: str = "output_dir") -
     )
 
 
+def named_by(key: str) -> str:
+    """How a message says where a path was given: a key of the config, or an option or argument of a command."""
+    if key.startswith("--"):
+        return f"option {key}"
+    return f"argument {key}" if key.isupper() else f"config key {key}"
+
+
 class PlacementError(ConfigError):
     """The placement does not fit the world, the roles or a parallel layout."""
 

@@ -37,7 +37,9 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
             expected[entry.step][reporting_rank(job, entry)] += 1
     logging_rank = job.leader_of("actor")
     is_logging = job.world.rank == logging_rank
-    sinks: list[Sink] = [MetricsWriter(job.config), Progress(job.config)] if is_logging else []
+    sinks: list[Sink] = []
+    if is_logging:
+        sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
     return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
 
 

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.reshard.families import Architecture
-from rltrain.training.layout import padded_vocab_size
+from rltrain.reshard.megatron_layout import padded_vocab_size
 from rltrain.training.platform import adapt_to_platform
 from tests.model_shards import tiny_architecture
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
 from rltrain.reshard.layout import BOX_FIELDS, Array, CanonicalTensors, Layout
 
 SINGLE_FILE = "model.safetensors"
@@ -58,13 +58,6 @@ def _check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], paramet
     if found != dict(expected):
         differing = sorted(set(found.items()) ^ set(expected))
         raise ValueError(f"parameters differ from the layout (name, shape): {differing[:8]}")
-
-
-def named_by(key: str) -> str:
-    """How a message says where a folder was given: a key of the config, or an option or argument of a command."""
-    if key.startswith("--"):
-        return f"option {key}"
-    return f"argument {key}" if key.isupper() else f"config key {key}"
 
 
 class Box(NamedTuple):
@@ -155,7 +148,8 @@ class HfFolder:
         """`pieces` but for those of a value head that the checkpoint, being a language model's, does not have."""
         if VALUE_HEAD in self.file_of or VALUE_HEAD not in layout.tensors.numbers:
             return pieces
-        return pieces[pieces["tensor"] != layout.tensors.numbers[VALUE_HEAD]]
+        others: Array = pieces[pieces["tensor"] != layout.tensors.numbers[VALUE_HEAD]]
+        return others
 
     def by_file(self, layout: Layout, pieces: Array) -> list[tuple[str, Array]]:
         """`pieces` by the file that holds their tensors; raises where a tensor is missing."""

@@ -2,7 +2,7 @@
 
 Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
 the token counts of all groups. A message is a fixed-size header, sent even when nothing follows, and one buffer of
-bytes. Traffic is host memory over a gloo group of its own, so it never holds a device or meets other collectives.
+bytes. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,9 @@ from rltrain.data.experience import FIELDS, Columns, join, take
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
 TAGS_PER_TRANSFER = 2
+FIRST_TAG = 2**30
+"""gloo numbers the collectives of a group from 0, and takes those for tags in some: messages on their way, in a group
+that others use too, must not be among them."""
 ALIGNMENT_BYTES = 8
 
 
@@ -42,7 +45,7 @@ class Route:
     num_blocks: int = 1
 
     def tag(self, part: int) -> int:
-        return self.position * TAGS_PER_TRANSFER + part
+        return FIRST_TAG + self.position * TAGS_PER_TRANSFER + part
 
 
 class Exchange:

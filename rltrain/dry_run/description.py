@@ -15,12 +15,12 @@ from rltrain.dry_run.steps import describe_mode, describe_order, describe_overla
 from rltrain.dry_run.table import table
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.of_roles import reference_uses_actor_modules, role_architectures
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.steps import build_order
-from rltrain.training.layout import megatron_layout
 
 CONFIG_FILE = "config.json"
 

@@ -14,15 +14,19 @@ from rltrain.errors import ConfigError, cannot_write
 
 logger = logging.getLogger(__name__)
 
+WANDB_ID_FILE = "wandb_id"
+
 
 class MetricsWriter:
     """Appends one line per step to <output_dir>/metrics.jsonl: {"step": ..., "time_s": ..., metric name: value, ...}.
 
     `time_s` is seconds since the writer was made. For one rank of the job. Errors: ConfigError when output_dir cannot
     be written, or when logging.wandb.project is set and Weights & Biases cannot start.
+
+    A run that `goes_on` from a checkpoint goes on in Weights & Biases too, as the run whose id it left in its folder.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, goes_on: bool = False) -> None:
         self.path = Path(config.output_dir, "metrics.jsonl")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +34,7 @@ class MetricsWriter:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         self._start = time.monotonic()
-        self._wandb_run = _start_wandb(config) if config.logging.wandb.project is not None else None
+        self._wandb_run = _start_wandb(config, goes_on) if config.logging.wandb.project is not None else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record, on disk when this returns. Values that are not finite are written as null, with a warning."""
@@ -66,8 +70,9 @@ def _plain_number(value: Any) -> int | float:
     return value if type(value) in (int, float) else float(value)
 
 
-def _start_wandb(config: Config) -> Any:
-    settings = config.logging.wandb
+def _start_wandb(config: Config, goes_on: bool) -> Any:
+    settings, id_file = config.logging.wandb, Path(config.output_dir, WANDB_ID_FILE)
+    earlier = id_file.read_text(encoding="utf-8").strip() if goes_on and id_file.exists() else None
     try:
         import wandb
     except ImportError as error:
@@ -76,7 +81,9 @@ def _start_wandb(config: Config) -> Any:
             "install it (pip install wandb), or remove logging.wandb.project"
         ) from error
     try:
-        return wandb.init(
+        run = wandb.init(
+            id=earlier,
+            resume="allow",
             project=settings.project,
             name=settings.name,
             mode=settings.mode or ("online" if wandb.login(prompt=False, verify=False) else "offline"),
@@ -84,6 +91,8 @@ def _start_wandb(config: Config) -> Any:
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(console="off"),
         )
+        id_file.write_text(f"{run.id}\n", encoding="utf-8")
+        return run
     except wandb.Error as error:
         raise ConfigError(
             f"logging.wandb.project is {settings.project!r}, but wandb did not start: {error}; "

@@ -19,10 +19,10 @@ from rltrain.cluster.world import Bulletin, World
 from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
 from rltrain.training.layers import uses_transformer_engine
-from rltrain.training.layout import megatron_layout
 
 Metrics = dict[str, float]
 

@@ -16,6 +16,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.rotary import inverse_frequencies
+from rltrain.reshard.megatron_layout import chunks_of, padded_vocab_size
 from rltrain.training.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.groups import process_group_collection
@@ -27,7 +28,6 @@ from rltrain.training.layers import (
     mark_parallel_weights,
     uses_transformer_engine,
 )
-from rltrain.training.layout import chunks_of, padded_vocab_size
 from rltrain.training.platform import adapt_to_platform
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -17,7 +17,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.reshard.families import read_architecture
-from rltrain.training.layout import megatron_layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from rltrain.training.objective import VALUE
 from rltrain.training.trainable import TrainableModel

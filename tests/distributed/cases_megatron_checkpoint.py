@@ -19,7 +19,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.reshard.families import Architecture
-from rltrain.training.layout import megatron_layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from tests.megatron_checkpoints import ARCHITECTURES, ITERATION
 

@@ -17,10 +17,10 @@ from rltrain.reshard.execute.verify import verify
 from rltrain.reshard.families import Architecture, MoE
 from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 # name -> actor (ranks, tp, pp), rollout (ranks, tp), ranks per node

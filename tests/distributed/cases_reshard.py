@@ -19,9 +19,9 @@ from rltrain.cluster.grid import Grid
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, Tensors, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 # name -> actor (ranks, tp, pp), rollout (ranks, tp)

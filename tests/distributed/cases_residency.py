@@ -23,8 +23,8 @@ from rltrain.cluster.residency import Residency
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.reshard.families import read_architecture
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.forward import compute_logprobs
-from rltrain.training.layout import megatron_layout
 from rltrain.training.memory import model_parts, training_parts
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from rltrain.training.trainable import TrainableModel

@@ -24,12 +24,12 @@ from rltrain.errors import SyncError
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.execute.wire import GlooWire
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import tiny_architecture
 
 NUM_RANKS = 4

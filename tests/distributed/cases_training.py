@@ -20,8 +20,8 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.reshard.families import read_architecture
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.forward import compute_logprobs, make_micro_batches, run_schedule
-from rltrain.training.layout import megatron_layout
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from rltrain.training.trainable import TrainableModel
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE

@@ -22,7 +22,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
-from rltrain.training.layout import megatron_layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.memory import training_parts
 from rltrain.training.model import build_model, local_parameters
 from rltrain.training.objective import POLICY, VALUE

@@ -18,8 +18,8 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.reshard.families import read_architecture
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.forward import make_micro_batches, run_schedule
-from rltrain.training.layout import megatron_layout
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from rltrain.training.packing import MicroBatch
 from rltrain.training.values import compute_values, token_values

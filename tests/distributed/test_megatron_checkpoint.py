@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from rltrain.checkpoint.megatron.keys import GlobalTensors, extra_state_keys
-from rltrain.training.layout import padded_vocab_size
+from rltrain.reshard.megatron_layout import padded_vocab_size
 from tests.distributed.torchrun import run_distributed
 from tests.megatron_checkpoints import ARCHITECTURES, canonical_values, read_megatron, write_megatron
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rltrain.training.layout import padded_vocab_size
+from rltrain.reshard.megatron_layout import padded_vocab_size
 from tests.distributed.cases_values import GRIDS, NAMES, make_critics
 from tests.distributed.tiny_checkpoints import SHAPE, VOCAB_SIZE
 from tests.distributed.torchrun import run_distributed

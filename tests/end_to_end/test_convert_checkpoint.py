@@ -51,8 +51,9 @@ def test_two_processes_convert_there_and_back(tmp_path: Path) -> None:
     changed["model.norm.weight"][0] = 100.0
     (back / "model.safetensors.index.json").unlink()
     save_file(changed, back / "model.safetensors")
-    found = convert(TWO, "verify", megatron, back)
+    found = convert(ALONE, "verify", megatron, back)
     assert found.returncode == 1
+    assert "Traceback" not in found.stderr
     assert found.stdout.startswith("different: model.layers.0.mlp.experts.2.up_proj.weight[3, 4] is")
     assert f"and 100.0 in {back}\n" in found.stdout
 
@@ -72,6 +73,7 @@ def large(tmp_path: Path) -> Path:
     return tmp_path / "large"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_an_interrupted_conversion_leaves_nothing_that_looks_complete(number: signal.Signals, large: Path) -> None:
     output, partial = large.with_name("output"), large.with_name(".output.partial")

@@ -187,6 +187,17 @@ def test_a_run_of_which_ranks_are_killed_equals_an_undisturbed_one(stand: Stand,
 
 
 @pytest.mark.slow
+def test_experience_on_its_way_survives_kills(stand: Stand, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of an engine that is two steps ahead; both ranks' messages and collectives share a process group."""
+    ahead = "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"
+    whole = Stand(tmp_path_factory.mktemp("whole"), stand.paths)
+    whole.run(ahead)
+    moments = [("update", 3, 0, 0.05), ("weight_sync", 3, 1, 0.002), ("generate", 5, 1, 0.05), ("write", 4, 1, 0.001)]
+    killed(stand, [dict(zip(("moment", "step", "rank", "delay_s"), moment, strict=True)) for moment in moments], ahead)
+    assert stand.reported() == whole.reported()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_run_that_loses_ranks_at_twenty_random_moments_equals_an_undisturbed_one(
     stand: Stand, tmp_path_factory: pytest.TempPathFactory
@@ -226,6 +237,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(contents)
 
 
+@pytest.mark.slow  # tests/unit/test_resuming.py has every kind of damage
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(whole: Stand, stand: Stand, undisturbed: Run) -> None:
     shutil.copytree(whole.folder, stand.folder, dirs_exist_ok=True)
     (stand.checkpoints / ".step_0000008.partial").mkdir()

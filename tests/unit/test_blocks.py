@@ -22,8 +22,8 @@ from rltrain.reshard.kernels.quantize import (
     quantize_elements,
 )
 from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, Layout, RankLayout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import tiny_architecture
 
 CPU = torch.device("cpu")

@@ -20,7 +20,9 @@ from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.sources import HfSource
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.errors import CheckpointError
+from rltrain.reshard.families import read_architecture
 from tests.converted_checkpoints import make_checkpoint
+from tests.megatron_checkpoints import write_megatron
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -62,6 +64,11 @@ def add_a_tensor(folder: Path) -> None:
     reindex(folder, lambda files: files.update(extra=files[UP]))
 
 
+def add_a_value_head(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(1, 32)}))
+    reindex(folder, lambda files: files.update({"score.weight": files[UP]}))
+
+
 # mistake -> (what makes it, words of the message)
 MISTAKES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a file cut short": (cut_short, ["damaged or cut short", "-00002-of-"]),
@@ -82,6 +89,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["lacks 1 tensors", UP],
     ),
     "a tensor too many": (add_a_tensor, ["holds 1 tensors that the model", "does not have: extra"]),
+    "a value model": (add_a_value_head, ["holds score.weight, the head of a value model", "expected a language model"]),
     "a tensor that the index does not name": (
         lambda folder: rewrite(folder, lambda tensors: tensors.update(extra=torch.zeros(1))),
         ["1 tensors that the index does not place there: extra"],
@@ -117,7 +125,7 @@ def test_a_source_that_cannot_be_used_is_refused(
     status = main(["hf-to-megatron", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")])
     message = capsys.readouterr().err
     assert status == 2
-    assert all(word in message for word in [*words, "--input", str(tmp_path / "input")]), message
+    assert all(word in message for word in [*words, "(option --input)", str(tmp_path / "input")]), message
     assert [path.name for path in tmp_path.iterdir()] == ["input"]
 
 
@@ -179,7 +187,7 @@ def test_an_element_that_is_not_read_is_an_error(tmp_path: Path, monkeypatch: py
     make_checkpoint(tmp_path / "input")
     source = accounting.CountedSource(HfSource(tmp_path / "input", "--input"))
     for tensor in range(len(source.source.tensors.names)):
-        for box in accounting.row_blocks(source.source, tensor, 1000):
+        for box in accounting.row_blocks(source.source, tensor):
             source.read(box)
     source.refuse_other_than_once(Processes())
     source.num_read[source.source.tensors.numbers[UP]] -= 1
@@ -269,7 +277,19 @@ def test_a_megatron_checkpoint_that_cannot_be_used_is_refused(
     status = main(["megatron-to-hf", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")])
     message = capsys.readouterr().err
     assert status == 2
-    assert all(word in message for word in [*words, "--input", str(tmp_path / "input")]), message
+    assert all(word in message for word in [*words, "(option --input)", str(tmp_path / "input")]), message
+    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+
+
+def test_a_value_models_megatron_checkpoint_is_refused(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language_model = read_architecture(megatron / "hf")
+    write_megatron(tmp_path / "input", language_model.value_model())
+    shutil.copytree(megatron / "hf", tmp_path / "input/hf")
+    assert main(["megatron-to-hf", "--input", str(tmp_path / "input"), "--output", str(tmp_path / "output")]) == 2
+    message = capsys.readouterr().err
+    assert "of another shape: output_layer.weight [1, 32] instead of [256, 32]" in message, message
     assert [path.name for path in tmp_path.iterdir()] == ["input"]
 
 

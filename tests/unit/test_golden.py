@@ -9,9 +9,9 @@ from rltrain.errors import SyncMismatchError
 from rltrain.reshard.execute.golden import converted, golden_sync
 from rltrain.reshard.execute.verify import MAX_ELEMENTS, bits_of, checksum, verify
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
 
 ARCHITECTURE = tiny_architecture("qwen2")

@@ -16,9 +16,9 @@ from rltrain.errors import CheckpointError
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import Place, engine_shard, megatron_shard, tiny_architecture
 from tests.unit.test_families import MODELS
 

@@ -12,8 +12,8 @@ from rltrain.cluster.grid import Grid
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.families import Architecture, canonical_tensors
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import (
     MOE,
     PADDING,

@@ -1,8 +1,10 @@
 """Megatron checkpoints as files: what is written comes back, what is damaged or harmful is told."""
 
+import io
 import json
 import pickle
 import shutil
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import FileSystemReader
 
+from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.checkpoint.megatron.unpickling import plain, read_pickle, read_torch_pickle
 from rltrain.cluster.grid import Grid
@@ -91,6 +94,16 @@ def test_a_box_over_several_chunks_is_put_together(written: Path) -> None:
     assert torch.equal(reader.read(key, (1, 10, 3), (2, 30, 5)), whole[1:3, 10:40, 3:8])
 
 
+def test_a_box_of_one_chunk_is_not_copied(written: Path) -> None:
+    reader = MegatronReader(written, "--input")
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    box, inside = reader.read(key, (1, 0, 0), (1, 12, 12)), reader.read(key, (1, 3, 4), (1, 2, 5))
+    assert inside.data_ptr() == box[:, 3:, 4:].data_ptr(), "both are views of the mapped file"
+    assert torch.equal(inside, box[:, 3:5, 4:9])
+    parts = reader.read(key, (1, 0, 0), (2, 12, 12))
+    assert parts.untyped_storage().nbytes() == 2 * 12 * 12 * 4, "what spans chunks takes no more than the box"
+
+
 def test_states_of_training_are_left_out(written: Path) -> None:
     reader = MegatronReader(written, "--input")
     assert reader.ignored
@@ -118,6 +131,26 @@ def _lose_a_chunk(folder: Path) -> None:
         metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
 
     _rewrite_metadata(folder, lose)
+
+
+def _flatten_a_chunk(folder: Path) -> None:
+    def flatten(metadata: Any) -> None:
+        chunk = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[0]
+        chunk.sizes = torch.Size([chunk.sizes.numel()])
+
+    _rewrite_metadata(folder, flatten)
+
+
+def _swap_chunks(folder: Path) -> None:
+    def swap(metadata: Any) -> None:
+        places = list(metadata.storage_data.values())
+        first, other = places[0], next(place for place in places if place.length != places[0].length)
+        for name in ("relative_path", "offset", "length"):
+            mine, theirs = getattr(first, name), getattr(other, name)
+            setattr(first, name, theirs)
+            setattr(other, name, mine)
+
+    _rewrite_metadata(folder, swap)
 
 
 def _point_outside(folder: Path) -> None:
@@ -148,6 +181,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         _lose_a_chunk,
         r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight in \S+ hold 144 of the 288 elements",
     ),
+    "chunk of other dimensions": (_flatten_a_chunk, r"a chunk has 1 dimensions, its tensor 3"),
+    "chunks in each other's place": (_swap_chunks, r"holds \[.*\] of torch\.float32 at byte \d+; \.metadata places \["),
     "file elsewhere": (_point_outside, r"'\.\./\S+', which is not in its folder"),
     "unknown object": (_add_an_object, r"neither a tensor nor known as state of training: surprise/shard_0_1"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"\.metadata does not exist, but latest_check"),
@@ -182,7 +217,67 @@ def test_damage_is_told(kind: str, copy: Path) -> None:
     damage(copy / FOLDER)
     with pytest.raises(CheckpointError, match=message) as told:
         read_megatron(copy, QWEN3)
-    assert "--input" in str(told.value)
+    assert "(option --input)" in str(told.value)
+
+
+def saved(value: Any) -> memoryview:
+    """As it lies in a checkpoint: not aligned, between others."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return memoryview(bytearray(b"12345" + file.getvalue() + b"67"))[5:-2]
+
+
+def rezipped(archive: memoryview, records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> memoryview:
+    """Another archive of the same records, or of others in their places."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, records.get(Path(name).name, old.read(name)))
+    return memoryview(bytearray(file.getvalue()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_saved_tensor_is_seen_as_torch_loads_it(dtype: torch.dtype) -> None:
+    whole = torch.randn(5, 6, 7).to(dtype)
+    for tensor in (whole, whole[1:4, ::2], whole.transpose(0, 2), whole[3, 2, 1]):
+        memory = saved(tensor)
+        found = saved_tensor(memory, "it")
+        assert torch.equal(found, tensor) and found.stride() == tensor.stride()
+        found.fill_(3.0)
+        assert (torch.load(io.BytesIO(memory), weights_only=True) == 3.0).all(), "they are the same memory"
+
+
+def test_a_mapped_file_is_not_changed_by_what_is_made_of_it(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "one")
+    saved_tensor(map_file(tmp_path / "one"), "it").zero_()
+    assert torch.equal(torch.load(tmp_path / "one", weights_only=True), torch.ones(3))
+
+
+def test_only_plain_tensors_are_taken() -> None:
+    plain_one = saved(torch.ones(64, 64))
+    refused = {
+        r"where it lies holds what torch\._utils\._rebuild_parameter makes; expected a plain tensor": saved(
+            torch.nn.Parameter(torch.ones(3))
+        ),
+        "holds what torch._utils._rebuild_sparse_tensor makes": saved(torch.eye(3).to_sparse()),
+        "holds what dict makes": saved({"one": torch.ones(3)}),
+        r"holds a torch\.LongStorage; expected one of torch\.FloatStorage": saved(torch.arange(3)),
+        "was written in big-endian order": rezipped(plain_one, {"byteorder": b"big"}),
+        r"holds archive/data\.pkl compressed": rezipped(plain_one, {}, zipfile.ZIP_DEFLATED),
+        r"asks for os\.system, which is no data": rezipped(plain_one, {"data.pkl": b"cos\nsystem\n(S'true'\ntR."}),
+    }
+    for message, archive in refused.items():
+        with pytest.raises(CheckpointError, match=message):
+            saved_tensor(archive, "where it lies")
+
+
+def test_a_tensor_that_is_larger_than_its_bytes_is_refused() -> None:
+    archive = saved(torch.ones(4, 6))
+    described = bytes(archive)[bytes(archive).index(b"\x80\x02c") :]
+    for before, after in ((b"K\x04K\x06", b"K\x05K\x06"), (b"K\x06K\x01", b"K\x07K\x01"), (b"K\x18t", b"K\x19t")):
+        assert described.count(before) == 1
+        with pytest.raises((RuntimeError, ValueError), match="out of bounds|lie in 96 bytes"):
+            saved_tensor(memoryview(bytearray(bytes(archive).replace(before, after))), "it")
 
 
 def test_a_missing_writer_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rltrain.cluster.grid import Grid
-from rltrain.training.layout import chunks_of, megatron_layout
+from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from tests.model_shards import tiny_architecture
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -87,7 +87,7 @@ class FakeWandb(SimpleNamespace):
     Error = RuntimeError
 
     def __init__(self, *, has_key: bool, fails: bool = False) -> None:
-        super().__init__(has_key=has_key, fails=fails, started=None, logged=[], finished=False)
+        super().__init__(has_key=has_key, fails=fails, started=None, logged=[], finished=False, id="run1")
 
     def login(self, **_: Any) -> bool:
         return self.has_key
@@ -123,6 +123,17 @@ def test_wandb_gets_every_step_and_is_offline_without_a_key(
     assert fake.started["config"]["steps"] == 3
     assert fake.logged == [(0, {"train/loss": 0.5})]
     assert fake.finished
+
+
+def test_a_run_that_goes_on_does_so_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb(has_key=True)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    settings = config(tmp_path, wandb={"project": "p"})
+    ids = []
+    for goes_on in (False, True, False):
+        MetricsWriter(settings, goes_on=goes_on).close()
+        ids.append(fake.started["id"])
+    assert ids == [None, "run1", None]
 
 
 def test_wandb_is_not_imported_unless_a_project_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from rltrain.cluster.grid import Grid
 from rltrain.reshard.element_types import uniform
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.reshard.plan.rank_plan import Traffic
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import PADDING, Tensors, tiny_architecture
 from tests.unit.plan_simulation import ELEMENT_BYTES, WORLD_SIZE, Side, check_traffic, reshard, side
 

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algorithms": (*BASE, "data"),
     "cluster": (*BASE, "data"),
     "reshard": (*BASE, "cluster.grid"),
-    "checkpoint": (*BASE, "reshard", "cluster.grid", "training.layout"),
+    "checkpoint": (*BASE, "reshard", "cluster.grid"),
     "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
     "observability": (*BASE, "cluster.world"),
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "cluster", "observability"),
     ),
     "job": (*BASE, "trainer", "resuming", "schedule", "roles", "checkpoint", "reshard", "cluster"),
-    "dry_run": (*BASE, "schedule", "training.layout", "rollout.layout", "reshard", "cluster"),
+    "dry_run": (*BASE, "schedule", "rollout.layout", "reshard", "cluster"),
     "command": (*BASE, "job", "dry_run"),
 }
 
@@ -65,7 +65,7 @@ FAST_TO_IMPORT = (
     "reshard.layout",
     "reshard.plan.planner",
     "reshard.plan.prediction",
-    "training.layout",
+    "reshard.megatron_layout",
     "rollout.layout",
     "dry_run.description",
 )

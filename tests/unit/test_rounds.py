@@ -12,11 +12,11 @@ from rltrain.reshard.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.execute.rounds import ALIGNMENT, Cut, Rounds, checksums, choose_rounds, cut, streams
 from rltrain.reshard.execute.steps import make_steps, stage_streams
 from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.plan.rank_plan import TRANSFER
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 from tests.model_shards import tiny_architecture
 
 TYPES = np.array([0, 1, 3, 2, 0], dtype=np.uint8)

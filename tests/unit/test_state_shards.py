@@ -17,8 +17,8 @@ from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.reshard.families import canonical_tensors
 from rltrain.reshard.layout import PIECE, Array, Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
-from rltrain.training.layout import megatron_layout
 from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, replica_of, within
 from tests.model_shards import tiny_architecture

@@ -14,7 +14,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.reshard.families import read_architecture
 from rltrain.reshard.layout import Layout
-from rltrain.training.layout import megatron_layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from tests.unit.test_families import MODELS, SPARSE_MODELS
 from tests.unit.test_hf_checkpoint import SIZES
 

@@ -6,9 +6,9 @@ Makes a random bfloat16 checkpoint with the widths of Qwen3-4B and as many layer
 1 GB, and converts it to Megatron's format and back, starting the command anew for every case; then it verifies that
 what came back equals the original. Memory is RssAnon + RssShmem of /proc/PID/status, of the process that has most,
 sampled every 5 ms: pages of mapped files are not counted, since the kernel takes them back when it needs them.
-"own_mb" is what exceeds the memory of the same program before it opened a checkpoint. "bound_mb" is 1.3 times the
-largest file that a writer makes, plus the largest tensor. GB/s are bytes of the checkpoint per second of the whole
-command, its start and waiting for the disk included. The last line is one JSON object.
+"own_mb" is what exceeds the memory of the same program before it opened a checkpoint. "bound_mb" is the largest tensor,
+and to Megatron 1.3 times the largest file that a writer makes besides. GB/s are bytes of the checkpoint per second of
+the whole command, its start and waiting for the disk included. The last line is one JSON object.
 """
 
 import argparse
@@ -129,8 +129,10 @@ def measure(folder: Path, num_processes: int, total: int, largest_tensor: int, i
     back_again = run(num_processes, "megatron-to-hf", "--input", megatron, "--output", back)
     run(1, "verify", original, back)
     results = []
-    for direction, usage in (("hf-to-megatron", there), ("megatron-to-hf", back_again)):
-        bound = 1.3 * shard + largest_tensor
+    for direction, usage, bound in (
+        ("hf-to-megatron", there, 1.3 * shard + largest_tensor),
+        ("megatron-to-hf", back_again, largest_tensor),
+    ):
         own = usage.peak_bytes - idle_bytes
         results.append(
             {

@@ -11,8 +11,8 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
-from rltrain.training.layout import megatron_layout
 
 HEADS, KV_HEADS = 16, 8
 FFN_PER_HIDDEN = 3

@@ -10,6 +10,9 @@ from rltrain.checkpoint.conversion.sources import Source, listed
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.errors import CheckpointError
 
+BLOCK_BYTES = 64 * 2**20
+"""What is read at a time, in whole rows of a tensor."""
+
 
 class CountedSource:
     """Reads a source and counts by tensor the elements that were read. What is written, the writers count themselves:
@@ -42,9 +45,9 @@ class CountedSource:
             )
 
 
-def row_blocks(source: Source, tensor: int, block_bytes: int) -> Iterator[Box]:
-    """A tensor in boxes of whole rows, about `block_bytes` large. A vector is one row."""
+def row_blocks(source: Source, tensor: int) -> Iterator[Box]:
+    """A tensor in boxes of whole rows, about BLOCK_BYTES large. A vector is one row."""
     rows, cols = (int(size) for size in source.tensors.matrix_shapes[tensor])
-    step = max(1, block_bytes // (cols * source.dtypes[tensor].itemsize))
+    step = max(1, BLOCK_BYTES // (cols * source.dtypes[tensor].itemsize))
     for first in range(0, rows, step):
         yield Box(tensor, first, 0, min(step, rows - first), cols)

@@ -52,7 +52,7 @@ def _types(a: Source, b: Source) -> str | None:
 
 
 def _values(a: Source, b: Source, tensor: int, dtype: torch.dtype | None, bar: ConversionProgress) -> str | None:
-    for box in row_blocks(a, tensor, max(a.block_bytes, b.block_bytes)):
+    for box in row_blocks(a, tensor):
         ours, theirs = (source.read(box).to(dtype or source.dtypes[tensor]) for source in (a, b))
         differing = _bits(ours) != _bits(theirs)
         if differing.any():

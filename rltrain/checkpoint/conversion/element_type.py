@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from rltrain.checkpoint.conversion.sources import Source
-from rltrain.checkpoint.hf_reader import named_by
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.families import element_types
 

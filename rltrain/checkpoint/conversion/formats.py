@@ -5,8 +5,8 @@ from typing import Literal
 
 from rltrain.checkpoint.conversion.megatron_source import MegatronSource
 from rltrain.checkpoint.conversion.sources import HfSource, Source
-from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE, named_by
-from rltrain.errors import CheckpointError
+from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
+from rltrain.errors import CheckpointError, named_by
 from rltrain.reshard.families.architecture import CONFIG_FILE
 
 Format = Literal["hf", "megatron"]

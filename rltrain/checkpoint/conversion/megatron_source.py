@@ -1,6 +1,5 @@
 """Megatron's distributed checkpoints as canonical tensors."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.conversion.sources import TYPES_BY_NAME, listed
-from rltrain.checkpoint.hf_reader import Box, named_by
+from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron.arguments import compare_arguments
 from rltrain.checkpoint.megatron.keys import GlobalTensors
 from rltrain.checkpoint.megatron.reader import MegatronReader
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
 from rltrain.reshard.families import canonical_tensors, read_architecture
 from rltrain.reshard.families.architecture import CONFIG_FILE
 from rltrain.reshard.layout import Array
@@ -29,9 +28,6 @@ class MegatronSource:
     iterations. CheckpointError where there is none, where it disagrees with the arguments that the checkpoint was
     written with, and where tensors, shapes or types are not those of the model.
     """
-
-    block_bytes = sys.maxsize
-    """Whole tensors: each of the chunks that they are stored in is then read once."""
 
     def __init__(self, path: Path, option: str, settings: Path | None = None) -> None:
         self.path, self.option = path, option

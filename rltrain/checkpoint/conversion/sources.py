@@ -7,13 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rltrain.checkpoint.hf_reader import Box, HfFolder
+from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
 from rltrain.checkpoint.safetensors_file import TYPE_NAMES
 from rltrain.reshard.families import Architecture, canonical_tensors, read_architecture
 from rltrain.reshard.layout import CanonicalTensors
 
 LISTED_NAMES = 8
-BLOCK_BYTES = 64 * 2**20
 TYPES_BY_NAME = {name: dtype for dtype, name in TYPE_NAMES.items() if dtype.is_floating_point}
 
 
@@ -29,8 +28,6 @@ class Source(Protocol):
     tensors: CanonicalTensors
     dtypes: Sequence[torch.dtype]
     """[tensors]"""
-    block_bytes: int
-    """What should be read at a time, in whole rows of a tensor."""
 
     def read(self, box: Box) -> Tensor:
         """[rows, cols]; only these elements are read, and the result may be a view of the mapped file."""
@@ -47,10 +44,10 @@ class HfSource:
         self.path: Path = path
         self.settings: Path = path
         self.option: str = option
-        self.block_bytes: int = BLOCK_BYTES
         self.architecture = read_architecture(path, option)
         self.tensors = canonical_tensors(self.architecture)
         self.folder = HfFolder(path, option)
+        self._refuse_value_head()
         self.folder.refuse_unused(self.tensors, compare_tied_head=compare_tied_head)
         self._refuse_missing()
         self._files = {file: self._open(file) for file in sorted(set(self.folder.file_of.values()))}
@@ -61,6 +58,13 @@ class HfSource:
     def read(self, box: Box) -> Tensor:
         file = self.folder.file_of[self.tensors.names[box.tensor]]
         return self.folder.read_box(self._files[file], file, self.tensors, box)
+
+    def _refuse_value_head(self) -> None:
+        if VALUE_HEAD in self.folder.file_of:
+            raise self.folder.error(
+                f"{self.path} holds {VALUE_HEAD}, the head of a value model (a critic); expected a language model: no "
+                "other has a form in both formats"
+            )
 
     def _refuse_missing(self) -> None:
         if missing := [name for name in self.tensors.names if name not in self.folder.file_of]:

@@ -44,7 +44,7 @@ def _write_file(path: Path, file: HfFile, counted: CountedSource, bar: Conversio
     with SafetensorsFile(path, file.entries, METADATA) as opened:
         for entry in opened.entries:
             tensor = numbers[entry.name]
-            for box in row_blocks(counted.source, tensor, counted.source.block_bytes):
+            for box in row_blocks(counted.source, tensor):
                 values = counted.read(box).to(entry.dtype)
                 opened.append(entry.name, values)
                 bar.advance(values.nbytes)

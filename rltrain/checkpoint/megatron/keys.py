@@ -17,8 +17,8 @@ from rltrain.errors import CheckpointError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.families import Architecture, Row, element_types, layer_of, table_of
 from rltrain.reshard.layout import BOX_FIELDS, Array, Parameters
+from rltrain.reshard.megatron_layout import TRANSFORMER_ENGINE, megatron_layout
 from rltrain.reshard.model_layout import round_up
-from rltrain.training.layout import TRANSFORMER_ENGINE, megatron_layout
 
 VOCAB_ROWS_MULTIPLE = 128
 """What Megatron-LM pads the vocabulary to unless told otherwise (--make-vocab-size-divisible-by)."""

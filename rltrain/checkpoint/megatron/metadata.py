@@ -122,6 +122,8 @@ def _stored_tensor(described: Mapping[str, Any], places: Mapping[tuple[int, ...]
     chunks = []
     for chunk in described["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        if not len(offsets) == len(sizes) == len(described["size"]):
+            raise ValueError(f"a chunk has {len(sizes)} dimensions, its tensor {len(described['size'])}")
         place = places[offsets]
         if place.get("transform_descriptors"):
             raise ValueError(f"chunks are compressed: {place['transform_descriptors']}")

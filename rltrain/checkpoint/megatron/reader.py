@@ -1,27 +1,30 @@
 """Reading a Megatron checkpoint box by box."""
 
-import io
 import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.megatron.mapped_tensor import map_file, saved_tensor
 from rltrain.checkpoint.megatron.metadata import (
     COMMON_FILE,
     LATEST_FILE,
     METADATA_FILE,
     RELEASE,
     Stored,
+    StoredTensor,
     iteration_name,
     read_format,
     read_metadata,
 )
 from rltrain.checkpoint.megatron.unpickling import plain, read_torch_pickle
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
+from rltrain.reshard.layout import IntArray
 
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
 """How the keys begin of what a checkpoint holds beside the model."""
@@ -62,52 +65,52 @@ class MegatronReader:
             if not _is_state(key)
         }
         self._refuse_cut_files()
-        self._latest: tuple[Stored, Tensor] | None = None
+        self._bounds = {key: _bounds(self._stored[key]) for key in self.tensors}
+        self._files: dict[str, memoryview] = {}
 
     def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [*shape] of tensor `key` that begins at `offsets`, as stored.
 
-        A chunk of the file is in memory at a time, and stays until another one is needed. CheckpointError where the
-        file is damaged or its chunks leave out part of the box.
+        A view of the mapped file where one of its chunks holds the box, else a copy. CheckpointError where the file is
+        damaged or its chunks leave out part of the box.
         """
-        values = torch.empty(shape, dtype=self.tensors[key][1])
-        num_read = 0
-        for chunk in self._stored[key].chunks:
-            low = [max(begin, at) for begin, at in zip(offsets, chunk.offsets, strict=True)]
-            high = [
-                min(begin + size, at + length)
-                for begin, size, at, length in zip(offsets, shape, chunk.offsets, chunk.shape, strict=True)
-            ]
-            if any(first >= stop for first, stop in zip(low, high, strict=True)):
-                continue
-            values[_slices(low, high, offsets)] = self._load(key, chunk)[_slices(low, high, chunk.offsets)]
-            num_read += prod(stop - first for first, stop in zip(low, high, strict=True))
+        begins, stops = self._bounds[key]
+        low, high = np.maximum(begins, offsets), np.minimum(stops, np.add(offsets, shape))
+        parts: list[tuple[tuple[slice, ...], Tensor]] = []
+        for number in np.flatnonzero((low < high).all(axis=1)).tolist():
+            chunk, first, stop = self._stored[key].chunks[number], low[number].tolist(), high[number].tolist()
+            part = self._chunk(key, chunk)[_slices(first, stop, chunk.offsets)]
+            parts.append((_slices(first, stop, offsets), part))
+        num_read = sum(part.numel() for _, part in parts)
         if num_read != prod(shape):
             raise self._error(
                 f"the chunks of {key} in {self.folder} hold {num_read} of the {prod(shape)} elements of the box "
                 f"{list(shape)} at {list(offsets)}: the checkpoint is incomplete or holds some twice"
             )
+        if len(parts) == 1:
+            return parts[0][1]
+        values = torch.empty(shape, dtype=self.tensors[key][1])
+        for place, part in parts:
+            values[place] = part
         return values
 
-    def _load(self, key: str, chunk: Stored) -> Tensor:
-        if self._latest is None or self._latest[0] is not chunk:
-            self._latest = None  # so that two chunks are never in memory
-            self._latest = (chunk, self._load_chunk(key, chunk))
-        return self._latest[1]
-
-    def _load_chunk(self, key: str, chunk: Stored) -> Tensor:
+    def _chunk(self, key: str, chunk: Stored) -> Tensor:
+        """A view of the mapped file."""
         path = self.folder / chunk.file
         try:
-            with path.open("rb") as file:
-                window = cast(IO[bytes], _Window(file, chunk.offset, chunk.length))
-                stored = torch.load(window, map_location="cpu", weights_only=True)
+            if chunk.file not in self._files:
+                self._files[chunk.file] = map_file(path)
+            window = self._files[chunk.file][chunk.offset : chunk.offset + chunk.length]
+            stored = saved_tensor(window, f"{path}, byte {chunk.offset}, where {key} lies,")
+        except CheckpointError as refused:
+            raise self._error(str(refused)) from None
         except Exception as problem:  # damaged files raise almost anything
             raise self._error(f"{path} is damaged at byte {chunk.offset}, where {key} lies: {problem}") from None
         shape, dtype = chunk.shape, self.tensors[key][1]
-        if not isinstance(stored, Tensor) or stored.shape != shape or stored.dtype != dtype:
-            found = f"{list(stored.shape)} of {stored.dtype}" if isinstance(stored, Tensor) else type(stored).__name__
+        if stored.shape != shape or stored.dtype != dtype:
             raise self._error(
-                f"{path} holds {found} at byte {chunk.offset}; {METADATA_FILE} places {list(shape)} of {dtype} there"
+                f"{path} holds {list(stored.shape)} of {stored.dtype} at byte {chunk.offset}; {METADATA_FILE} places "
+                f"{list(shape)} of {dtype} there"
             )
         return stored
 
@@ -129,35 +132,14 @@ class MegatronReader:
                 )
 
     def _error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{what} ({self.option})")
+        return CheckpointError(f"{what} ({named_by(self.option)})")
 
 
-class _Window(io.RawIOBase):
-    """`length` bytes of a file from `offset`, as a file of their own."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(view[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
-        self._at += count
-        return int(count)
+def _bounds(stored: StoredTensor) -> tuple[IntArray, IntArray]:
+    """[chunks, dimensions] each: where the chunks begin in the tensor, and where they stop."""
+    places = np.array([(chunk.offsets, chunk.shape) for chunk in stored.chunks], dtype=np.int64)
+    places = places.reshape(len(stored.chunks), 2, len(stored.shape))
+    return places[:, 0], places[:, 0] + places[:, 1]
 
 
 def _slices(low: list[int], high: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:

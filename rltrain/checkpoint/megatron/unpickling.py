@@ -9,7 +9,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from rltrain.errors import CheckpointError
 
@@ -94,7 +94,7 @@ class _Refused(Exception):  # noqa: N818 - names what was found
 def read_pickle(path: Path) -> Any:
     """What the file `path` holds. CheckpointError where it is missing, damaged or names what is no data."""
     with _opened(path) as file:
-        return _load(path, file)
+        return unpickle(file, str(path))
 
 
 def read_torch_pickle(path: Path) -> Any:
@@ -106,7 +106,7 @@ def read_torch_pickle(path: Path) -> Any:
                 pickled = archive.read(name)
         except (zipfile.BadZipFile, ValueError, OSError) as problem:
             raise CheckpointError(f"{path} is damaged or was not written by torch.save: {problem}") from None
-        return _load(path, io.BytesIO(pickled))
+        return unpickle(io.BytesIO(pickled), str(path))
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -116,16 +116,17 @@ def _opened(path: Path) -> BinaryIO:
         raise CheckpointError(f"cannot read {path}: {problem.strerror}") from None
 
 
-def _load(path: Path, file: BinaryIO) -> Any:
+def unpickle(file: IO[bytes], where: str) -> Any:
+    """What a pickle holds. CheckpointError, which begins with `where`, where it is damaged or names what is no data."""
     try:
         return _Data(file).load()
     except _Refused as refused:
         raise CheckpointError(
-            f"{path} asks for {refused}, which is no data: loading it could run code. The file was not loaded; get the "
-            "checkpoint from where you trust it"
+            f"{where} asks for {refused}, which is no data: loading it could run code. The file was not loaded; get "
+            "the checkpoint from where you trust it"
         ) from None
     except Exception as problem:  # a damaged pickle can raise almost anything
-        raise CheckpointError(f"{path} is damaged: {problem!r}") from None
+        raise CheckpointError(f"{where} is damaged: {problem!r}") from None
 
 
 def plain(value: Any) -> Any:

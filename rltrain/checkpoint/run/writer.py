@@ -39,5 +39,7 @@ def _write(folder: Path, files: Mapping[str, Contents], report: Report) -> None:
         records = write_files(folder, files)
     except OSError as error:
         report({}, error.strerror or str(error))
+    except Exception as error:  # whoever completes the checkpoint waits for a word, and ends the job with this one
+        report({}, f"{type(error).__name__}: {error}")
     else:
         report(records, None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
 
 Value = TypeVar("Value", int, float, bool)
 
@@ -28,7 +28,7 @@ class ConfigReader:
     def error(self, key: str, expected: str) -> CheckpointError:
         found = json.dumps(self.values[key]) if key in self.values else "absent"
         return CheckpointError(
-            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} (config key {self.config_key})"
+            f"{self.file}: {self.prefix}{key} is {found}; expected {expected} ({named_by(self.config_key)})"
         )
 
     def take(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
@@ -53,10 +53,10 @@ def _read_json(file: Path, config_key: str) -> Mapping[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file} does not exist; expected the folder of a Hugging Face checkpoint (config key {config_key})"
+            f"{file} does not exist; expected the folder of a Hugging Face checkpoint ({named_by(config_key)})"
         ) from None
     except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{file} cannot be read as JSON: {problem} (config key {config_key})") from None
+        raise CheckpointError(f"{file} cannot be read as JSON: {problem} ({named_by(config_key)})") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object (config key {config_key})")
+        raise CheckpointError(f"{file} holds {type(values).__name__}; expected a JSON object ({named_by(config_key)})")
     return values
