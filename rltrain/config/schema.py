@@ -209,7 +209,7 @@ class Evaluation(Section):
 
 
 class WeightSync(Section):
-    bucket_mb: Count = 64
+    bucket_mb: Count = 32
     """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight."""
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""

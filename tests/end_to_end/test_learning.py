@@ -9,6 +9,8 @@ import pytest
 from rltrain.observability.names import is_documented
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
+pytestmark = pytest.mark.slow  # CI runs the quickstart in its short form beside the default suite
+
 STEPS = 60
 
 

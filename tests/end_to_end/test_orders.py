@@ -46,6 +46,7 @@ def without_times(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in record.items() if k.split("/")[0] in ("train", "rollout")} for record in records]
 
 
+@pytest.mark.slow
 def test_no_staleness_is_sequential_bit_for_bit(short_run):
     sequential, _ = short_run(APART, *SMALL, "steps=3")
     asynchronous, _ = short_run(APART, *SMALL, "steps=3", "schedule={mode: asynchronous, max_staleness: 0}")
@@ -61,14 +62,12 @@ MODES = {
 }
 PLACEMENTS = {"beside": "placement={actor: 0, 'rollout, reward': 1-2}"}
 """beside: ranks that score may be needed for a weight sync while they wait for each other's samples."""
-FAST = {"beside"}
 LEAD = 2
 """Steps by which the rollout may be ahead of training."""
 
 
-@pytest.mark.parametrize(
-    "mode", [mode if mode in FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_over_200_steps_every_sample_is_trained_on_once(short_run, mode, tmp_path):
     steps, groups, samples = 200, 4, 4
     records, ids = short_run(

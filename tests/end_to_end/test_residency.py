@@ -72,7 +72,7 @@ CASES = {
         sharing={"actor", "critic"},
     ),
 }
-FAST = {"colocated", "hybrid"}
+FAST = {"colocated"}
 
 ROLES = ("actor", "critic", "reference", "rollout")
 SETTINGS = {

@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 10, 5
 PARTIAL = "schedule={mode: asynchronous, max_staleness: 2, partial_rollouts: true, on_stale: mask}"
 SMALL = (
     "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
@@ -68,7 +68,7 @@ def assert_close(metrics: dict[int, Any], expected: dict[int, Any]) -> None:
 
 
 CONFIGS = {
-    "sequential": ("configs/quickstart.yaml", ("evaluation.interval=2",)),
+    "sequential": ("configs/quickstart.yaml", ("evaluation.interval=2", "checkpoint.save_hf_interval=2")),
     "asynchronous": (
         "configs/quickstart.yaml",
         (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
@@ -77,17 +77,19 @@ CONFIGS = {
     "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
 }
 FAST = ("sequential", "asynchronous")
+EXPORTS = {"sequential": [f"step_{step:07d}" for step in (2, 4, 6, 8)]}
 
 
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
-def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name):
+def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tmp_path):
     config, overrides = CONFIGS[name]
     (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(config, overrides, ())
     assert rest == after(whole)
     assert rest_ids == after(whole_ids)
     assert column([*rest.values()], "train/grad_norm")
+    assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
 
 
 @pytest.mark.slow

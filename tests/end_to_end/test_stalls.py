@@ -25,11 +25,6 @@ VICTIMS = {
 }
 
 
-def all_but_one_slow(fast: str) -> list[object]:
-    """tests/distributed/test_watchdog.py has every kind of wait, without a job around it."""
-    return [task if task == fast else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
-
-
 @pytest.fixture
 def arguments(quickstart_files: Path, data_overrides: list[str], tmp_path: Path) -> list[str]:
     return [
@@ -59,7 +54,8 @@ def fail(task: str, how: str, folder: Path, arguments: list[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("task", all_but_one_slow("generate"))
+@pytest.mark.slow
+@pytest.mark.parametrize("task", VICTIMS)
 def test_a_rank_that_hangs_in_a_task_is_named(task: str, tmp_path: Path, arguments: list[str]) -> None:
     rank, role = VICTIMS[task]
     output = fail(task, "sleep", tmp_path, arguments)
@@ -69,7 +65,9 @@ def test_a_rank_that_hangs_in_a_task_is_named(task: str, tmp_path: Path, argumen
     assert [r for r, text in stacks.items() if "in fall_asleep" in text] == [rank]
 
 
-@pytest.mark.parametrize("task", all_but_one_slow("update"))
+@pytest.mark.parametrize(
+    "task", [task if task == "update" else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
+)
 def test_a_rank_killed_in_a_task_ends_the_job(task: str, tmp_path: Path, arguments: list[str]) -> None:
     output = fail(task, "kill", tmp_path, arguments)
     assert re.search(rf"rank +: {VICTIMS[task][0]} .*\n.*exitcode +: -9", output), output

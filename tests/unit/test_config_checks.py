@@ -217,7 +217,7 @@ def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected
 @pytest.mark.parametrize(
     ("family", "refusals"),
     [
-        ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense model"]),
+        ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense one"]),
         ("mixtral", ["neither the trainer nor the embedded engine has layers of experts"]),
         ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
     ],

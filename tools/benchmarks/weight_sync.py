@@ -1,7 +1,7 @@
 """Milliseconds per weight sync: rltrain's, and what else does it, side by side on one model.
 
     python tools/benchmarks/weight_sync.py --ranks 2 --src tp2 --dst tp1 --params 100m
-    python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.pp2 --dst tp1 [--dtype bfloat16] [--bucket-mb 64] ...
+    python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.pp2 --dst tp1 [--dtype bfloat16] [--bucket-mb 32] ...
 
 Starts its own ranks on this machine, joined over the loopback interface. --src is Megatron's layout, --dst the
 engine's, each on all ranks unless --src-ranks and --dst-ranks say otherwise ("0-1"); ranks that are left over hold
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dst-ranks", default="", help="such as 2-3; default: all ranks")
     parser.add_argument("--params", default="100m", help="about how many parameters, such as 100m or 1.5b")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--bucket-mb", type=float, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=32)
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--rivals", default=",".join(RIVALS), help="which of them, separated by commas")
