@@ -32,6 +32,8 @@ from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
 from rltrain.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 RENDEZVOUS_TIMEOUT_S = 300.0
 
 
@@ -97,6 +99,8 @@ def where_to_begin(
     if checkpoint is None:
         return build_order(config, placement), None
     order, continues = remaining_order(config, placement, checkpoint)
+    if not continues and bulletin.world.rank == 0:
+        logger.warning("the run had ended, or its schedule has changed: the steps ahead are drawn anew")
     return order, replace(checkpoint, continues=continues)
 
 

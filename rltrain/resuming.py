@@ -51,7 +51,7 @@ def find_checkpoint(config: Config, bulletin: Bulletin) -> Resumed | None:
             if rank == 0:
                 logger.warning("going on after step %d, from %s", step, folder)
             return checkpoint
-        if config.checkpoint.resume not in ("auto", "none"):
+        if Path(folder).is_relative_to(config.checkpoint.resume):  # the one that was asked for
             raise CheckpointError(f"checkpoint.resume: {damage}")
         if rank == 0:
             logger.warning("the checkpoint of step %d cannot be used: %s", step, damage)
@@ -141,8 +141,6 @@ def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -
     crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundaries[step])]
     if crossing == run["crossing"] and run["config"]["schedule"] == config.schedule.model_dump(mode="json"):
         return rest, True
-    if run["crossing"]:
-        logger.warning("the schedule has changed: what the checkpoint holds of later steps is drawn anew")
     return build_order(config, placement, first_step=step), False
 
 

@@ -130,6 +130,14 @@ def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed
 
 
 @pytest.mark.slow
+def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed):
+    config, overrides = CONFIGS["asynchronous"]
+    _, (rest, ids) = saved_and_resumed(config, overrides, ("schedule={mode: sequential, max_staleness: 0}",))
+    assert sorted(rest) == sorted(ids) == [*range(SAVED, STEPS)]
+    assert Counter(number for step in ids.values() for number in step) == Counter(range(SAVED * 64, STEPS * 64))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", ["false", "true"])
 def test_a_model_learns_on_after_a_resumed_asynchronous_run(warm_up, data_overrides, tmp_path, partial):
     overrides = (
