@@ -35,6 +35,7 @@ def test_a_rank_that_hangs_is_named_once_with_its_task_and_step(task: str, tmp_p
     assert all(f"rank {victim} is at {task}" in text and f"rank {rank} is at" in text for rank, text in stacks.items())
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_named_by_the_next_one(tmp_path: Path) -> None:
     output = failure_of("stopped", tmp_path)
     assert output.count("rltrain: ") == 1, output
@@ -49,6 +50,7 @@ def test_a_killed_rank_ends_the_others(task: str, tmp_path: Path) -> None:
     assert not (tmp_path / "stalls").exists(), "the launcher ends the job long before anybody is out of patience"
 
 
+@pytest.mark.slow
 def test_a_slow_rank_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     seconds = run_distributed(f"{CASES}:slow", NUM_RANKS, {"folder": str(tmp_path)}, timeout_s=100)
     assert min(seconds) > 2 * NO_PROGRESS_S, "longer than the limit in one task after another"

@@ -11,6 +11,7 @@ GSM8K = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs the GSM8K training split at {GSM8K}")
+@pytest.mark.slow
 def test_a_few_steps_on_real_prompts(tmp_path: Path):
     model = tmp_path / "model"
     make = ["tools/make_tiny_model.py", "--output", str(model), "--corpus", str(GSM8K), "--chat-template"]
