@@ -138,13 +138,12 @@ def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partial", ["false", "true"])
-def test_a_model_learns_on_after_a_resumed_asynchronous_run(warm_up, data_overrides, tmp_path, partial):
+def test_a_model_learns_on_after_a_resumed_asynchronous_run(warm_up, data_overrides, tmp_path):
     overrides = (
         f"model.path={warm_up[0]}/hf",
         *data_overrides,
         APART,
-        f"schedule={{mode: asynchronous, max_staleness: 1, partial_rollouts: {partial}, on_stale: mask}}",
+        "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
         "evaluation={interval: 10, stop_at: 0.9}",
         "checkpoint={save_hf: false, save_interval: 30, keep: 0}",
     )
