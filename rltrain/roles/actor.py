@@ -1,7 +1,6 @@
 """The actor: the policy being trained."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,39 +14,27 @@ from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.sft import sft_loss
 from rltrain.checkpoint.hf import save_checkpoint
-from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
-from rltrain.roles.models import load_model
-from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
+from rltrain.roles.trained import TrainedRole
 from rltrain.training.forward import compute_logprobs
-from rltrain.training.memory import training_parts
-from rltrain.training.model import local_parameters
-from rltrain.training.state import load_state, save_state
-from rltrain.training.trainable import TrainableModel
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
 
-class Actor(Role):
+class Actor(TrainedRole):
     name = "actor"
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        config = self.config
-        self.layout = job.megatron_layout(self.name)
-        model = load_model(job, self.name)
-        self.parameters = local_parameters(model)
-        self.model = TrainableModel(model, config.actor, total_updates=config.num_actor_updates)
-        self.parts = training_parts(self.model)
-        if job.resumed:
-            load_state(self.model, self.layout, job.world.rank, job.resumed.files(self.name))
+        config = job.config
+        super().__init__(job, config.actor, total_updates=config.num_actor_updates)
         self.loss_function = self._loss_function()
         self.temperature = 1.0 if config.algorithm == "sft" else config.rollout.sampling.temperature
         self.demonstrations = Demonstrations(config) if config.algorithm == "sft" else None
@@ -158,11 +145,6 @@ class Actor(Role):
     def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
-
-    def save_state(self) -> Mapping[str, Contents]:
-        """This rank's share of weights and optimizer."""
-        rank = self.job.world.rank
-        return {f"rank_{rank:05d}.safetensors": save_state(self.model, self.parts, self.layout, rank)}
 
     def save_hf(self, step: int, chunk: int) -> None:
         """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's

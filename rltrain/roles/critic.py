@@ -1,36 +1,23 @@
 """The critic: estimates the reward that is still to come, for PPO's advantages."""
 
-from collections.abc import Mapping
-
 import torch
 
 from rltrain.algorithms.value import value_loss
-from rltrain.checkpoint.run.files import Contents
 from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
-from rltrain.roles.models import load_model
-from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
-from rltrain.training.memory import training_parts
+from rltrain.roles.trained import TrainedRole
 from rltrain.training.objective import VALUE
-from rltrain.training.state import load_state, save_state
-from rltrain.training.trainable import TrainableModel
 from rltrain.training.values import compute_values
 
 
-class Critic(Role):
+class Critic(TrainedRole):
     name = "critic"
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        config, settings = self.config, self.config.critic
-        model = load_model(job, self.name)
-        total_updates = config.steps * config.batch.mini_batches
-        self.model = TrainableModel(model, settings, total_updates=total_updates, objective=VALUE)
-        self.parts = training_parts(self.model)
-        self.layout = job.megatron_layout(self.name)
-        if job.resumed:
-            load_state(self.model, self.layout, job.world.rank, job.resumed.files(self.name))
+        config, settings = job.config, job.config.critic
+        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches, objective=VALUE)
         self.loss_function = value_loss(settings.value_clip)
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
@@ -60,11 +47,6 @@ class Critic(Role):
             mini_batches = self.batch.mini_batches(self.batch.take())
             updates = [self.model.train_batch(mini_batch, self.loss_function) for mini_batch in mini_batches]
         return {f"critic/{name}": value for name, value in summarize(updates).items()}
-
-    def save_state(self) -> Mapping[str, Contents]:
-        """This rank's share of weights and optimizer."""
-        rank = self.job.world.rank
-        return {f"rank_{rank:05d}.safetensors": save_state(self.model, self.parts, self.layout, rank)}
 
     def _take_returns(self, step: int, chunk: int) -> None:
         """What the actor made of the values, and the tokens that are trained on."""

@@ -10,10 +10,10 @@ from rltrain.roles.role import Job
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 
 
-def load_model(job: Job, role: str) -> LanguageModel:
-    """This rank's part of a role's model, with the weights that it starts from. Collective over: the role's ranks.
+def load_model(job: Job, role: str, *, with_weights: bool = True) -> LanguageModel:
+    """This rank's part of a role's model, with the weights that it starts from, or else with undefined ones.
 
-    A resumed run's actor and critic get theirs with their training state: here their weights stay undefined.
+    Collective over: the role's ranks.
     """
     model = build_model(
         job.architectures[role],
@@ -24,7 +24,7 @@ def load_model(job: Job, role: str) -> LanguageModel:
         device=job.world.device,
     )
     model.on_micro_batch = job.heartbeat.advance
-    if job.resumed is None or role == "reference":
+    if with_weights:
         load_weights(job, role, local_parameters(model))
     return model
 
