@@ -5,6 +5,7 @@
 #include <new>
 
 #include "reshard_cpu_loops.h"
+#include "reshard_cpu_signals.h"
 #include "reshard_cpu_work.h"
 #if defined(__x86_64__)
 #include "reshard_cpu_avx512.h"
@@ -198,6 +199,14 @@ int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int thre
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
+}
+
+// See signal_word.
+void rs_cpu_signal(uint32_t* word, uint32_t value) { signal_word(word, value); }
+
+// 0 once the word has come to the value, 1 where it has not within so many nanoseconds. See await_word.
+int rs_cpu_await(uint32_t* word, uint32_t value, int64_t nanoseconds) {
+  return await_word(word, value, nanoseconds) ? 0 : 1;
 }
 
 }  // extern "C"

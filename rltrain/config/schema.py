@@ -210,7 +210,8 @@ class Evaluation(Section):
 
 class WeightSync(Section):
     bucket_mb: Count = 32
-    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight."""
+    """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. Ranks that read each
+    other's memory, as on CPUs, do so by at most 4."""
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False

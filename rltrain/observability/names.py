@@ -69,7 +69,7 @@ METRICS = (
     Metric("perf/weight_sync_wire_s", "s", "having messages on the wire; overlaps with the others"),
     Metric("perf/weight_sync_unpack_s", "s", "emptying buffers received into"),
     Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
-    Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb"),
+    Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb, in shared memory of 4 MiB"),
     Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
     Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
     Metric(

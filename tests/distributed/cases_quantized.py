@@ -218,30 +218,40 @@ def all_syncs() -> dict[str, dict[str, Any]]:
 
 
 def _run(case: Sync) -> dict[str, Any]:
-    """A reshard is made once and carried out twice: the second time from values and magnitudes that are smaller."""
+    """Through shared memory and over the wire, each made once and carried out twice: the second time from values and
+    magnitudes that are smaller."""
     found: dict[str, Any] = {"wrong before": len(case.wrong()), "compared": len(case.expected)}
     golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
     found["golden"] = case.wrong()
-    resharding = Resharding(
+    wired, shared = _resharding(case, share_memory=False), _resharding(case, share_memory=True)
+    wired.run(case.held, case.wanted)
+    found["wired"] = case.wrong()
+    shared.run(case.held, case.wanted)
+    found["shared"] = case.wrong()
+    for tensor in (case.held or {}).values():
+        tensor.mul_(0.3)
+    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
+    case.expected = {name: tensor.clone() for name, tensor in (case.wanted or {}).items()}
+    case.wipe()
+    wired.run(case.held, case.wanted)
+    found["wired again"] = case.wrong()
+    report = shared.run(case.held, case.wanted)
+    verify(case.plan, case.source, case.destination, case.held, case.wanted, group=case.group, blocks=case.blocks)
+    found["shared again"] = case.wrong()
+    return found | {
+        "rounds": report.num_rounds,
+        "split": case.blocks.num_split if case.blocks else 0,
+        "fanned out": len(case.plan.fan_out.sends),
+    }
+
+
+def _resharding(case: Sync, *, share_memory: bool) -> Resharding:
+    return Resharding(
         case.plan,
         group=case.group,
         cpu_group=case.group,
         bucket_bytes=BUCKET_BYTES,
         device=torch.device("cpu"),
         magnitudes=case.blocks and BlockScales(case.blocks, torch.device("cpu")),
+        share_memory=share_memory,
     )
-    resharding.run(case.held, case.wanted)
-    found["fast"] = case.wrong()
-    for tensor in (case.held or {}).values():
-        tensor.mul_(0.3)
-    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
-    case.expected = {name: tensor.clone() for name, tensor in (case.wanted or {}).items()}
-    case.wipe()
-    report = resharding.run(case.held, case.wanted)
-    verify(case.plan, case.source, case.destination, case.held, case.wanted, group=case.group, blocks=case.blocks)
-    found["fast again"] = case.wrong()
-    return found | {
-        "rounds": report.num_rounds,
-        "split": case.blocks.num_split if case.blocks else 0,
-        "fanned out": len(case.plan.fan_out.sends),
-    }

@@ -1,5 +1,6 @@
 """Reshards and saves on real ranks; every rank compares what it holds with the oracle's formulas."""
 
+import mmap
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,9 +17,11 @@ from safetensors.torch import load_file
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
+from rltrain.reshard.element_types import ITEM_BYTES
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.layout import Array
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
 from rltrain.rollout.layout import engine_layout
@@ -45,12 +48,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """`large_bytes` is the size from which boxes travel in place; None leaves it."""
+    """`large_bytes` is the size from which boxes travel in place; None leaves it. Ranks of a node exchange over gloo,
+    or where `share_memory` read each other's memory."""
 
     bucket_bytes: int = 2**24
     dtype: str = "float32"
     ranks_per_node: int = 4
     large_bytes: int | None = None
+    share_memory: bool = False
 
 
 def reshard(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -100,6 +105,7 @@ def _reshard(
         bucket_bytes=settings.bucket_bytes,
         device=torch.device("cpu"),
         ranks_per_node=node,
+        share_memory=settings.share_memory,
     )
     spoilt = wanted and {name: torch.full_like(tensor, PADDING) for name, tensor in wanted.items()}
     first = prepared.run(held, spoilt)
@@ -114,9 +120,12 @@ def _reshard(
         "received": report.bytes_received == sum(n for (s, d), n in moved.items() if d == rank != s),
         "again": replace(first, **_seconds(report)) == report,
         "in_place": sum(len(stage.sends_in_place) for stage in prepared.steps.stages),
-        "fanned_out": sum(map(len, prepared.steps.stages[1].sends)),
-        "staging": report.peak_staging_bytes <= 4 * settings.bucket_bytes,
+        "fanned_out": sum(len(sent) for stage in prepared.steps.stages if stage.kind.fans_out for sent in stage.sends),
+        "sharing": [any(stage.sends) for stage in prepared.steps.stages if stage.kind.shared],
+        "packed": sum(_packed_bytes(prepared.steps.slices[s.pack[0] : s.pack[-1]]) for s in prepared.steps.stages),
+        "staging": report.peak_staging_bytes <= 4 * settings.bucket_bytes + settings.share_memory * 2 * mmap.PAGESIZE,
         "launches": report.num_launches <= 1 + 2 * report.num_rounds,
+        "sent_to": {str(d): n for (s, d), n in moved.items() if s == rank != d},
         "ratio": report.network_ratio,
         "network": report.bytes_network == sum(n for (s, d), n in moved.items() if s // node != d // node),
         "moved": report.bytes_moved == sum(n for (s, d), n in moved.items() if s != d),
@@ -124,6 +133,10 @@ def _reshard(
         "bandwidth": report.bandwidth_bytes_per_s,
         "seconds": all(0 <= seconds <= report.seconds for seconds in _seconds(report).values()),
     }
+
+
+def _packed_bytes(slices: Array) -> int:
+    return int((slices["rows"] * slices["cols"] * ITEM_BYTES[slices["dst_type"]]).sum())
 
 
 def _seconds(report: SyncReport) -> dict[str, float]:
@@ -214,6 +227,11 @@ def all_checks() -> dict[str, Any]:
         "cast": reshard(Settings(bucket_bytes=1024, dtype="bfloat16")),
         "in place": reshard(Settings(bucket_bytes=4096, large_bytes=256)),
         "two nodes": reshard(Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2)),
+        "shared memory": reshard(Settings(bucket_bytes=1024, share_memory=True)),
+        "shared memory, cast": reshard(Settings(bucket_bytes=2048, dtype="bfloat16", share_memory=True)),
+        "two nodes, shared memory": reshard(
+            Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2, share_memory=True)
+        ),
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
     }

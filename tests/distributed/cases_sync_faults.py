@@ -21,8 +21,10 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
+from rltrain.reshard.execute.gloo_wire import GlooWire
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.execute.wire import GlooWire
+from rltrain.reshard.execute.shared_wire import SharedWire
+from rltrain.reshard.execute.wire import Wire
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
@@ -114,7 +116,16 @@ def failure(action: Callable[[], Any]) -> dict[str, Any]:
     return {"error": message, "seconds": time.perf_counter() - start}
 
 
-def killed() -> None:
+def killed_in_shared_memory() -> None:
+    _killed(SharedWire)
+
+
+def killed_over_gloo() -> None:
+    with mock.patch("rltrain.reshard.kernels.signals.available", lambda: False):
+        _killed(GlooWire)
+
+
+def _killed(wire: type[Wire]) -> None:
     """A complete sync; in the next one a rank ends without a word between two rounds. No rank comes back from here, so
     each leaves its result where run_distributed looks for it."""
     rank = Rank()
@@ -122,16 +133,28 @@ def killed() -> None:
     for tensor in rank.parameters.values():
         tensor.add_(1)
     if rank.number == VICTIM:
-        start = GlooWire.start
-
-        def start_and_die(wire: GlooWire, number: int, packed: Any) -> None:
-            if number == 2:
-                leave({"complete": results["complete"]})
-            start(wire, number, packed)
-
-        mock.patch.object(GlooWire, "start", start_and_die).start()
+        _before_third_round(wire, lambda: leave({"complete": results["complete"]}))
     results["broken"] = rank.attempt(step=4)
     leave(results)
+
+
+def stuck() -> dict[str, Any]:
+    """A sync in which a rank stops between two rounds for longer than the others wait for it."""
+    rank = Rank(timeout_s=3)
+    if rank.number == VICTIM:
+        _before_third_round(SharedWire, lambda: time.sleep(4))
+    return rank.attempt(step=3)
+
+
+def _before_third_round(wire: type[Wire], action: Callable[[], None]) -> None:
+    start = wire.start
+
+    def start_or_not(self: Wire, number: int, packed: Any) -> None:
+        if number == 2:
+            action()
+        start(self, number, packed)
+
+    mock.patch.object(wire, "start", start_or_not).start()
 
 
 def leave(results: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Weights moved and saved by four real ranks."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ def ranks() -> list[dict[str, Any]]:
     return run_distributed("tests.distributed.cases_reshard:all_checks", num_ranks=4, timeout_s=240)
 
 
-@pytest.mark.parametrize("check", ["small buckets", "one bucket", "cast", "in place", "two nodes"])
+CHECKS = ["small buckets", "one bucket", "cast", "in place", "two nodes"]
+SHARED_CHECKS = ["shared memory", "shared memory, cast", "two nodes, shared memory"]
+
+
+@pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
 def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(ranks):
         expected = {
@@ -41,11 +46,26 @@ def test_large_boxes_are_sent_in_place(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_each_byte_enters_a_node_once_and_fans_out_there(ranks: list[dict[str, Any]]) -> None:
-    for results in ranks:
-        assert {found["ratio"] for found in results["two nodes"].values()} == {1.0}
+    for results, check in product(ranks, ["two nodes", "two nodes, shared memory"]):
+        assert {found["ratio"] for found in results[check].values()} == {1.0}
     name = "disaggregated tp2 -> tp1 dp2, llama"
     assert [results["two nodes"][name]["fanned_out"] > 0 for results in ranks] == [False, False, True, True]
     assert not any(found["fanned_out"] for results in ranks for found in results["one bucket"].values())
+
+
+def test_what_neighbours_read_is_packed_once_and_passes_through_no_wire(ranks: list[dict[str, Any]]) -> None:
+    name = "one rank feeds all, llama"
+    shared, wired = (ranks[3][check][name] for check in ("shared memory", "small buckets"))
+    assert shared["sharing"] == [True, False] and wired["sharing"] == [False, False]
+    sent_to = shared["sent_to"]
+    assert sent_to["0"] == sent_to["2"] and shared["packed"] == sent_to["0"] + sent_to["1"], "0 and 2 read the same"
+    name = "disaggregated tp2 -> tp1 dp2, llama"
+    assert [results["two nodes, shared memory"][name]["sharing"] for results in ranks] == [
+        [False, False],
+        [False, False],
+        [False, True],
+        [False, True],
+    ]
 
 
 def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:

@@ -66,8 +66,19 @@ def test_a_missing_rank_is_named(ranks: list[dict[str, Any]]) -> None:
     assert ranks[2]["missing rank"]["policy_version"] is None
 
 
-def test_a_rank_that_dies_between_rounds_ends_the_others() -> None:
-    ranks = run_distributed("tests.distributed.cases_sync_faults:killed", NUM_RANKS, timeout_s=120)
+def test_a_rank_that_stops_between_rounds_is_named() -> None:
+    ranks = run_distributed("tests.distributed.cases_sync_faults:stuck", NUM_RANKS, timeout_s=120)
+    for rank in ROLLOUT:
+        stuck = ranks[rank]
+        assert "could not have" in stuck["error"] and "bytes of round 3 of" in stuck["error"]
+        assert "packed by rank 1 in stage direct, in shared memory" in stuck["error"]
+        assert "it has not come in 3 s" in stuck["error"]
+        assert stuck["policy_version"] is None and stuck["seconds"] < SOON_S
+
+
+@pytest.mark.parametrize("way", ["in_shared_memory", "over_gloo"])
+def test_a_rank_that_dies_between_rounds_ends_the_others(way: str) -> None:
+    ranks = run_distributed(f"tests.distributed.cases_sync_faults:killed_{way}", NUM_RANKS, timeout_s=120)
     for rank, results in enumerate(ranks):
         assert results["complete"]["error"] == "", f"rank {rank}"
         if rank != VICTIM:
@@ -75,7 +86,9 @@ def test_a_rank_that_dies_between_rounds_ends_the_others() -> None:
             assert results["broken"]["seconds"] < SOON_S, f"rank {rank}"
     for rank in ROLLOUT:
         broken = ranks[rank]["broken"]
-        assert "of rank" in broken["error"] or "from rank 1" in broken["error"], broken
+        if way == "in_shared_memory":
+            assert "packed by rank 1" in broken["error"] and "its process has ended" in broken["error"]
+        assert any(f"{word} rank" in broken["error"] for word in ("of", "from", "by")), broken
         assert 0 < broken["num_written"] < broken["num_parameters"], "half-written"
         assert broken["policy_version"] is None
         assert "weights are incomplete" in broken["generate"]

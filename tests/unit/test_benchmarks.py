@@ -42,7 +42,7 @@ def test_weight_sync_times_all_rivals(options: list[str], sent: float, local: fl
     small = ["--params", "1m", "--bucket-mb", "0.25", "--iterations", "2", "--warm-up", "0"]
     found = result_of("weight_sync.py", *options, *small)
     colocated = local > 0
-    rivals = {"ours", "gather_broadcast", "raw", "raw_buckets"} | ({"refit"} if colocated else set())
+    rivals = {"ours", "ours_wire", "gather_broadcast", "raw", "raw_buckets"} | ({"refit"} if colocated else set())
     assert ("refit" in found["left_out"]) is not colocated
     for memory, times in found["milliseconds"].items():
         assert times.keys() == rivals, memory

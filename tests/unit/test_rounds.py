@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.execute.rounds import ALIGNMENT, Cut, Rounds, checksums, choose_rounds, cut, streams
-from rltrain.reshard.execute.steps import make_steps, stage_streams
+from rltrain.reshard.execute.rounds import (
+    ALIGNMENT,
+    Cut,
+    Rounds,
+    checksums,
+    choose_rounds,
+    cut,
+    distinct,
+    fixed_places,
+    streams,
+)
+from rltrain.reshard.execute.stages import ReadPlaces, shared_places, stage_streams
+from rltrain.reshard.execute.steps import Steps, make_steps
 from rltrain.reshard.kernels.slices import SLICE
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
@@ -185,7 +196,40 @@ def test_checksums_tell_order_type_and_place() -> None:
     assert one not in others and len({int(other[0]) for other in others}) == 3
 
 
-def test_two_stages_take_turns_between_buffers_and_keep_their_tags_apart() -> None:
+@settings(max_examples=100, deadline=None)
+@given(transfers_to_peers(), st.integers(1, 5))
+def test_runs_at_fixed_places_do_not_meet(boxes: np.ndarray, count: int) -> None:
+    made = streams(boxes, TYPES)
+    rounds = Rounds(count, ALIGNMENT)
+    places = fixed_places(made.num_bytes, rounds)
+    packs = cut(made, rounds, TYPES, places=places)
+    end = np.append(places[1:], packs.messages.staged_bytes)
+    for number in range(count):
+        for i in range(packs.messages.starts[number], packs.messages.starts[number + 1]):
+            stream = made.peers.tolist().index(packs.messages.peers[i])
+            assert packs.messages.offsets[i] == places[stream], "where a receiver looks, whatever the round"
+            assert packs.messages.offsets[i] + packs.messages.sizes[i] <= end[stream]
+
+
+@settings(max_examples=100, deadline=None)
+@given(transfers_to_peers(), st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_equal_streams_are_kept_once(boxes: np.ndarray, same_as: list[int]) -> None:
+    """Peers 3 to 8 get what peers 0 to 2 get, or nothing where these get nothing."""
+    copies = [boxes[boxes["peer"] < 3]]
+    for peer, original in enumerate(same_as, start=3):
+        copies.append(boxes[boxes["peer"] == original].copy())
+        copies[-1]["peer"] = peer
+    made = streams(np.concatenate(copies), TYPES)
+    kept, number = distinct(made)
+    sums = checksums(made)
+    assert len(kept.peers) == len(set(sums.tolist()))
+    assert np.array_equal(checksums(kept)[number], sums)
+    assert np.array_equal(kept.num_bytes[number], made.num_bytes)
+    assert set(kept.peers.tolist()) <= {0, 1, 2}
+
+
+def steps_of_third_rank(neighbours: tuple[int, ...]) -> Steps:
+    """Of a sync from ranks 0 and 1 to 2 and 3, where 2 hands on to 3."""
     architecture = tiny_architecture("llama")
     made = plan(
         megatron_layout(architecture, Grid((0, 1), tp=2)),
@@ -193,13 +237,22 @@ def test_two_stages_take_turns_between_buffers_and_keep_their_tags_apart() -> No
         2,
         ranks_per_node=2,
     )
-    exchanged = stage_streams(made)
+    exchanged = stage_streams(made, neighbours)
     rounds = tuple(choose_rounds(stage.receives.total_bytes, 2, 1000) for stage in exchanged)
-    steps = make_steps(made, exchanged, rounds)
+    ours = shared_places(exchanged, rounds, [0, 1, 2, 3])
+    assert ours.shape == (4, len(exchanged)) and not ours[[0, 1, 2]].any()
+    theirs = np.full((len(neighbours), len(exchanged)), 96)
+    return make_steps(made, exchanged, rounds, read=ReadPlaces(neighbours, theirs))
+
+
+def test_two_stages_take_turns_between_buffers_and_keep_their_tags_apart() -> None:
+    steps = steps_of_third_rank(neighbours=())
     assert steps.slices.dtype == SLICE
-    assert all(stage.num_rounds > 1 and not stage.receives_in_place for stage in steps.stages)
+    wired = [stage for stage in steps.stages if not stage.kind.shared]
+    assert all(stage.num_rounds == 0 for stage in steps.stages if stage.kind.shared)
+    assert all(stage.num_rounds > 1 and not stage.receives_in_place for stage in wired)
     tags: list[set[int]] = []
-    for stage in steps.stages:
+    for stage in wired:
         for number, messages in enumerate(stage.receives):
             assert {message.base for message in messages} <= {steps.bases.receive + number % 2}
             rows = steps.slices[stage.unpack[number] : stage.unpack[number + 1]]
@@ -207,3 +260,17 @@ def test_two_stages_take_turns_between_buffers_and_keep_their_tags_apart() -> No
             assert (rows["src_type"] == ElementType.BFLOAT16).all(), "cast before the wire"
         tags.append({message.tag for messages in stage.receives for message in messages})
     assert tags[0] and tags[1] and not tags[0] & tags[1]
+
+
+def test_what_a_neighbour_has_packed_is_unpacked_from_its_slots() -> None:
+    steps = steps_of_third_rank(neighbours=(3,))
+    direct, direct_shared, fan_out, shared = steps.stages
+    assert direct.num_rounds > 1 and shared.num_rounds > 1
+    assert direct_shared.num_rounds == fan_out.num_rounds == 0
+    assert shared.receive_bytes == 0 < shared.send_bytes <= steps.slot_bytes
+    for number in range(shared.num_rounds):
+        packed = steps.slices[shared.pack[number] : shared.pack[number + 1]]
+        read = steps.slices[shared.unpack[number] : shared.unpack[number + 1]]
+        assert set(packed["dst_base"].tolist()) == {steps.bases.slots + number % 2}
+        assert set(read["src_base"].tolist()) == {steps.bases.slots + 2 + number % 2}
+        assert (read["src_offset"] * 2).min() == 96, "in bfloat16, from where the neighbour has put it"

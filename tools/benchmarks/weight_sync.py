@@ -7,7 +7,8 @@ Starts its own ranks on this machine, joined over the loopback interface. --src 
 engine's, each on all ranks unless --src-ranks and --dst-ranks say otherwise ("0-1"); ranks that are left over hold
 replicas. The rivals:
 
-ours              Resharding.run, from Megatron's parameters into the engine's
+ours              Resharding.run, from Megatron's parameters into the engine's; ranks on CPUs read each other's memory
+ours_wire         the same over the wire alone, as between nodes
 refit             megatron-core's swap_model_weights, which knows Megatron's layouts alone: into a second Megatron model
                   of the layout --dst, not into the engine's fused parameters
 gather_broadcast  tensor by tensor: all-gather over tensor parallelism, broadcast to the inference ranks, cut

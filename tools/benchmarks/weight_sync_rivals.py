@@ -16,7 +16,7 @@ from rltrain.reshard.plan.rank_plan import RankPlan
 
 
 class Ours:
-    """Resharding.run, set up once."""
+    """Resharding.run, set up once; with `share_memory` as it is within a node, without as it is between nodes."""
 
     def __init__(
         self,
@@ -25,6 +25,8 @@ class Ours:
         bucket_bytes: int,
         source: Mapping[str, Tensor] | None,
         destination: Mapping[str, Tensor] | None,
+        *,
+        share_memory: bool,
     ) -> None:
         from rltrain.reshard.execute.resharding import Resharding
 
@@ -35,6 +37,7 @@ class Ours:
             cpu_group=case.cpu_group if len(case.union) > 1 else None,
             bucket_bytes=bucket_bytes,
             device=case.device,
+            share_memory=share_memory,
         )
         self.reports: list[dict[str, Any]] = []
 

@@ -32,10 +32,11 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.plan.rank_plan import RankPlan
 
-RIVALS = ("ours", "refit", "gather_broadcast", "raw", "raw_buckets")
+RIVALS = ("ours", "ours_wire", "refit", "gather_broadcast", "raw", "raw_buckets")
 REFIT_NEEDS = ("megatron", "einops", "pydantic")
 RATIOS = {
     "ours_over_raw": ("ours", "raw"),
+    "ours_wire_over_raw": ("ours_wire", "raw"),
     "refit_over_raw": ("refit", "raw"),
     "refit_over_ours": ("refit", "ours"),
     "gather_broadcast_over_ours": ("gather_broadcast", "ours"),
@@ -154,6 +155,8 @@ class Benchmark:
     def refusal(self, name: str) -> str | None:
         """Why a rival cannot run here, if so."""
         case, kv_heads = self.case, self.case.architecture.num_kv_heads
+        if name == "ours_wire" and (case.device.type != "cpu" or len(case.union) == 1):
+            return "ranks share no memory here: it would be the same as ours"
         if name == "refit":
             if case.source.ranks != case.destination.ranks:
                 return "swap_model_weights needs both models on every rank"
@@ -164,9 +167,17 @@ class Benchmark:
         return None
 
     def make_ours(self) -> Rival:
-        self.ours = Ours(self.case, self.plan, self.bucket_bytes, self.source or None, self.destination or None)
-        self.check("ours", self.ours, self.layouts[1], self.destination)
+        self.ours = self.make_resharding("ours", share_memory=True)
         return self.ours
+
+    def make_ours_wire(self) -> Rival:
+        return self.make_resharding("ours_wire", share_memory=False)
+
+    def make_resharding(self, name: str, *, share_memory: bool) -> Ours:
+        source, destination = self.source or None, self.destination or None
+        made = Ours(self.case, self.plan, self.bucket_bytes, source, destination, share_memory=share_memory)
+        self.check(name, made, self.layouts[1], self.destination)
+        return made
 
     def make_refit(self) -> Rival:
         from weight_sync_refit import Refit  # imports all of training

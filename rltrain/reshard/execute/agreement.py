@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.rounds import Rounds, Streams, checksums, choose_rounds
-from rltrain.reshard.execute.steps import STAGES, StageStreams
+from rltrain.reshard.execute.stages import StageStreams
 from rltrain.reshard.layout import IntArray
 
 MAX_MESSAGE_BYTES = 2000
@@ -29,9 +29,9 @@ class Agreement:
         if group is not None and dist.get_backend(group) != "gloo":
             raise ValueError(f"cpu_group has backend {dist.get_backend(group)}; expected gloo")
         self.rank = rank
+        self.ranks = [rank] if group is None else dist.get_process_group_ranks(group)
         self._group = group
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._ranks = [rank] if group is None else dist.get_process_group_ranks(group)
 
     def meet(self) -> None:
         """Return when all ranks have come. Raises SyncError, which on one of them names those that have not."""
@@ -41,7 +41,7 @@ class Agreement:
             dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise SyncError(
-                f"rank {self.rank} waits at a reshard for all of ranks {self._ranks}, but: {error}. Look for what "
+                f"rank {self.rank} waits at a reshard for all of ranks {self.ranks}, but: {error}. Look for what "
                 "ended or holds up the missing ones; config key timeouts.no_progress_s is how long a rank waits"
             ) from error
 
@@ -77,7 +77,7 @@ class Agreement:
         self.together(lambda: self._check_peers(exchanged))
         if self._group is None:
             return tuple(Rounds(0, 1) for _ in exchanged)
-        sent = self._all_to_all(np.stack([self._table(stage.sends) for stage in exchanged], axis=1))
+        sent = self.exchange(np.stack([self._table(stage.sends) for stage in exchanged], axis=1))
         self.together(lambda: self._compare(sent, exchanged))
         settings = torch.tensor([bucket_bytes, -1 if large_bytes is None else large_bytes])
         extents = torch.tensor([extent for stage in exchanged for extent in _extent(stage)])
@@ -88,10 +88,24 @@ class Agreement:
             raise SyncError(
                 f"ranks cut messages differently: (bytes of buckets, least bytes sent in place) are {lowest.tolist()} "
                 f"on one and {highest.tolist()} on another. Expected equal weight_sync.bucket_mb and devices of one "
-                f"kind on all of ranks {self._ranks}"
+                f"kind on all of ranks {self.ranks}"
             )
         stages = list(zip(extents[::2].tolist(), extents[1::2].tolist(), strict=True))
-        return self.together(lambda: tuple(choose_rounds(*extent, bucket_bytes) for extent in stages))
+        return self.together(
+            lambda: tuple(
+                choose_rounds(*extent, stage.kind.round_bytes(bucket_bytes))
+                for stage, extent in zip(exchanged, stages, strict=True)
+            )
+        )
+
+    def exchange(self, rows: IntArray) -> IntArray:
+        """Row i goes to rank `ranks[i]`; row i of the result comes from it."""
+        if self._group is None:
+            return rows
+        result = torch.empty(rows.shape, dtype=torch.int64)
+        dist.all_to_all_single(result, torch.from_numpy(np.ascontiguousarray(rows)), group=self._group)
+        received: IntArray = result.numpy()
+        return received
 
     def total(self, numbers: list[int]) -> list[int]:
         """Sums over all ranks. Returns only when all have come here."""
@@ -107,16 +121,9 @@ class Agreement:
             dist.all_reduce(numbers, operation, group=self._group)
         except RuntimeError as error:
             raise SyncError(
-                f"rank {self.rank} lost another one of ranks {self._ranks} during a reshard: {error}. Look for what "
+                f"rank {self.rank} lost another one of ranks {self.ranks} during a reshard: {error}. Look for what "
                 "ended it: its own message comes first in the log"
             ) from error
-
-    def _all_to_all(self, rows: IntArray) -> IntArray:
-        """Row i goes to the group's rank i; row i of the result comes from it."""
-        result = torch.empty(rows.shape, dtype=torch.int64)
-        dist.all_to_all_single(result, torch.from_numpy(rows), group=self._group)
-        received: IntArray = result.numpy()
-        return received
 
     def _told(self, speaker: int, text: str) -> str:
         buffer = np.zeros(MAX_MESSAGE_BYTES, dtype=np.uint8)
@@ -127,29 +134,29 @@ class Agreement:
 
     def _check_peers(self, exchanged: tuple[StageStreams, ...]) -> None:
         peers = {int(peer) for stage in exchanged for made in (stage.sends, stage.receives) for peer in made.peers}
-        if strangers := sorted(peers - set(self._ranks)):
+        if strangers := sorted(peers - set(self.ranks)):
             raise ValueError(
                 f"the plan of rank {self.rank} exchanges with ranks {strangers}, which are not in its process group of "
-                f"ranks {self._ranks}: expected a group over the ranks of both layouts"
+                f"ranks {self.ranks}: expected a group over the ranks of both layouts"
             )
 
     def _table(self, made: Streams) -> IntArray:
         """[ranks of the group, 2]: bytes and checksum of the stream with each; zeros without one."""
-        table = np.zeros((len(self._ranks), 2), dtype=np.int64)
-        place = [self._ranks.index(peer) for peer in made.peers.tolist()]
+        table = np.zeros((len(self.ranks), 2), dtype=np.int64)
+        place = [self.ranks.index(peer) for peer in made.peers.tolist()]
         table[place, 0], table[place, 1] = made.num_bytes, checksums(made)
         return table
 
     def _compare(self, sent: IntArray, exchanged: tuple[StageStreams, ...]) -> None:
-        for number, (name, stage) in enumerate(zip(STAGES, exchanged, strict=True)):
+        for number, stage in enumerate(exchanged):
             expected, theirs = self._table(stage.receives), sent[:, number]
             for place in np.flatnonzero((expected != theirs).any(axis=1))[:1].tolist():
-                peer = self._ranks[place]
+                peer = self.ranks[place]
                 raise SyncError(
-                    f"ranks {peer} and {self.rank} disagree about stage {name} of the reshard: rank {peer} sends "
-                    f"{theirs[place, 0]} bytes (checksum of the boxes {theirs[place, 1]}), rank {self.rank} expects "
-                    f"{expected[place, 0]} ({expected[place, 1]}). Both must plan from equal layouts: compare their "
-                    "config, model.path and versions of rltrain"
+                    f"ranks {peer} and {self.rank} disagree about stage {stage.kind.name} of the reshard: rank {peer} "
+                    f"sends {theirs[place, 0]} bytes (checksum of the boxes {theirs[place, 1]}), rank {self.rank} "
+                    f"expects {expected[place, 0]} ({expected[place, 1]}). Both must plan from equal layouts: compare "
+                    "their config, model.path and versions of rltrain"
                 )
 
 

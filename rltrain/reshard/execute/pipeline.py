@@ -61,6 +61,7 @@ class Pipeline:
                 self._lanes.unpack.after(wire.arrived(number - 1))
                 mark = self._launch(self._lanes.unpack, steps.unpack, number - 1, self.times.unpacks)
                 unpacked[(number - 1) % 2] = mark
+                wire.taken(number - 1, mark)
         if wire:
             self._lanes.unpack.after(wire.finish())
             self.times.wire += wire.spans

@@ -13,15 +13,23 @@ from rltrain.reshard.element_types import wire_types
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
 from rltrain.reshard.execute.blocks import SCALES_PARAMETER
+from rltrain.reshard.execute.gloo_wire import GlooWire
 from rltrain.reshard.execute.lanes import Lanes
+from rltrain.reshard.execute.nccl_wire import NcclWire
+from rltrain.reshard.execute.neighbours import Neighbours
 from rltrain.reshard.execute.pipeline import Pipeline, covered_seconds, total_seconds
 from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.execute.shared_wire import SharedWire
+from rltrain.reshard.execute.stages import shared_places, stage_streams
 from rltrain.reshard.execute.staging import Memory, Staging, allocate
-from rltrain.reshard.execute.steps import BlockPlaces, make_steps, stage_streams
-from rltrain.reshard.execute.wire import Link, Wire, make_wire
+from rltrain.reshard.execute.steps import BlockPlaces, StageSteps, make_steps
+from rltrain.reshard.execute.wire import Link, Wire
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""
 
 LARGE_BYTES = 2**18
 """On the CPU boxes of at least this size are sent and received in place where they can be: packing costs more there
@@ -51,8 +59,8 @@ class Resharding:
     `group` moves the bytes and `cpu_group` (gloo, the same ranks) is where ranks meet; both hold the ranks of both
     layouts, and may be None where that is this rank alone. With a gloo `group` messages of CUDA tensors pass through
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
-    `ranks_per_node` tells in reports what goes between nodes; None: all ranks are on one. `magnitudes` must be given
-    where the plan quantises.
+    `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
+    other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
     Collective over: the ranks of both layouts.
@@ -69,6 +77,7 @@ class Resharding:
         ranks_per_node: int | None = None,
         magnitudes: Magnitudes | None = None,
         timeout_s: float | None = None,
+        share_memory: bool = True,
     ) -> None:
         if (group is None) != (cpu_group is None):
             raise ValueError("one of group and cpu_group was given; expected both, over the same ranks, or neither")
@@ -77,13 +86,17 @@ class Resharding:
         self._ranks_per_node, self._magnitudes = ranks_per_node, magnitudes
         self._agreement = Agreement(cpu_group, plan.rank, timeout_s)
         self._agreement.meet()
-        exchanged = stage_streams(plan)
+        neighbours = Neighbours(self._agreement, self._ranks_of_node() if share_memory and device.type == "cpu" else ())
+        exchanged = stage_streams(plan, neighbours.ranks)
         large_bytes = LARGE_BYTES if device.type == "cpu" else None
         rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes)
+        read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks))
         blocks = magnitudes.table if magnitudes else None
         self.steps = self._agreement.together(
-            lambda: make_steps(plan, exchanged, rounds, blocks=blocks, large_bytes=large_bytes)
+            lambda: make_steps(plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes)
         )
+        self._node = neighbours.memory(self.steps.slot_bytes, timeout_s or DEFAULT_TIMEOUT_S)
+        self._num_runs = 0
         self._table = self._agreement.together(lambda: CopyTable(self.steps.slices, device))
         self._binding = self._agreement.together(lambda: Binding(plan, device))
         self._lanes = Lanes(device)
@@ -108,12 +121,14 @@ class Resharding:
         begin = time.perf_counter()
         launches = self._num_launches
         self._agreement.meet()
+        self._num_runs += 1
         self._agreement.together(lambda: self._check(source_tensors, destination_tensors))
         if self._magnitudes:
             source_tensors = self._magnitudes.prepare(source_tensors, self._group)
         staging = self._allocate()
         tensors = self._binding.ordered(source_tensors, destination_tensors)
-        bases = [*tensors, *staging.buffers, *([self._magnitudes.amax] if self._magnitudes else [])]
+        amax = self._magnitudes.amax if self._magnitudes else torch.empty(0, device=self._device)
+        bases = [*tensors, *staging.buffers, amax, *(self._node.slots if self._node else [])]
         try:
             self._table.bind(bases)
             pipeline = Pipeline(self._table, self.steps, self._lanes)
@@ -132,7 +147,7 @@ class Resharding:
             bytes_received=sum(wire.bytes_received for wire in wires),
             num_rounds=sum(steps.num_rounds for steps in self.steps.stages),
             num_launches=self._num_launches - launches,
-            peak_staging_bytes=staging.num_bytes,
+            peak_staging_bytes=staging.num_bytes + (self._node.own_bytes if self._node else 0),
             copy_seconds=total_seconds(times.copies),
             pack_seconds=total_seconds(times.packs),
             wire_seconds=covered_seconds(times.wire, times.begin),
@@ -159,14 +174,22 @@ class Resharding:
     def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
         """All stages; returns when what this rank sends and receives is through, with the stages' wires."""
         wires: list[Wire] = []
+        rounds_before = self._num_runs * sum(steps.num_rounds for steps in self.steps.stages)
         for steps in self.steps.stages:
-            if self._group is None:
-                pipeline.stage(steps, None)
-                continue
-            wires.append(make_wire(steps, memory, Link(self._group, self.plan.rank, self._lanes.wire)))
-            pipeline.stage(steps, wires[-1])
+            wire = self._wire(steps, memory, rounds_before)
+            pipeline.stage(steps, wire)
+            wires += [wire] if wire else []
+            rounds_before += steps.num_rounds
         self._lanes.finish()
         return wires
+
+    def _wire(self, steps: StageSteps, memory: Memory, rounds_before: int) -> Wire | None:
+        if self._group is None:
+            return None
+        link = Link(self._group, self.plan.rank, self._lanes.wire)
+        if steps.kind.shared:
+            return SharedWire(steps, memory, link, self._node, rounds_before) if self._node else None
+        return (GlooWire if self._over_gloo else NcclWire)(steps, memory, link)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)
@@ -174,9 +197,15 @@ class Resharding:
 
     def _by_distance(self, sent: Counter[int]) -> tuple[int, int]:
         """(bytes to ranks of this node, bytes to other nodes)."""
-        node = self._ranks_per_node
-        near = sum(n for peer, n in sent.items() if node is None or peer // node == self.plan.rank // node)
+        near = sum(sent[peer] for peer in self._ranks_of_node())
         return near, sent.total() - near
+
+    def _ranks_of_node(self) -> list[int]:
+        """The other ones that are on this rank's node."""
+        rank, node = self.plan.rank, self._ranks_per_node
+        return [
+            peer for peer in self._agreement.ranks if peer != rank and (node is None or peer // node == rank // node)
+        ]
 
 
 def execute(

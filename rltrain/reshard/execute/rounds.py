@@ -66,6 +66,24 @@ def checksums(made: Streams) -> IntArray:
     return np.add.reduceat(mixed, made.first[:-1]).view(np.int64)
 
 
+def distinct(made: Streams) -> tuple[Streams, IntArray]:
+    """(streams without those that have the same boxes as an earlier one, [streams] the number there of each one's)."""
+    _, first, kind = np.unique(checksums(made), return_index=True, return_inverse=True)
+    kept = np.sort(first)
+    counts = np.diff(made.first)
+    boxes = np.isin(np.repeat(np.arange(len(counts)), counts), kept)
+    ends = np.cumsum(counts[kept])
+    result = Streams(
+        made.boxes[boxes],
+        made.types[boxes],
+        made.begin[boxes],
+        made.peers[kept],
+        np.append(0, ends),
+        made.num_bytes[kept],
+    )
+    return result, np.searchsorted(kept, first[kind])
+
+
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Numbers spread over 64 bits; products wrap around."""
     numbers = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -147,13 +165,16 @@ class Cut:
     messages: Messages
 
 
-def cut(made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None = None) -> Cut:
+def cut(
+    made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None = None, places: IntArray | None = None
+) -> Cut:
     """Boxes that lie in several rounds are cut between elements: part of a row, whole rows, part of a row.
 
     With `large_bytes` a box of at least that size travels in messages of its own, on both ends of a stream. A message
     whose elements are neighbours in one parameter, of the type that they have on the wire, goes from or to there; all
     others are staged. `held` [tensors] is the type of each in the parameters. Without `large_bytes` every run is one
-    message and everything is staged.
+    message and everything is staged. `places` [streams] is the byte of the staging buffer at which each stream's runs
+    begin, in all rounds; without it those of a round lie one after another.
     """
     bounds = rounds.bounds(made.num_bytes)
     whole, low, high, run = _runs_of(made, bounds)
@@ -173,7 +194,7 @@ def cut(made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None 
     if large_bytes is not None:
         in_place = _in_place(boxes, held[boxes["tensor"]] == types, message, len(first))
     num_bytes = elements(boxes) * item
-    staged = _staged(np.where(in_place[message], 0, num_bytes), number, stream)
+    staged = _staged(np.where(in_place[message], 0, num_bytes), number, stream, places)
     messages = Messages(
         peers=made.peers[stream[first]],
         numbers=_numbers_within(stream[first]),
@@ -187,7 +208,15 @@ def cut(made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None 
     return Cut(boxes[kept], types[kept], staged[kept] // item[kept], starts, messages)
 
 
-def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray) -> IntArray:
+def fixed_places(num_bytes: IntArray, rounds: Rounds) -> IntArray:
+    """[streams]: places for `cut` that leave room for the longest run of each of these streams."""
+    longest = np.diff(rounds.bounds(num_bytes), axis=1).max(axis=1, initial=0)
+    room = -(-longest // ALIGNMENT) * ALIGNMENT
+    places: IntArray = np.cumsum(room) - room
+    return places
+
+
+def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray, places: IntArray | None) -> IntArray:
     """[boxes]: the byte at which each begins in its round's staging buffer, which it takes `num_bytes` of.
 
     Runs begin at multiples of ALIGNMENT; within one boxes follow each other, wide elements before narrow ones.
@@ -196,13 +225,18 @@ def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray) -> IntArray
     run = np.flatnonzero(_changes(number, stream))
     length = np.diff(np.append(run, len(end)))
     before = (end - num_bytes)[run]
-    size = np.diff(np.append(before, end[-1:]))
-    size = -(-size // ALIGNMENT) * ALIGNMENT
-    place = np.cumsum(size) - size
-    first_run = np.flatnonzero(_changes(number[run]))
-    place -= np.repeat(place[first_run], np.diff(np.append(first_run, len(run))))
+    place = places[stream[run]] if places is not None else _in_turn(np.diff(np.append(before, end[-1:])), number[run])
     staged: IntArray = end - num_bytes + np.repeat(place - before, length)
     return staged
+
+
+def _in_turn(size: IntArray, number: IntArray) -> IntArray:
+    """[runs]: where each of `size` bytes begins in its round's staging buffer."""
+    size = -(-size // ALIGNMENT) * ALIGNMENT
+    place: IntArray = np.cumsum(size) - size
+    first = np.flatnonzero(_changes(number))
+    place -= np.repeat(place[first], np.diff(np.append(first, len(number))))
+    return place
 
 
 def _numbers_within(group: IntArray) -> IntArray:

@@ -43,17 +43,18 @@ class Memory:
 
 
 def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:
-    """Buffers for the largest rounds of `steps` on `device`; where `host`, in host memory that its kernels can address.
+    """Buffers for the largest rounds of `steps` that go over a wire, on `device`; where `host`, in host memory that its
+    kernels can address.
 
     Where no stage has two rounds the two buffers of a direction are one.
     """
-    num_buffers = 2 if max(stage.num_rounds for stage in steps.stages) > 1 else 1
+    stages = [stage for stage in steps.stages if not stage.kind.shared]
+    num_buffers = 2 if max(stage.num_rounds for stage in stages) > 1 else 1
 
     def pair(num_bytes: int) -> tuple[Tensor, Tensor]:
         made = [_buffer(num_bytes, device, host) for _ in range(num_buffers)]
         return made[0], made[-1]
 
-    stages = steps.stages
     return Staging(pair(max(s.send_bytes for s in stages)), pair(max(s.receive_bytes for s in stages)))
 
 

@@ -5,13 +5,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rltrain.reshard.element_types import TypeArray, wire_types
-from rltrain.reshard.execute.rounds import Cut, Messages, Rounds, Streams, cut, streams
+from rltrain.reshard.element_types import TypeArray
+from rltrain.reshard.execute.rounds import Cut, Messages, Rounds, Streams, cut, distinct, fixed_places
+from rltrain.reshard.execute.stages import STAGES, ReadPlaces, StageKind, StageStreams
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.layout import Array, IntArray
 from rltrain.reshard.plan.rank_plan import RankPlan
-
-STAGES = ("direct", "fan_out")
 
 
 class BlockPlaces(Protocol):
@@ -24,10 +23,12 @@ class BlockPlaces(Protocol):
 @dataclass(frozen=True)
 class BaseNumbers:
     """How a table numbers the memory that it addresses: source parameters, destination parameters, two staging buffers
-    to send from, two to receive into, and the table of block magnitudes where anything is quantised."""
+    to send from, two to receive into, the table of block magnitudes, two slots that neighbours read, and two slots of
+    each of these `neighbours`."""
 
     num_source: int
     num_destination: int
+    neighbours: tuple[int, ...] = ()
 
     @property
     def destination(self) -> int:
@@ -45,6 +46,23 @@ class BaseNumbers:
     def amax(self) -> int:
         return self.receive + 2
 
+    @property
+    def slots(self) -> int:
+        return self.amax + 1
+
+    def packed(self, kind: StageKind) -> int:
+        """The first of two bases into which a stage packs."""
+        return self.slots if kind.shared else self.send
+
+    def received(self, kind: StageKind, peers: IntArray) -> IntArray:
+        """The first of the two bases from which a stage unpacks what comes from each of `peers`."""
+        if not kind.shared:
+            return np.full(len(peers), self.receive)
+        bases: IntArray = self.slots + 2 + 2 * np.searchsorted(self.neighbours, peers)
+        return bases
+
+
+NOBODY = ReadPlaces()
 
 FIRST_TAG = 2**30
 """Of messages: above the tags of whatever else uses their group."""
@@ -64,9 +82,12 @@ class Message(NamedTuple):
 class StageSteps:
     """A stage on one rank. Round k packs slices `pack[k]:pack[k + 1]` of the table, sends the messages `sends[k]` and
     receives `receives[k]`, and unpacks slices `unpack[k]:unpack[k + 1]`. What needs no staging buffer is outside of the
-    rounds: `sends_in_place` and `receives_in_place`."""
+    rounds: `sends_in_place` and `receives_in_place`.
 
-    name: str
+    In shared memory messages are unpacked from where their sender packed them, and several ranks may read the same.
+    """
+
+    kind: StageKind
     num_rounds: int
     sends: list[list[Message]]
     receives: list[list[Message]]
@@ -75,7 +96,7 @@ class StageSteps:
     pack: list[int]
     unpack: list[int]
     send_bytes: int
-    """What a staging buffer to send from must hold."""
+    """What a staging buffer, or a slot, to send from must hold."""
     receive_bytes: int
 
 
@@ -88,22 +109,10 @@ class Steps:
     stages: tuple[StageSteps, ...]
     bases: BaseNumbers
 
-
-@dataclass(frozen=True, eq=False)
-class StageStreams:
-    """What one rank exchanges in one stage, before it is cut into rounds."""
-
-    sends: Streams
-    receives: Streams
-
-
-def stage_streams(plan: RankPlan) -> tuple[StageStreams, ...]:
-    """Of the stages, in their order."""
-    wires = (wire_types(plan.source_types, plan.destination_types), plan.destination_types)
-    return tuple(
-        StageStreams(streams(stage.sends, wire), streams(stage.receives, wire))
-        for stage, wire in zip((plan.direct, plan.fan_out), wires, strict=True)
-    )
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot in shared memory must hold."""
+        return max(stage.send_bytes for stage in self.stages if stage.kind.shared)
 
 
 def make_steps(
@@ -111,59 +120,87 @@ def make_steps(
     exchanged: tuple[StageStreams, ...],
     rounds: tuple[Rounds, ...],
     *,
+    read: ReadPlaces = NOBODY,
     blocks: BlockPlaces | None = None,
     large_bytes: int | None = None,
 ) -> Steps:
-    """`blocks` must be given where the plan quantises; `large_bytes` is as in `cut`."""
-    bases = BaseNumbers(len(plan.source_parameters), len(plan.destination_parameters))
+    """`read` is of the neighbours that `exchanged` was made for; `blocks` must be given where the plan quantises;
+    `large_bytes` is as in `cut`, for what does not pass through shared memory."""
+    bases = BaseNumbers(len(plan.source_parameters), len(plan.destination_parameters), read.neighbours)
     builder = _Builder(bases, blocks)
     builder.add(_local_slices(plan, bases), plan.copies)
     stages = []
-    for number, (name, made, how) in enumerate(zip(STAGES, exchanged, rounds, strict=True)):
-        base, types = (0, plan.source_types) if name == "direct" else (bases.destination, plan.destination_types)
-        packs = cut(made.sends, how, types, large_bytes)
-        unpacks = cut(made.receives, how, plan.destination_types, large_bytes)
-        first_pack = builder.add(_pack_slices(packs, base, types, bases.send), packs.boxes)
-        first_unpack = builder.add(
-            _unpack_slices(unpacks, bases.destination, plan.destination_types, bases.receive), unpacks.boxes
-        )
-        first_tag = FIRST_TAG + number
-        sends, sends_in_place = _addressed(packs.messages, base, bases.send, first_tag)
-        receives, receives_in_place = _addressed(unpacks.messages, bases.destination, bases.receive, first_tag)
-        stages.append(
-            StageSteps(
-                name,
-                how.count,
-                sends=sends,
-                receives=receives,
-                sends_in_place=sends_in_place,
-                receives_in_place=receives_in_place,
-                pack=(first_pack + packs.starts).tolist(),
-                unpack=(first_unpack + unpacks.starts).tolist(),
-                send_bytes=packs.messages.staged_bytes,
-                receive_bytes=unpacks.messages.staged_bytes,
-            )
-        )
+    for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
+        types = plan.destination_types if stage.kind.fans_out else plan.source_types
+        if stage.kind.shared:
+            sends, _ = distinct(stage.sends)
+            packs = cut(sends, how, types, places=fixed_places(sends.num_bytes, how))
+            places = read.on(stage.receives.peers, number)
+            unpacks = cut(stage.receives, how, plan.destination_types, places=places)
+        else:
+            packs = cut(stage.sends, how, types, large_bytes)
+            unpacks = cut(stage.receives, how, plan.destination_types, large_bytes)
+        stages.append(_stage_steps(plan, stage, (packs, unpacks), builder, FIRST_TAG + number))
     return Steps(np.concatenate(builder.tables), len(plan.copies), tuple(stages), bases)
+
+
+def _stage_steps(
+    plan: RankPlan, stage: StageStreams, ends: tuple[Cut, Cut], builder: "_Builder", first_tag: int
+) -> StageSteps:
+    """`ends` is what the rank sends and what it receives, cut into rounds."""
+    bases, kind, (packs, unpacks) = builder.bases, stage.kind, ends
+    source, types = (bases.destination, plan.destination_types) if kind.fans_out else (0, plan.source_types)
+    staging = bases.packed(kind)
+    first_pack = builder.add(_pack_slices(packs, source, types, staging), packs.boxes)
+    arriving = bases.received(kind, unpacks.boxes["peer"])
+    unpack = _unpack_slices(unpacks, bases.destination, plan.destination_types, arriving)
+    first_unpack = builder.add(unpack, unpacks.boxes)
+    sends, sends_in_place = _addressed(packs.messages, source, staging, first_tag)
+    arriving = bases.received(kind, unpacks.messages.peers)
+    receives, receives_in_place = _addressed(unpacks.messages, bases.destination, arriving, first_tag)
+    return StageSteps(
+        kind,
+        len(packs.starts) - 1,
+        sends=_to_all_readers(sends, stage.sends) if kind.shared else sends,
+        receives=receives,
+        sends_in_place=sends_in_place,
+        receives_in_place=receives_in_place,
+        pack=(first_pack + packs.starts).tolist(),
+        unpack=(first_unpack + unpacks.starts).tolist(),
+        send_bytes=packs.messages.staged_bytes,
+        receive_bytes=0 if kind.shared else unpacks.messages.staged_bytes,
+    )
+
+
+def _to_all_readers(rounds: list[list[Message]], sends: Streams) -> list[list[Message]]:
+    """The messages of distinct streams, once for every peer whose stream in `sends` is one of these."""
+    kept, stream = distinct(sends)
+    readers: dict[int, list[int]] = {peer: [] for peer in kept.peers.tolist()}
+    for peer, number in zip(sends.peers.tolist(), stream.tolist(), strict=True):
+        readers[int(kept.peers[number])].append(peer)
+    return [
+        [message._replace(peer=peer) for message in messages for peer in readers[message.peer]] for messages in rounds
+    ]
 
 
 class _Builder:
     """Puts a table together."""
 
     def __init__(self, bases: BaseNumbers, blocks: BlockPlaces | None) -> None:
+        self.bases = bases
         self.tables: list[Array] = []
-        self._bases, self._blocks, self._length = bases, blocks, 0
+        self._blocks, self._length = blocks, 0
 
     def add(self, slices: Array, boxes: Array) -> int:
         """Append `slices`, which copy `boxes`; the number of the first one."""
-        _place_blocks(slices, boxes, self._blocks, self._bases.amax)
+        _place_blocks(slices, boxes, self._blocks, self.bases.amax)
         self.tables.append(slices)
         self._length += len(slices)
         return self._length - len(slices)
 
 
 def _addressed(
-    messages: Messages, parameters: int, staging: int, first_tag: int
+    messages: Messages, parameters: int, staging: int | IntArray, first_tag: int
 ) -> tuple[list[list[Message]], list[Message]]:
     """(staged messages of every round, messages in place). Parameters are numbered from base `parameters`, staging
     buffers from `staging`."""
@@ -196,7 +233,7 @@ def _pack_slices(made: Cut, base: int, types: TypeArray, staging: int) -> Array:
     return slices
 
 
-def _unpack_slices(made: Cut, base: int, types: TypeArray, staging: int) -> Array:
+def _unpack_slices(made: Cut, base: int, types: TypeArray, staging: IntArray) -> Array:
     slices = _blank(made.boxes)
     _at_staging(slices, "src", made, staging)
     _at_parameter(slices, "dst", made.boxes, base, types)
@@ -215,8 +252,9 @@ def _at_parameter(slices: Array, side: str, boxes: Array, base: int, types: Type
     slices[f"{side}_type"] = types[boxes["tensor"]]
 
 
-def _at_staging(slices: Array, side: str, made: Cut, base: int) -> None:
-    """Rounds take turns between the two buffers from `base`; a box lies there without gaps."""
+def _at_staging(slices: Array, side: str, made: Cut, base: int | IntArray) -> None:
+    """Rounds take turns between the two buffers from `base`, which may be another one for each box; a box lies there
+    without gaps."""
     number: IntArray = np.repeat(np.arange(len(made.starts) - 1), np.diff(made.starts))
     slices[f"{side}_base"] = base + number % 2
     slices[f"{side}_offset"], slices[f"{side}_stride"] = made.staged, made.boxes["cols"]

@@ -1,13 +1,11 @@
 """Memory of this rank that the process of an SGLang server can map: weights lie here between reshard and engine.
 
 It comes from the operating system or the CUDA driver and not from torch's allocator, so that what the server is told
-depends on no version of torch and on no setting of its allocator. None of it has a name in a file system: it is gone
-with the last process that has it open, however that ends.
+depends on no version of torch and on no setting of its allocator. It is gone with the last process that has it open,
+however that ends.
 """
 
 import ctypes
-import mmap
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.cluster.shared_memory import SharedMemory
 from rltrain.errors import EngineError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
@@ -43,19 +42,17 @@ class Segment(Protocol):
 
 
 class HostSegment:
-    """Shared memory without a name: reachable through this process's open files, by its own user alone."""
+    """Shared memory of the host."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file = os.memfd_create("rltrain-weights")
-        os.fchmod(self._file, 0o600)
-        os.ftruncate(self._file, num_bytes)
-        self.bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.handle = {"kind": "file", "id": secrets.token_hex(16), "path": path, "bytes": num_bytes}
+        self._memory = SharedMemory.create()
+        self._memory.resize(num_bytes)
+        self.bytes = self._memory.map()
+        self.handle = {"kind": "file", "id": secrets.token_hex(16), "path": self._memory.path, "bytes": num_bytes}
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        os.close(self._file)
+        self._memory.close()
 
 
 class DeviceSegment:

@@ -1,0 +1,63 @@
+"""A wire in device memory: a round is one group call of NCCL."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from rltrain.reshard.execute.lanes import Mark
+from rltrain.reshard.execute.staging import Memory
+from rltrain.reshard.execute.steps import Message, StageSteps
+from rltrain.reshard.execute.wire import Link, Wire
+
+
+class NcclWire(Wire):
+    """All of it is issued to the lane: the host never waits."""
+
+    def __init__(self, steps: StageSteps, memory: Memory, link: Link) -> None:
+        super().__init__(steps, memory, link)
+        assert not (steps.sends_in_place or steps.receives_in_place), "a round is one call: all of it is staged"
+        self._free: dict[int, Mark | None] = {}
+        self._done: dict[int, Mark] = {}
+
+    def expect(self, number: int, free: Mark | None) -> None:
+        self._free[number] = free
+
+    def start(self, number: int, packed: Mark) -> None:
+        lane = self.link.lane
+        sends, receives = self.steps.sends[number], self.steps.receives[number]
+        self.count_sent(sends)
+        self.count_received(receives)
+        operations = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
+        with lane:
+            lane.after(packed)
+            lane.after(self._free.pop(number))
+            began = lane.mark()
+            if operations:
+                peers = sorted({operation.peer for operation in operations})
+                try:
+                    for work in dist.batch_isend_irecv(operations):
+                        work.wait()  # makes the lane wait, not the host
+                except RuntimeError as error:
+                    what = f"exchange {self.round(number)} with ranks {peers}"
+                    raise self.failed(what, error) from error
+            self._done[number] = lane.mark()
+        if operations:
+            self.spans.append((began, self._done[number]))
+
+    def left(self, number: int) -> Mark:
+        return self._done[number]
+
+    def arrived(self, number: int) -> Mark:
+        return self._done[number]
+
+    def taken(self, number: int, unpacked: Mark) -> None:
+        """The sender has it from its own transport that its buffer is free."""
+
+    def finish(self) -> Mark:
+        return self.link.lane.mark()
+
+    def _operations(self, call: Callable[..., dist.Work | None], messages: list[Message]) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(call, self.memory.part(message), message.peer, self.link.group, message.tag)
+            for message in messages
+        ]
