@@ -15,9 +15,13 @@ def this_machine() -> str:
         return ""
 
 
+def process_here(number: int) -> str:
+    """The name of a process of this machine."""
+    return f"{this_machine()} {number}"
+
+
 def this_process() -> str:
-    """Machine and process number."""
-    return f"{this_machine()} {os.getpid()}"
+    return process_here(os.getpid())
 
 
 def has_ended(process: str) -> bool:

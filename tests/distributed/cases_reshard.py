@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
+from rltrain.cluster.shared_memory import SharedMemory
 from rltrain.reshard.element_types import ITEM_BYTES
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.report import SyncReport
@@ -122,6 +123,7 @@ def _reshard(
         "in_place": sum(len(stage.sends_in_place) for stage in prepared.steps.stages),
         "fanned_out": sum(len(sent) for stage in prepared.steps.stages if stage.kind.fans_out for sent in stage.sends),
         "sharing": [any(stage.sends) for stage in prepared.steps.stages if stage.kind.shared],
+        "neighbours": list(prepared.steps.bases.neighbours),
         "packed": sum(_packed_bytes(prepared.steps.slices[s.pack[0] : s.pack[-1]]) for s in prepared.steps.stages),
         "staging": report.peak_staging_bytes <= 4 * settings.bucket_bytes + settings.share_memory * 2 * mmap.PAGESIZE,
         "launches": report.num_launches <= 1 + 2 * report.num_rounds,
@@ -145,6 +147,13 @@ def _seconds(report: SyncReport) -> dict[str, float]:
 
 def tensors(shard: Tensors) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in shard.items()}
+
+
+def with_a_rank_that_cannot_be_mapped() -> dict[str, dict[str, Any]]:
+    """Rank 2 reaches nobody's memory, as in a container of its own: the other three share theirs."""
+    unreachable = mock.patch.object(SharedMemory, "open", side_effect=PermissionError)
+    with unreachable if dist.get_rank() == 2 else nullcontext():
+        return reshard(Settings(bucket_bytes=1024, share_memory=True))
 
 
 def round_trip(max_shard_bytes: int) -> list[dict[str, Any]]:
@@ -232,6 +241,7 @@ def all_checks() -> dict[str, Any]:
         "two nodes, shared memory": reshard(
             Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2, share_memory=True)
         ),
+        "shared memory, but for one": with_a_rank_that_cannot_be_mapped(),
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
     }

@@ -15,7 +15,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 CHECKS = ["small buckets", "one bucket", "cast", "in place", "two nodes"]
-SHARED_CHECKS = ["shared memory", "shared memory, cast", "two nodes, shared memory"]
+SHARED_CHECKS = ["shared memory", "shared memory, cast", "two nodes, shared memory", "shared memory, but for one"]
 
 
 @pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
@@ -66,6 +66,18 @@ def test_what_neighbours_read_is_packed_once_and_passes_through_no_wire(ranks: l
         [False, True],
         [False, True],
     ]
+
+
+def test_ranks_share_memory_where_both_can_map_it(ranks: list[dict[str, Any]]) -> None:
+    name = "one rank feeds all, llama"
+    neighbours = {
+        "shared memory": [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]],
+        "shared memory, but for one": [[1, 3], [0, 3], [], [0, 1]],
+        "two nodes, shared memory": [[1], [0], [3], [2]],
+        "one bucket": [[], [], [], []],
+    }
+    for check, expected in neighbours.items():
+        assert [results[check][name]["neighbours"] for results in ranks] == expected
 
 
 def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:

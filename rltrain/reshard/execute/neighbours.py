@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rltrain.cluster.processes import this_machine, this_process
+from rltrain.cluster.processes import process_here, this_process
 from rltrain.cluster.shared_memory import AVAILABLE, SharedMemory
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.stages import ReadPlaces
@@ -62,7 +62,7 @@ class Neighbours:
 
     def __init__(self, agreement: Agreement, candidates: Sequence[int]) -> None:
         self._agreement = agreement
-        self._own = SharedMemory.create() if candidates and AVAILABLE and signals.available() else None
+        self._own = _created() if candidates else None
         offers = agreement.exchange(np.repeat([self._offer()], len(agreement.ranks), axis=0))
         found = {peer: offers[agreement.ranks.index(peer)].tolist() for peer in sorted(candidates)}
         opened = {peer: _opened(*offer) for peer, offer in found.items() if self._own}
@@ -74,7 +74,7 @@ class Neighbours:
             elif memory:
                 memory.close()
         self.ranks = tuple(self._theirs)
-        self._processes = {peer: f"{this_machine()} {found[peer][0]}" for peer in self.ranks}
+        self._processes = {peer: process_here(found[peer][0]) for peer in self.ranks}
 
     def read_places(self, places: IntArray) -> ReadPlaces:
         """From the `shared_places` that each rank has come to. Collective over: the agreement's ranks."""
@@ -82,7 +82,7 @@ class Neighbours:
         return ReadPlaces(self.ranks, self._agreement.exchange(places)[rows])
 
     def memory(self, slot_bytes: int, timeout_s: float) -> NodeMemory | None:
-        """Slots of at least `slot_bytes`, for as long as they are referred to; None where this rank had no candidates.
+        """Slots of at least `slot_bytes`, for as long as they are referred to; None where this rank cannot have any.
 
         Ends the use of this object. Collective over: the agreement's ranks.
         """
@@ -106,6 +106,16 @@ class Neighbours:
         token = secrets.token_bytes(TOKEN_BYTES)
         os.pwrite(self._own.file, token, 0)
         return [os.getpid(), self._own.file, int.from_bytes(token, "little", signed=True)]
+
+
+def _created() -> SharedMemory | None:
+    """None where this rank has no such memory, or no native code to count in it."""
+    if not (AVAILABLE and signals.available()):
+        return None
+    try:
+        return SharedMemory.create()
+    except OSError:
+        return None
 
 
 def _opened(process: int, file: int, token: int) -> SharedMemory | None:
