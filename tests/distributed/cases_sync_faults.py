@@ -138,11 +138,15 @@ def _killed(wire: type[Wire]) -> None:
     leave(results)
 
 
-def stuck() -> dict[str, Any]:
-    """A sync in which a rank stops between two rounds for longer than the others wait for it."""
+def abandoned() -> dict[str, Any]:
+    """A sync that a rank leaves between two rounds, without ending."""
+
+    def leave_sync() -> None:
+        raise SyncError("it went to do something else")
+
     rank = Rank(timeout_s=3)
     if rank.number == VICTIM:
-        _before_third_round(SharedWire, lambda: time.sleep(4))
+        _before_third_round(SharedWire, leave_sync)
     return rank.attempt(step=3)
 
 

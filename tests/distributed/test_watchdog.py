@@ -11,6 +11,7 @@ from tests.distributed.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_watchdog"
 SOON_S = 25.0
+FAST = ("update", "weight_sync")
 
 
 def failure_of(case: str, folder: Path, **arguments: str) -> str:
@@ -21,7 +22,9 @@ def failure_of(case: str, folder: Path, **arguments: str) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize("task", VICTIMS)
+@pytest.mark.parametrize(
+    "task", [task if task in FAST else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
+)
 def test_a_rank_that_hangs_is_named_once_with_its_task_and_step(task: str, tmp_path: Path) -> None:
     victim = VICTIMS[task]
     output = failure_of("sleeping", tmp_path, task=task)

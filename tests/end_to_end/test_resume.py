@@ -76,7 +76,7 @@ CONFIGS = {
     "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_only_steps=1")),
     "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
 }
-FAST = ("sequential", "asynchronous")
+FAST = ("sequential",)
 EXPORTS = {"sequential": [f"step_{step:07d}" for step in (2, 4, 6, 8)]}
 
 
