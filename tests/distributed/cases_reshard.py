@@ -2,10 +2,12 @@
 
 import mmap
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from rltrain.reshard.element_types import ITEM_BYTES
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.layout import Array
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan, traffic
@@ -156,6 +159,18 @@ def with_a_rank_that_cannot_be_mapped() -> dict[str, dict[str, Any]]:
         return reshard(Settings(bucket_bytes=1024, share_memory=True))
 
 
+def with_ranks_out_of_step() -> dict[str, dict[str, Any]]:
+    """Every copy takes a while, another one each time: nobody may pack into a slot that others have yet to read."""
+    launch, random = CopyTable.launch, Random(dist.get_rank())
+
+    def launch_late(table: CopyTable, first: int, last: int) -> None:
+        time.sleep(random.expovariate(1000))
+        launch(table, first, last)
+
+    with mock.patch.object(CopyTable, "launch", launch_late):
+        return reshard(Settings(bucket_bytes=1024, share_memory=True))
+
+
 def round_trip(max_shard_bytes: int) -> list[dict[str, Any]]:
     """HF -> this rank's shard -> HF for several grids, compared bit for bit on rank 0."""
     rank, results = dist.get_rank(), []
@@ -242,6 +257,7 @@ def all_checks() -> dict[str, Any]:
             Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2, share_memory=True)
         ),
         "shared memory, but for one": with_a_rank_that_cannot_be_mapped(),
+        "shared memory, out of step": with_ranks_out_of_step(),
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
     }

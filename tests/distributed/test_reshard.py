@@ -15,7 +15,13 @@ def ranks() -> list[dict[str, Any]]:
 
 
 CHECKS = ["small buckets", "one bucket", "cast", "in place", "two nodes"]
-SHARED_CHECKS = ["shared memory", "shared memory, cast", "two nodes, shared memory", "shared memory, but for one"]
+SHARED_CHECKS = [
+    "shared memory",
+    "shared memory, cast",
+    "shared memory, out of step",
+    "shared memory, but for one",
+    "two nodes, shared memory",
+]
 
 
 @pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
