@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from rltrain.reshard.execute.lanes import Mark
+from rltrain.reshard.execute.lanes import Lane, Mark
 from rltrain.reshard.execute.staging import Memory
 from rltrain.reshard.execute.steps import Message, StageSteps
-from rltrain.reshard.execute.wire import Link, Wire
+from rltrain.reshard.execute.wire import Wire
 
 
 class NcclWire(Wire):
     """All of it is issued to the lane: the host never waits."""
 
-    def __init__(self, steps: StageSteps, memory: Memory, link: Link) -> None:
-        super().__init__(steps, memory, link)
+    def __init__(self, steps: StageSteps, rank: int, lane: Lane, memory: Memory, group: dist.ProcessGroup) -> None:
+        super().__init__(steps, rank, lane)
+        self._memory, self._group = memory, group
         assert not (steps.sends_in_place or steps.receives_in_place), "a round is one call: all of it is staged"
         self._free: dict[int, Mark | None] = {}
         self._done: dict[int, Mark] = {}
@@ -23,7 +24,7 @@ class NcclWire(Wire):
         self._free[number] = free
 
     def start(self, number: int, packed: Mark) -> None:
-        lane = self.link.lane
+        lane = self.lane
         sends, receives = self.steps.sends[number], self.steps.receives[number]
         self.count_sent(sends)
         self.count_received(receives)
@@ -51,13 +52,12 @@ class NcclWire(Wire):
         return self._done[number]
 
     def taken(self, number: int, unpacked: Mark) -> None:
-        """The sender has it from its own transport that its buffer is free."""
+        """The sender has it from NCCL that its buffer is free."""
 
     def finish(self) -> Mark:
-        return self.link.lane.mark()
+        return self.lane.mark()
 
     def _operations(self, call: Callable[..., dist.Work | None], messages: list[Message]) -> list[dist.P2POp]:
         return [
-            dist.P2POp(call, self.memory.part(message), message.peer, self.link.group, message.tag)
-            for message in messages
+            dist.P2POp(call, self._memory.part(message), message.peer, self._group, message.tag) for message in messages
         ]

@@ -23,7 +23,7 @@ from rltrain.reshard.execute.shared_wire import SharedWire
 from rltrain.reshard.execute.stages import shared_places, stage_streams
 from rltrain.reshard.execute.staging import Memory, Staging, allocate
 from rltrain.reshard.execute.steps import BlockPlaces, StageSteps, make_steps
-from rltrain.reshard.execute.wire import Link, Wire
+from rltrain.reshard.execute.wire import Wire
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
@@ -186,10 +186,10 @@ class Resharding:
     def _wire(self, steps: StageSteps, memory: Memory, rounds_before: int) -> Wire | None:
         if self._group is None:
             return None
-        link = Link(self._group, self.plan.rank, self._lanes.wire)
+        rank, lane = self.plan.rank, self._lanes.wire
         if steps.kind.shared:
-            return SharedWire(steps, memory, link, self._node, rounds_before) if self._node else None
-        return (GlooWire if self._over_gloo else NcclWire)(steps, memory, link)
+            return SharedWire(steps, rank, lane, self._node, rounds_before) if self._node else None
+        return (GlooWire if self._over_gloo else NcclWire)(steps, rank, lane, memory, self._group)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

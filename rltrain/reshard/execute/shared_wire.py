@@ -7,11 +7,10 @@ ranks go through the same rounds, so that these numbers mean the same on each.
 import time
 
 from rltrain.cluster.processes import has_ended
-from rltrain.reshard.execute.lanes import Mark
+from rltrain.reshard.execute.lanes import Lane, Mark
 from rltrain.reshard.execute.neighbours import NodeMemory
-from rltrain.reshard.execute.staging import Memory
 from rltrain.reshard.execute.steps import Message, StageSteps
-from rltrain.reshard.execute.wire import Link, Wire
+from rltrain.reshard.execute.wire import Wire
 from rltrain.reshard.kernels.signals import Signal
 
 LOOK_S = 0.2
@@ -19,13 +18,10 @@ LOOK_S = 0.2
 
 
 class SharedWire(Wire):
-    """`first_round` is how many rounds ranks have gone through before this stage, in all runs of the reshard together.
+    """`first_round` is how many rounds ranks have gone through before this stage, in all runs of a reshard together."""
 
-    The link's group is not used.
-    """
-
-    def __init__(self, steps: StageSteps, memory: Memory, link: Link, node: NodeMemory, first_round: int) -> None:
-        super().__init__(steps, memory, link)
+    def __init__(self, steps: StageSteps, rank: int, lane: Lane, node: NodeMemory, first_round: int) -> None:
+        super().__init__(steps, rank, lane)
         self._node, self._first_round = node, first_round
         self._began: Mark | None = None
         self._received: Mark | None = None
@@ -36,7 +32,7 @@ class SharedWire(Wire):
 
     def start(self, number: int, packed: Mark) -> None:
         packed.wait()
-        self._began = self._began or self.link.lane.mark()
+        self._began = self._began or self.lane.mark()
         self.count_sent(self.steps.sends[number])
         self._not_left.append(number)
         self._node.own.packed.set(self._count(number))
@@ -46,13 +42,13 @@ class SharedWire(Wire):
         for message in self.steps.sends[number]:
             reader = self._node.neighbours[message.peer]
             self._wait(reader.taken, number, message, reader.process, "read")
-        return self.link.lane.mark()
+        return self.lane.mark()
 
     def arrived(self, number: int) -> Mark:
         for message in self.steps.receives[number]:
             sender = self._node.neighbours[message.peer]
             self._wait(sender.packed, number, message, sender.process, "packed")
-        self._received = self.link.lane.mark()
+        self._received = self.lane.mark()
         return self._received
 
     def taken(self, number: int, unpacked: Mark) -> None:
@@ -60,7 +56,7 @@ class SharedWire(Wire):
         self._node.own.taken.set(self._count(number))
 
     def finish(self) -> Mark:
-        end = self.link.lane.mark()
+        end = self.lane.mark()
         for number in list(self._not_left):
             end = self.left(number)
         if self._began is not None and (self.bytes_received or self.bytes_sent):

@@ -6,34 +6,21 @@ rounds in the same order.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass
-
-import torch.distributed as dist
 
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.lanes import Lane, Mark
-from rltrain.reshard.execute.staging import Memory
 from rltrain.reshard.execute.steps import Message, StageSteps
 
 
-@dataclass(frozen=True)
-class Link:
-    """Over which group a rank exchanges messages, and the lane that does it."""
-
-    group: dist.ProcessGroup
-    rank: int
-    lane: Lane
-
-
 class Wire(ABC):
-    """The transfers of one stage.
+    """The transfers of one stage on `rank`, by work in `lane`.
 
     `bytes_sent` counts by peer what was handed to the transport. `spans` are, once the stage is over, from when
     messages were handed over to when those that this rank receives, or else those that it sends, were through.
     """
 
-    def __init__(self, steps: StageSteps, memory: Memory, link: Link) -> None:
-        self.steps, self.memory, self.link = steps, memory, link
+    def __init__(self, steps: StageSteps, rank: int, lane: Lane) -> None:
+        self.steps, self.rank, self.lane = steps, rank, lane
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received = 0
         self.spans: list[tuple[Mark, Mark]] = []
@@ -76,7 +63,7 @@ class Wire(ABC):
     def failed(self, what: str, error: RuntimeError | str) -> SyncError:
         """In place of an `error` of the transport, one that says what this rank was about."""
         return SyncError(
-            f"rank {self.link.rank} could not {what} in stage {self.steps.kind.name} of a reshard: {error}. Look for "
+            f"rank {self.rank} could not {what} in stage {self.steps.kind.name} of a reshard: {error}. Look for "
             "what ended or holds up the other rank: its own message comes first in the log. How long a rank waits "
             "for another is config key timeouts.no_progress_s"
         )
