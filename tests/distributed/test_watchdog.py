@@ -12,6 +12,7 @@ from tests.distributed.torchrun import run_distributed
 CASES = "tests.distributed.cases_watchdog"
 SOON_S = 25.0
 FAST = ("update", "weight_sync")
+VICTIM_TASKS = [task if task in FAST else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
 
 
 def failure_of(case: str, folder: Path, **arguments: str) -> str:
@@ -22,9 +23,7 @@ def failure_of(case: str, folder: Path, **arguments: str) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize(
-    "task", [task if task in FAST else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
-)
+@pytest.mark.parametrize("task", VICTIM_TASKS)
 def test_a_rank_that_hangs_is_named_once_with_its_task_and_step(task: str, tmp_path: Path) -> None:
     victim = VICTIMS[task]
     output = failure_of("sleeping", tmp_path, task=task)
@@ -46,7 +45,7 @@ def test_a_frozen_process_is_named_by_the_next_one(tmp_path: Path) -> None:
     assert "its process has not run since" in output
 
 
-@pytest.mark.parametrize("task", VICTIMS)
+@pytest.mark.parametrize("task", VICTIM_TASKS)
 def test_a_killed_rank_ends_the_others(task: str, tmp_path: Path) -> None:
     output = failure_of("killed", tmp_path, task=task)
     assert re.search(rf"rank +: {VICTIMS[task]} .*\n.*exitcode +: -9", output), output

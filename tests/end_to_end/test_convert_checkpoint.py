@@ -31,6 +31,7 @@ def succeed(launcher: list[str], *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_convert_there_and_back(tmp_path: Path) -> None:
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, "qwen3_moe", dtype=torch.bfloat16, shard="20KB")

@@ -175,6 +175,7 @@ def killed(stand: Stand, kills: list[Kill], *overrides: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_a_run_of_which_ranks_are_killed_equals_an_undisturbed_one(stand: Stand, undisturbed: Run) -> None:
     killed(
         stand,

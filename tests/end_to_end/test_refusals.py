@@ -51,8 +51,11 @@ def test_the_dry_run_needs_no_checkpoint(overrides):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [REFUSED["a rank out of the world"], REFUSED["an unknown key"], MISSING_CHECKPOINT],
-    ids=["placement", "key", "checkpoint"],
+    [
+        pytest.param(*REFUSED["a rank out of the world"], id="placement"),
+        pytest.param(*REFUSED["an unknown key"], id="key", marks=pytest.mark.slow),
+        pytest.param(*MISSING_CHECKPOINT, id="checkpoint", marks=pytest.mark.slow),
+    ],
 )
 def test_the_job_refuses_with_one_message(wrong, words, overrides):
     start = time.monotonic()
@@ -74,6 +77,7 @@ def test_a_wrong_choice_of_native_code_is_refused(overrides, monkeypatch):
     assert str(REPOSITORY / "rltrain") not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_the_job(overrides):
     diverging = ["steps=9", "data.eval=null", "evaluation.stop_at=null", "placement={actor: 0-3}"]
     done = try_to_train(REPOSITORY / "configs/quickstart_sft.yaml", *overrides, *diverging, "actor.optimizer.lr=1e30")

@@ -65,9 +65,8 @@ def test_a_rank_that_hangs_in_a_task_is_named(task: str, tmp_path: Path, argumen
     assert [r for r, text in stacks.items() if "in fall_asleep" in text] == [rank]
 
 
-@pytest.mark.parametrize(
-    "task", [task if task == "update" else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", VICTIMS)
 def test_a_rank_killed_in_a_task_ends_the_job(task: str, tmp_path: Path, arguments: list[str]) -> None:
     output = fail(task, "kill", tmp_path, arguments)
     assert re.search(rf"rank +: {VICTIMS[task][0]} .*\n.*exitcode +: -9", output), output
