@@ -45,11 +45,13 @@ class SharedWire(Wire):
         return self.lane.mark()
 
     def arrived(self, number: int) -> Mark:
-        for message in self.steps.receives[number]:
+        messages = self.steps.receives[number]
+        for message in messages:
             sender = self._node.neighbours[message.peer]
             self._wait(sender.packed, number, message, sender.process, "packed")
-        self._received = self.lane.mark()
-        return self._received
+        mark = self.lane.mark()
+        self._received = mark if messages else self._received
+        return mark
 
     def taken(self, number: int, unpacked: Mark) -> None:
         unpacked.wait()
@@ -60,7 +62,7 @@ class SharedWire(Wire):
         for number in list(self._not_left):
             end = self.left(number)
         if self._began is not None and (self.bytes_received or self.bytes_sent):
-            self.spans = [(self._began, (self._received if self.bytes_received else None) or end)]
+            self.spans = [(self._began, self._received or end)]
         return end
 
     def _count(self, number: int) -> int:

@@ -37,11 +37,17 @@ STAGES = (
 
 @dataclass(frozen=True, eq=False)
 class StageStreams:
-    """What one rank exchanges in one stage, before it is cut into rounds."""
+    """What one rank exchanges in one stage, before it is cut into rounds.
+
+    It packs the streams `packed`, of which stream i of `sends` is number `packed_as[i]`: in shared memory several
+    receivers may read the same.
+    """
 
     kind: StageKind
     sends: Streams
     receives: Streams
+    packed: Streams
+    packed_as: IntArray
 
 
 def stage_streams(plan: RankPlan, neighbours: Collection[int] = ()) -> tuple[StageStreams, ...]:
@@ -55,7 +61,8 @@ def stage_streams(plan: RankPlan, neighbours: Collection[int] = ()) -> tuple[Sta
             streams(boxes[chosen == kind.shared], types)
             for boxes, chosen in zip((stage.sends, stage.receives), near, strict=True)
         )
-        exchanged.append(StageStreams(kind, sends, receives))
+        packed, packed_as = distinct(sends) if kind.shared else (sends, np.arange(len(sends.peers)))
+        exchanged.append(StageStreams(kind, sends, receives, packed, packed_as))
     return tuple(exchanged)
 
 
@@ -64,9 +71,8 @@ def shared_places(exchanged: tuple[StageStreams, ...], rounds: tuple[Rounds, ...
     places = np.zeros((len(ranks), len(exchanged)), dtype=np.int64)
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
         if stage.kind.shared:
-            sends, stream = distinct(stage.sends)
             rows = [ranks.index(peer) for peer in stage.sends.peers.tolist()]
-            places[rows, number] = fixed_places(sends.num_bytes, how)[stream]
+            places[rows, number] = fixed_places(stage.packed.num_bytes, how)[stage.packed_as]
     return places
 
 
@@ -81,3 +87,6 @@ class ReadPlaces:
         """[peers], each one of the neighbours: from which byte of its slots this rank reads."""
         places: IntArray = self.places[np.searchsorted(self.neighbours, peers), stage]
         return places
+
+
+NOBODY = ReadPlaces()

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rltrain.reshard.element_types import TypeArray
-from rltrain.reshard.execute.rounds import Cut, Messages, Rounds, Streams, cut, distinct, fixed_places
-from rltrain.reshard.execute.stages import STAGES, ReadPlaces, StageKind, StageStreams
+from rltrain.reshard.execute.rounds import Cut, Messages, Rounds, cut, fixed_places
+from rltrain.reshard.execute.stages import NOBODY, STAGES, ReadPlaces, StageKind, StageStreams
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.layout import Array, IntArray
 from rltrain.reshard.plan.rank_plan import RankPlan
@@ -61,8 +61,6 @@ class BaseNumbers:
         bases: IntArray = self.slots + 2 + 2 * np.searchsorted(self.neighbours, peers)
         return bases
 
-
-NOBODY = ReadPlaces()
 
 FIRST_TAG = 2**30
 """Of messages: above the tags of whatever else uses their group."""
@@ -133,12 +131,11 @@ def make_steps(
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
         types = plan.destination_types if stage.kind.fans_out else plan.source_types
         if stage.kind.shared:
-            sends, _ = distinct(stage.sends)
-            packs = cut(sends, how, types, places=fixed_places(sends.num_bytes, how))
+            packs = cut(stage.packed, how, types, places=fixed_places(stage.packed.num_bytes, how))
             places = read.on(stage.receives.peers, number)
             unpacks = cut(stage.receives, how, plan.destination_types, places=places)
         else:
-            packs = cut(stage.sends, how, types, large_bytes)
+            packs = cut(stage.packed, how, types, large_bytes)
             unpacks = cut(stage.receives, how, plan.destination_types, large_bytes)
         stages.append(_stage_steps(plan, stage, (packs, unpacks), builder, FIRST_TAG + number))
     return Steps(np.concatenate(builder.tables), len(plan.copies), tuple(stages), bases)
@@ -161,7 +158,7 @@ def _stage_steps(
     return StageSteps(
         kind,
         len(packs.starts) - 1,
-        sends=_to_all_readers(sends, stage.sends) if kind.shared else sends,
+        sends=_to_all_readers(sends, stage),
         receives=receives,
         sends_in_place=sends_in_place,
         receives_in_place=receives_in_place,
@@ -172,12 +169,11 @@ def _stage_steps(
     )
 
 
-def _to_all_readers(rounds: list[list[Message]], sends: Streams) -> list[list[Message]]:
-    """The messages of distinct streams, once for every peer whose stream in `sends` is one of these."""
-    kept, stream = distinct(sends)
-    readers: dict[int, list[int]] = {peer: [] for peer in kept.peers.tolist()}
-    for peer, number in zip(sends.peers.tolist(), stream.tolist(), strict=True):
-        readers[int(kept.peers[number])].append(peer)
+def _to_all_readers(rounds: list[list[Message]], stage: StageStreams) -> list[list[Message]]:
+    """The messages of packed streams, once for every peer that is sent one."""
+    readers: dict[int, list[int]] = {peer: [] for peer in stage.packed.peers.tolist()}
+    for peer, first in zip(stage.sends.peers.tolist(), stage.packed.peers[stage.packed_as].tolist(), strict=True):
+        readers[first].append(peer)
     return [
         [message._replace(peer=peer) for message in messages for peer in readers[message.peer]] for messages in rounds
     ]
