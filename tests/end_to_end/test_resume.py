@@ -62,9 +62,10 @@ def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
 
 
 def assert_close(metrics: dict[int, Any], expected: dict[int, Any]) -> None:
+    """Ten times what another order of sums makes of ratio_max, a twentieth of what a learning rate 0.3% off does."""
     assert metrics.keys() == expected.keys()
     for step, values in metrics.items():
-        assert values == pytest.approx(expected[step], rel=1e-5, abs=1e-5)
+        assert values == pytest.approx(expected[step], rel=1e-4, abs=1e-5)
 
 
 CONFIGS = {

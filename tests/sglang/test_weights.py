@@ -1,6 +1,5 @@
 """Weights that reach a running SGLang server piece by piece, against a fresh load of the same checkpoint."""
 
-import urllib.error
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +15,15 @@ from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.families import read_architecture
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.process import Server
 from tests.rollout_models import write_checkpoint
-from tests.sglang.servers import PART_BYTES, START_TIMEOUT_S, call, greedy, parts_of
+from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, START_TIMEOUT_S, call, greedy, parts_of
 
 PROMPT = [5, 9, 2, 14, 7, 1]
 NUM_TOKENS = 24
 FAMILIES = ["qwen3", "tied qwen2", "qwen3_moe"]
-
-
-def delivered_by(server: Server) -> Callable[[str, dict[str, Any] | None], dict[str, Any]]:
-    """A Delivery's `call`."""
-
-    def made(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        try:
-            return call(server, path, body)
-        except urllib.error.HTTPError as error:
-            raise EngineError(f"{path}: {error.code} {error.read()[:500]!r}") from error
-
-    return made
 
 
 def deliver(
@@ -111,17 +99,25 @@ def serving(start_server: Callable[..., Server], checkpoints: list[Path]) -> Ser
 
 
 @pytest.fixture
-def delivery(serving: Server, checkpoints: list[Path]) -> Iterator[Delivery]:
-    made = delivery_to(serving, checkpoints[0])
+def client(serving: Server) -> Iterator[Client]:
+    made = Client(CALL_TIMEOUT_S)
+    made.connect(serving.url, serving.token)
     yield made
     made.close()
 
 
-def delivery_to(server: Server, checkpoint: Path, **changes: Any) -> Delivery:
+@pytest.fixture
+def delivery(client: Client, checkpoints: list[Path]) -> Iterator[Delivery]:
+    made = delivery_through(client, checkpoints[0])
+    yield made
+    made.close()
+
+
+def delivery_through(client: Client, checkpoint: Path, **changes: Any) -> Delivery:
     architecture = replace(read_architecture(checkpoint), **changes)
     parts = split(engine_layout(architecture, Grid((0,))), PART_BYTES)
     assert len(parts) > 2, "slots must be used again"
-    return Delivery(parts, 0, device=torch.device("cpu"), keep=True, group=None, call=delivered_by(server))
+    return Delivery(parts, 0, device=torch.device("cpu"), keep=True, group=None, call=client.call)
 
 
 def test_weights_that_change_after_a_generation(serving: Server, delivery: Delivery, checkpoints: list[Path]) -> None:
@@ -142,11 +138,12 @@ def test_weights_that_change_after_a_generation(serving: Server, delivery: Deliv
 )  # fmt: skip
 def test_another_layout_is_refused_and_the_server_goes_on(
     serving: Server,
+    client: Client,
     checkpoints: list[Path],
     changes: dict[str, int],
     expected: str,
 ) -> None:
-    wrong = delivery_to(serving, checkpoints[0], **changes)
+    wrong = delivery_through(client, checkpoints[0], **changes)
     with pytest.raises(EngineError, match=expected):
         wrong.check_layout()
     wrong.close()
@@ -156,23 +153,24 @@ def test_another_layout_is_refused_and_the_server_goes_on(
 
 @pytest.mark.parametrize("checkpoints", FAMILIES[:1], indirect=True)
 def test_a_server_killed_between_and_during_syncs_gets_the_current_weights(
-    serving: Server, delivery: Delivery, checkpoints: list[Path]
+    serving: Server, client: Client, delivery: Delivery, checkpoints: list[Path]
 ) -> None:
     delivery.check_layout()
     deliver(delivery, checkpoints[0], 1)
     serving.kill()
-    restart(serving, delivery)
+    restart(serving, client, delivery)
     assert_serves(serving, checkpoints[0])
     with pytest.raises(EngineLost):
         deliver(delivery, checkpoints[1], 2, after_part=lambda part: serving.kill() if part == 1 else None)
     assert delivery.version is None
-    restart(serving, delivery)
+    restart(serving, client, delivery)
     assert (delivery.version, served_version(serving)) == (2, "2")
     assert_serves(serving, checkpoints[1])
 
 
-def restart(server: Server, delivery: Delivery) -> None:
+def restart(server: Server, client: Client, delivery: Delivery) -> None:
     server.start()
     server.wait_until_ready(START_TIMEOUT_S, lambda: None)
+    client.connect(server.url, server.token)
     delivery.check_layout()
     delivery.redeliver()

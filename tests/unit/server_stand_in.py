@@ -30,9 +30,14 @@ def start_others() -> list[int]:
     return [*children, int(orphan.stdout)]
 
 
-def serve(host: str, port: int, token: str) -> None:
+def serve(host: str, port: int, token: str, num_garbled: int) -> None:
+    garbled = iter(range(num_garbled))
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # noqa: N802 - named by the base class
+            if next(garbled, None) is not None:
+                self.wfile.write(b"not a status line\r\n")
+                return
             allowed = self.headers.get("Authorization") == f"Bearer {token}" and self.path == "/model_info"
             self.send_response(200 if allowed else 401)
             self.end_headers()
@@ -57,7 +62,7 @@ def be_a_server(given: dict[str, Any]) -> None:
         sys.exit(args["exit"])
     if args.get("silent"):
         time.sleep(600)
-    serve(own["host"], own["port"], os.environ["RLTRAIN_SGLANG_TOKEN"])
+    serve(own["host"], own["port"], os.environ["RLTRAIN_SGLANG_TOKEN"], args.get("garbled", 0))
 
 
 def main() -> None:

@@ -219,6 +219,12 @@ def test_a_silent_start_runs_out_of_time(make_server: Callable[..., Server], tmp
     assert not any(map(lives, pids))
 
 
+def test_an_answer_that_is_not_http_is_none_yet(make_server: Callable[..., Server]) -> None:
+    server = make_server(garbled=2)
+    start(server)
+    assert server.ending is None
+
+
 def test_a_start_may_follow_an_end(make_server: Callable[..., Server]) -> None:
     server = make_server(lines=1)
     assert server.ending == "has not been started"

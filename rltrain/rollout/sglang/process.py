@@ -1,6 +1,7 @@
 """An SGLang server as a child process that never outlives its rank."""
 
 import contextlib
+import http.client
 import json
 import os
 import secrets
@@ -151,7 +152,7 @@ class Server:
         try:
             with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
                 return answer.status == 200
-        except OSError:  # URLError, HTTPError and timeouts are
+        except (OSError, http.client.HTTPException):  # URLError, HTTPError and timeouts are OSErrors
             return False
 
     def _failed(self, what: str) -> str:
