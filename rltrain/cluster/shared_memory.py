@@ -4,6 +4,7 @@ It is reached through the open files of the process that made it, by its own use
 process that has it open or mapped, however that ends. Unlike files in /dev/shm it is not bounded by that mount's size.
 """
 
+import errno
 import mmap
 import os
 from typing import Self
@@ -11,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+NAME = "rltrain"
 AVAILABLE = hasattr(os, "memfd_create")
 """Whether this system has such memory."""
 
@@ -24,14 +26,22 @@ class SharedMemory:
     @classmethod
     def create(cls) -> Self:
         """Without any bytes yet."""
-        file = os.memfd_create("rltrain")
+        file = os.memfd_create(NAME)
         os.fchmod(file, 0o600)
         return cls(file)
 
     @classmethod
     def open(cls, process: int, file: int) -> Self:
-        """What `process` has open under number `file`. Raises OSError where that cannot be reached from here."""
-        return cls(os.open(path_of(process, file), os.O_RDWR | os.O_CLOEXEC))
+        """What `process` has open under number `file`.
+
+        Raises OSError where that cannot be reached from here, and where it is something else: to another container
+        the same number may be another process.
+        """
+        path = path_of(process, file)
+        found = os.readlink(path)
+        if not found.startswith(f"/memfd:{NAME} "):
+            raise OSError(errno.EINVAL, f"{found}; expected memory that rltrain shares", path)
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def path(self) -> str:

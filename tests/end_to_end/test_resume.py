@@ -61,11 +61,10 @@ def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
     return {step: value for step, value in steps.items() if step >= first}
 
 
-def assert_close(metrics: dict[int, Any], expected: dict[int, Any]) -> None:
-    """Ten times what another order of sums makes of ratio_max, a twentieth of what a learning rate 0.3% off does."""
+def assert_close(metrics: dict[int, Any], expected: dict[int, Any], rel: float = 1e-5) -> None:
     assert metrics.keys() == expected.keys()
     for step, values in metrics.items():
-        assert values == pytest.approx(expected[step], rel=1e-4, abs=1e-5)
+        assert values == pytest.approx(expected[step], rel=rel, abs=1e-5)
 
 
 CONFIGS = {
@@ -95,10 +94,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
 
 @pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
-    """Which groups make up a chunk depends on which get done first."""
+    """Which groups make up a chunk depends on which get done first.
+
+    Orders of sums were seen to move ratio_max by 2e-5; a learning rate 0.3% off moves it by 2e-3.
+    """
     schedule = (APART, "data.eval=null", "schedule={mode: pipelined, chunks: 2}")
     (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], schedule, ())
-    assert_close(rest, after(whole))
+    assert_close(rest, after(whole), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Memory that processes share, and the counters in it."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +63,17 @@ def test_what_no_process_has_open_cannot_be_opened() -> None:
         SharedMemory.open(os.getpid(), 10**6)
     with pytest.raises(OSError):
         SharedMemory.open(2**22 + 1, 3)
+
+
+def test_what_is_no_such_memory_is_not_opened(tmp_path: Path) -> None:
+    """Where ranks are in containers of their own, another's number may be that of a process with other files."""
+    reader, writer = os.pipe()
+    with socket.socket() as listener, (tmp_path / "file").open("w+") as file:
+        for number in (reader, writer, listener.fileno(), file.fileno()):
+            with pytest.raises(OSError, match="expected memory that rltrain shares"):
+                SharedMemory.open(os.getpid(), number)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_word_that_does_not_come_to_a_value_is_waited_for_no_longer_than_said() -> None:
