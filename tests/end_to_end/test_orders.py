@@ -91,34 +91,36 @@ def test_over_200_steps_every_sample_is_trained_on_once(short_run, mode, tmp_pat
     assert max(column(records, "train/staleness_max")) > 0
 
 
-def compare(*arguments: str) -> dict[str, dict[str, float]]:
-    """tools/benchmarks/orders.py in a process of its own."""
-    done = run([sys.executable, "tools/benchmarks/orders.py", *arguments], timeout_s=600)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    return json.loads(done.stdout.splitlines()[-1])
+def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What tools/benchmarks/orders.py measures of the modes that `least` names, and what each shows at least.
+
+    What overlaps needs both cores: where somebody else has had one of them for a while, a second comparison counts.
+    """
+    command = [sys.executable, "tools/benchmarks/orders.py", "--case", case, "--modes", ",".join(least)]
+    for _ in range(2):
+        done = run([*command, "--steps", str(num_steps)], timeout_s=600)
+        assert done.returncode == 0, done.stderr
+        modes = json.loads(done.stdout.splitlines()[-1])
+        missed = [(mode, name) for mode in least for name, value in least[mode].items() if modes[mode][name] < value]
+        if not missed:
+            return modes
+    raise AssertionError(f"{missed} are below what was expected\n{done.stdout}")
 
 
 @pytest.mark.slow
 def test_modes_are_faster_and_near_their_bounds():
-    """Long-tailed lengths in real decoding, rewards slowed on purpose, a rank each for actor, rollout and reward.
-
-    What overlaps needs both cores: where somebody else has had one of them for a while, a second comparison counts.
-    """
-    arguments = ("--case", "slow_rewards", "--modes", "sequential,pipelined,asynchronous-1", "--steps", "20")
-    modes = compare(*arguments)
-    if modes["asynchronous-1"]["speedup"] < 1.6:
-        modes = compare(*arguments)
-    assert modes["pipelined"]["speedup"] >= 1.25
-    assert modes["asynchronous-1"]["speedup"] >= 1.6
-    assert modes["pipelined"]["share_of_bound"] >= 0.85
-    assert modes["asynchronous-1"]["share_of_bound"] >= 0.85
+    """Long-tailed lengths in real decoding, rewards slowed on purpose, a rank each for actor, rollout and reward."""
+    least = {
+        "sequential": {},
+        "pipelined": {"speedup": 1.25, "share_of_bound": 0.85},
+        "asynchronous-1": {"speedup": 1.6, "share_of_bound": 0.85},
+    }
+    compare("slow_rewards", 20, least)
 
 
 @pytest.mark.slow
 def test_more_staleness_evens_out_steps_of_unequal_length_and_training_hardly_waits_to_publish():
-    modes = compare("--case", "uneven_steps", "--modes", "asynchronous-1,asynchronous-4", "--steps", "80")
-    assert modes["asynchronous-4"]["speedup"] > 1.05
+    modes = compare("uneven_steps", 80, {"asynchronous-1": {}, "asynchronous-4": {"speedup": 1.05}})
     for mode in modes.values():
         assert mode["sync_wait_s"] <= mode["decode_step_max_s"]
 
