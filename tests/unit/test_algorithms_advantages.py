@@ -23,7 +23,7 @@ def plain_advantages(rewards: list[float], groups: list[int], normalize_std: boo
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samples=st.lists(st.tuples(st.floats(-3, 3, width=16), st.integers(0, 4)), min_size=1, max_size=20),
     normalize_std=st.booleans(),

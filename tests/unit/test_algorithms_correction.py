@@ -24,7 +24,7 @@ def rows_of(experience: Experience) -> list[list[tuple[bool, int]]]:
     return [list(zip(m.tolist(), v.tolist(), strict=True)) for m, v in zip(masks, versions, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=SHAPES, limit=st.integers(0, 6), how=st.sampled_from(["drop", "mask", "correct"]), seed=st.integers(0, 99))
 def test_what_is_left_and_counted_equals_plain_python(
     shape: list[tuple[int, int]], limit: int, how: Any, seed: int
@@ -76,7 +76,7 @@ def test_no_samples() -> None:
     assert set(counts.values()) == {0}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=SHAPES, cap=st.sampled_from([0.5, 1.0, 1.5, 8.0]), seed=st.integers(0, 99))
 def test_importance_weights_equal_plain_python(shape: list[tuple[int, int]], cap: float, seed: int) -> None:
     experience = packed_experience(shape, seed)

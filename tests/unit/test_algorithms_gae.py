@@ -40,7 +40,7 @@ def expected_of(
     return advantages, returns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=SHAPES, gamma=FRACTIONS, lam=FRACTIONS, penalised=st.booleans(), holes=st.booleans(), seed=st.integers(0, 9)
 )
@@ -95,7 +95,7 @@ def test_a_missing_field_is_named(missing: str) -> None:
         with_gae(Experience(**columns), gamma=1.0, lam=1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=SHAPES, cut=st.integers(0, 5), seed=st.integers(0, 9))
 def test_whitened_over_all_ranks(shape: list[tuple[int, int]], cut: int, seed: int) -> None:
     experience = with_gae(packed_experience([(1, 2), *shape], seed), gamma=1.0, lam=0.9)

@@ -87,7 +87,7 @@ def touched(box: Box) -> tuple[slice, slice]:
     return slice(row // 128, (row + rows - 1) // 128 + 1), slice(col // 128, (col + cols - 1) // 128 + 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(CASES)
 def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_holds(
     case: tuple[Architecture, tuple[int, int, int], int],
@@ -112,7 +112,7 @@ def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_ho
                 assert (int(made.scale_of[tensor]), scales) in held
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(CASES)
 def test_scales_fill_parameters_of_their_own(case: tuple[Architecture, tuple[int, int, int], int]) -> None:
     made = layouts(*case)
@@ -129,7 +129,7 @@ def test_scales_fill_parameters_of_their_own(case: tuple[Architecture, tuple[int
                 assert counts.all() or name == SCALES_PARAMETER or not name.endswith("_scale_inv"), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(CASES)
 def test_split_blocks_are_those_that_several_boxes_touch(case: tuple[Architecture, tuple[int, int, int], int]) -> None:
     made = layouts(*case)
@@ -168,7 +168,7 @@ def special_values(shape: tuple[int, ...], generator: torch.Generator) -> torch.
     return x
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(CASES, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
 def test_shares_quantise_as_the_whole(
     case: tuple[Architecture, tuple[int, int, int], int], dtype: torch.dtype, seed: int

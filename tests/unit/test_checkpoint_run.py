@@ -63,7 +63,7 @@ def test_what_was_saved_is_read_again(folder: CheckpointFolder) -> None:
     assert first.metadata == {"step": "4.0"} and first.tensors["empty"].shape == (0,)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
 def test_the_newest_ones_are_kept(saved: list[int], keep: int) -> None:
     """Steps may come again: a run goes on from an older checkpoint."""
@@ -160,7 +160,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path / name_of(3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(harm=st.sampled_from(sorted(HARM)), number=st.integers(0, 2), at=st.integers(0, 10**6))
 def test_any_damage_to_a_file_is_found_and_the_file_named(intact: Path, harm: str, number: int, at: int) -> None:
     name = sorted(read_manifest(intact))[number]

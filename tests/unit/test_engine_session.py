@@ -140,7 +140,7 @@ def test_a_suspended_response_continues_in_another_engine(qwen3: Path, uninterru
 ACTIONS = st.sampled_from(["submit", "step", "step", "step", "suspend", "release"])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(actions=st.lists(ACTIONS, max_size=25), max_running_requests=st.integers(1, 9))
 def test_no_history_loses_repeats_or_changes_a_response(
     qwen3: Path, uninterrupted: dict[int, Completion], actions: Sequence[str], max_running_requests: int

@@ -74,7 +74,7 @@ def ballast() -> Array:
 
 
 # The fixture holds for all examples of a test alike.
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @PROPERTY

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.observability.run_logs import METRICS_FILE, forget_steps, sample_logs, shorten
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9)), st.integers(0, 10), st.integers(0, 20))
 def test_later_steps_are_taken_out_of_the_metrics(steps: list[int], first: int, cut: int) -> None:
     """Whatever their order, and where the last line was cut short by a crash."""

@@ -143,7 +143,7 @@ def load(layout: Layout, rank: int, files: list[Path]) -> list[Tensor]:
 
 
 @given(SHAPES, st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_element_is_saved_once(shape: tuple[tuple[int, int, int], bool, str], seed: int) -> None:
     layout = layout_of(*shape)
     saved = [
@@ -163,7 +163,7 @@ def test_every_element_is_saved_once(shape: tuple[tuple[int, int, int], bool, st
     st.sampled_from(["qwen3", "qwen3_moe"]),
     st.integers(0, 9),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_state_is_loaded_in_any_other_layout(
     tmp_path_factory: pytest.TempPathFactory,
     saved: tuple[int, int, int],
