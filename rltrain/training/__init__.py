@@ -1,0 +1,3 @@
+from rltrain.training.uncompiled import import_megatron
+
+import_megatron()
