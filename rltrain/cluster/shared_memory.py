@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 NAME = "rltrain"
+"""By which such memory is told from other open files."""
 AVAILABLE = hasattr(os, "memfd_create")
 """Whether this system has such memory."""
 
