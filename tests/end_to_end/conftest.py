@@ -1,11 +1,19 @@
-"""The quickstart's files and its warmed-up checkpoint, made once for all end-to-end tests."""
+"""The quickstart's files and its warmed-up checkpoint, for all end-to-end tests."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, run, train
+from tests.end_to_end.jobs import REPOSITORY, run
+from tests.forked.popen import SETTING
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a test marked `by_command_line` are not forked."""
+    if request.node.get_closest_marker("by_command_line"):
+        monkeypatch.setenv(SETTING, "off")
 
 
 @pytest.fixture(scope="session")
@@ -23,13 +31,9 @@ def data_overrides(quickstart_files: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def warm_up(quickstart_files: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory):
-    """(folder of the supervised warm-up's output, its metrics)."""
-    folder = tmp_path_factory.mktemp("sft")
-    records = train(
-        REPOSITORY / "configs/quickstart_sft.yaml",
-        f"model.path={quickstart_files}/model",
-        f"output_dir={folder}",
-        *data_overrides,
-    )
-    return folder, records
+def warmed_up() -> Path:
+    """A checkpoint of the quickstart's warm-up: model_path of tests that go on from there.
+
+    `bash launch/quickstart.sh` makes it anew, as runs/quickstart/sft/hf.
+    """
+    return REPOSITORY / "tests/warmed_up"

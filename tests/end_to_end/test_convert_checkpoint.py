@@ -32,6 +32,7 @@ def succeed(launcher: list[str], *arguments: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.by_command_line
 def test_two_processes_convert_there_and_back(tmp_path: Path) -> None:
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, "qwen3_moe", dtype=torch.bfloat16, shard="20KB")

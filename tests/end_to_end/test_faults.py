@@ -117,14 +117,14 @@ class Job:
 
 
 @pytest.fixture
-def stand(warm_up: tuple[Path, Any], data_overrides: list[str], tmp_path: Path) -> Stand:
-    return Stand(tmp_path, [f"model.path={warm_up[0]}/hf", *data_overrides])
+def stand(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> Stand:
+    return Stand(tmp_path, [f"model.path={warmed_up}", *data_overrides])
 
 
 @pytest.fixture(scope="module")
-def whole(warm_up: tuple[Path, Any], data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
+def whole(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stand:
     """Where the job has run to its end, undisturbed."""
-    stand = Stand(tmp_path_factory.mktemp("undisturbed"), [f"model.path={warm_up[0]}/hf", *data_overrides])
+    stand = Stand(tmp_path_factory.mktemp("undisturbed"), [f"model.path={warmed_up}", *data_overrides])
     stand.run()
     return stand
 
@@ -173,6 +173,7 @@ def killed(stand: Stand, kills: list[Kill], *overrides: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.by_command_line
 def test_a_run_of_which_ranks_are_killed_equals_an_undisturbed_one(stand: Stand, undisturbed: Run) -> None:
     killed(
         stand,
@@ -268,9 +269,15 @@ def to_one_rank(job: Job, number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "number, send, status",
     [
-        pytest.param(signal.SIGTERM, to_the_agent, 1, marks=pytest.mark.slow, id="SIGTERM to torchrun"),
+        pytest.param(
+            signal.SIGTERM,
+            to_the_agent,
+            1,
+            marks=[pytest.mark.slow, pytest.mark.by_command_line],
+            id="SIGTERM to torchrun",
+        ),
         pytest.param(signal.SIGUSR1, to_the_agent, 1, id="SIGUSR1 to torchrun"),
-        pytest.param(signal.SIGTERM, to_one_rank, 0, marks=pytest.mark.slow, id="SIGTERM to a rank"),
+        pytest.param(signal.SIGTERM, to_one_rank, 0, id="SIGTERM to a rank"),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_ends(

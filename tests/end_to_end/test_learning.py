@@ -15,11 +15,11 @@ STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def grpo(warm_up, data_overrides, tmp_path_factory):
+def grpo(warmed_up, data_overrides, tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
     records = train(
         REPOSITORY / "configs/quickstart.yaml",
-        f"model.path={warm_up[0]}/hf",
+        f"model.path={warmed_up}",
         f"output_dir={folder}",
         f"steps={STEPS}",
         *data_overrides,
@@ -27,8 +27,10 @@ def grpo(warm_up, data_overrides, tmp_path_factory):
     return folder, records
 
 
-def test_the_warm_up_stops_once_it_has_learned_the_format(warm_up):
-    scores = column(warm_up[1], "eval/score")
+def test_the_warm_up_stops_once_it_has_learned_the_format(quickstart_files, data_overrides, tmp_path):
+    config = REPOSITORY / "configs/quickstart_sft.yaml"
+    records = train(config, f"model.path={quickstart_files}/model", f"output_dir={tmp_path}", *data_overrides)
+    scores = column(records, "eval/score")
     assert scores[0] < 0.05
     assert scores[-1] >= 0.35 > max(scores[:-1])
 

@@ -15,12 +15,12 @@ SMALL = ("batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}", 
 
 
 @pytest.fixture
-def short_run(warm_up, data_overrides, tmp_path):
+def short_run(warmed_up, data_overrides, tmp_path):
     """Runs the quickstart's config with changes; the records, and the ids of the samples that each step trained on."""
 
     def run_it(*overrides: str, num_ranks: int = 4) -> tuple[list[dict], dict[int, list[int]]]:
         output = tmp_path / str(len(list(tmp_path.iterdir())))
-        paths = [f"model.path={warm_up[0]}/hf", f"output_dir={output}", data_overrides[0]]
+        paths = [f"model.path={warmed_up}", f"output_dir={output}", data_overrides[0]]
         records = train(
             REPOSITORY / "configs/quickstart.yaml", *paths, "logging.sample_ids=true", *overrides, num_ranks=num_ranks
         )
@@ -30,9 +30,9 @@ def short_run(warm_up, data_overrides, tmp_path):
 
 
 @pytest.fixture
-def quickstart(warm_up, data_overrides, tmp_path):
+def quickstart(warmed_up, data_overrides, tmp_path):
     """Runs the quickstart with changes; its records."""
-    paths = [f"model.path={warm_up[0]}/hf", f"output_dir={tmp_path}", *data_overrides]
+    paths = [f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides]
     return lambda *overrides: train(REPOSITORY / "configs/quickstart.yaml", *paths, *overrides)
 
 
@@ -108,6 +108,7 @@ def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> di
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_modes_are_faster_and_near_their_bounds():
     """Long-tailed lengths in real decoding, rewards slowed on purpose, a rank each for actor, rollout and reward."""
     least = {
@@ -119,6 +120,7 @@ def test_modes_are_faster_and_near_their_bounds():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_more_staleness_evens_out_steps_of_unequal_length_and_training_hardly_waits_to_publish():
     modes = compare("uneven_steps", 80, {"asynchronous-1": {}, "asynchronous-4": {"speedup": 1.05}})
     for mode in modes.values():

@@ -20,12 +20,12 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def rewards(warm_up, data_overrides, tmp_path_factory):
+def rewards(warmed_up, data_overrides, tmp_path_factory):
     def run(name: str) -> list[dict]:
         placement, parallel, weight_sync = PLACEMENTS[name]
         return train(
             REPOSITORY / "configs/quickstart.yaml",
-            f"model.path={warm_up[0]}/hf",
+            f"model.path={warmed_up}",
             f"output_dir={tmp_path_factory.mktemp(name)}",
             f"steps={STEPS}",
             "batch.prompts_per_step=8",

@@ -15,10 +15,10 @@ PLACEMENTS = {
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
-def records(request, warm_up, data_overrides, tmp_path_factory):
+def records(request, warmed_up, data_overrides, tmp_path_factory):
     return train(
         REPOSITORY / "configs/quickstart_ppo.yaml",
-        f"model.path={warm_up[0]}/hf",
+        f"model.path={warmed_up}",
         f"output_dir={tmp_path_factory.mktemp(request.param)}",
         "evaluation={interval: 10, stop_at: 0.9}",
         *data_overrides,

@@ -52,9 +52,9 @@ def test_the_dry_run_needs_no_checkpoint(overrides):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        pytest.param(*REFUSED["a rank out of the world"], id="placement"),
-        pytest.param(*REFUSED["an unknown key"], id="key", marks=pytest.mark.slow),
-        pytest.param(*MISSING_CHECKPOINT, id="checkpoint", marks=pytest.mark.slow),
+        pytest.param(*REFUSED["a rank out of the world"], id="placement", marks=pytest.mark.by_command_line),
+        pytest.param(*REFUSED["an unknown key"], id="key"),
+        pytest.param(*MISSING_CHECKPOINT, id="checkpoint"),
     ],
 )
 def test_the_job_refuses_with_one_message(wrong, words, overrides):

@@ -27,11 +27,11 @@ Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
 
 
 @pytest.fixture
-def saved_and_resumed(warm_up, data_overrides, tmp_path) -> Callable[..., list[Run]]:
+def saved_and_resumed(warmed_up, data_overrides, tmp_path) -> Callable[..., list[Run]]:
     """Runs a config that saves after SAVED steps, then from there on with each of `changes`: what each reported."""
 
     def run_all(config: str, common: tuple[str, ...], *changes: tuple[str, ...]) -> list[Run]:
-        paths = [f"model.path={warm_up[0]}/hf", *data_overrides]
+        paths = [f"model.path={warmed_up}", *data_overrides]
         first = tmp_path / "first"
         jobs = [[*paths, *SMALL, *common, f"output_dir={first}", f"checkpoint.save_interval={SAVED}"]]
         for number, change in enumerate(changes):
@@ -141,9 +141,9 @@ def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed
 
 
 @pytest.mark.slow
-def test_a_model_learns_on_after_a_resumed_asynchronous_run(warm_up, data_overrides, tmp_path):
+def test_a_model_learns_on_after_a_resumed_asynchronous_run(warmed_up, data_overrides, tmp_path):
     overrides = (
-        f"model.path={warm_up[0]}/hf",
+        f"model.path={warmed_up}",
         *data_overrides,
         APART,
         "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",

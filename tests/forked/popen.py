@@ -17,6 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ADDRESS = "RLTRAIN_TEST_ZYGOTE"
 """Environment variable with the socket of the zygote: the processes that it forks ask the same one for theirs."""
 
+SETTING = "RLTRAIN_TEST_FORK"
+"""Environment variable; "off": every process is started as a user starts it."""
+
 START_TIMEOUT_S = 120.0
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """pyarrow's allocator would have one in the zygote."""
@@ -115,6 +118,8 @@ def address() -> str:
 
 
 def _is_forkable(args: Any) -> bool:
+    if os.environ.get(SETTING) == "off":
+        return False
     if Path("/dev/nvidiactl").exists():  # a process that has asked for its GPUs cannot use them after a fork
         return False
     is_python = isinstance(args, (list, tuple)) and len(args) > 1 and args[0] == sys.executable

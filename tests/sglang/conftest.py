@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.sglang.process import Server
-from tests.end_to_end.conftest import data_overrides, quickstart_files, warm_up
+from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
 from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import FROM_DISK, START_TIMEOUT_S, server_spec
 
-__all__ = ["data_overrides", "quickstart_files", "warm_up"]
+__all__ = ["data_overrides", "quickstart_files", "warmed_up"]
 
 FOLDER = Path(__file__).parent
 HOW = "bash tests/run.sh --sglang"

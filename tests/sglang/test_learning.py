@@ -7,12 +7,12 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_quickstart_reaches_0_9(sglang_python, warm_up, data_overrides, tmp_path):
+def test_the_quickstart_reaches_0_9(sglang_python, warmed_up, data_overrides, tmp_path):
     records = train(
         REPOSITORY / "configs/quickstart.yaml",
         "rollout.engine=sglang",
         f"rollout.sglang.python={sglang_python}",
-        f"model.path={warm_up[0]}/hf",
+        f"model.path={warmed_up}",
         f"output_dir={tmp_path}",
         *data_overrides,
         "placement={'actor, reference': 0, 'rollout, reward': 1}",

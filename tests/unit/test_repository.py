@@ -209,30 +209,6 @@ def test_nothing_is_unpickled() -> None:
                 assert keywords.get("weights_only") == "True", f"{relative(path)}: torch.load without weights_only=True"
 
 
-def run_tool(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
-
-
-def test_ruff_finds_nothing() -> None:
-    run_tool("ruff", "check", "--no-cache", ".")
-
-
-def test_ruff_would_format_nothing() -> None:
-    run_tool("ruff", "format", "--no-cache", "--diff", "--quiet", ".")
-
-
-@pytest.mark.timeout(600)
-def test_mypy_finds_nothing() -> None:
-    run_tool("mypy")
-
-
-def test_codespell_finds_nothing() -> None:
-    run_tool("codespell_lib")
-
-
 def declared_requirements() -> list[Requirement]:
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"].values()

@@ -32,6 +32,14 @@ def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
     return script, folder / ".venv-sglang" / "bin" / "sglang_is_installed"
 
 
+PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile"]
+OF_CI = [
+    ["-m", "slow and not alone"],
+    ["-n", "0", "-m", "slow and alone"],
+    ["-n", "0", "tests/sglang", "-m", "slow or not slow"],
+]
+
+
 def stamps(script: Path) -> list[str]:
     return [path.name for path in (script.parent / ".venv-sglang").glob(".installed-*")]
 
@@ -99,9 +107,9 @@ def with_sglang_python(environment: dict[str, str], folder: Path, *, installed: 
 @pytest.mark.parametrize(
     ("given", "to_pytest"),
     [
-        (["--sglang"], ["tests/sglang"]),
-        (["--sglang", "-m", "slow"], ["tests/sglang", "-m", "slow"]),
-        (["--sglang", "tests/sglang/test_process.py", "-x"], ["tests/sglang/test_process.py", "-x"]),
+        (["--sglang"], ["-n", "0", "tests/sglang"]),
+        (["--sglang", "-m", "slow"], ["-n", "0", "tests/sglang", "-m", "slow"]),
+        (["--sglang", "tests/sglang/test_process.py", "-x"], ["-n", "0", "tests/sglang/test_process.py", "-x"]),
         (["tests/unit"], ["tests/unit"]),
         ([], []),
     ],
@@ -113,7 +121,7 @@ def test_the_tests_with_sglang_run_with_its_python(
     done = run(environment, "tests/run.sh", *given)
     assert done.returncode == 0, done.stderr
     [note] = started(environment)
-    assert note["arguments"] == ["-m", "pytest", *to_pytest]
+    assert note["arguments"] == [*PYTEST, *to_pytest]
     assert (note["RLTRAIN_SGLANG_PYTHON"], note["OMP_NUM_THREADS"]) == (environment["RLTRAIN_SGLANG_PYTHON"], "1")
 
 
@@ -130,27 +138,36 @@ def run_ci(environment: dict[str, str], folder: Path) -> tuple[subprocess.Comple
     write_program(folder / "bin" / "chromium", "#!/usr/bin/env bash\n")
     done = run(environment, ".ci/run")
     notes = [note["arguments"] for note in started(environment)]
-    return done, [arguments[2:] for arguments in notes if arguments[:2] == ["-m", "pytest"]]
+    tested = [arguments[len(PYTEST) :] for arguments in notes if arguments[: len(PYTEST)] == PYTEST]
+    assert ["tests/lint.py"] in notes
+    return done, [arguments for arguments in tested if arguments != ["--version"]]
 
 
 def test_ci_runs_the_tests_with_sglang_too(environment: dict[str, str], tmp_path: Path) -> None:
     done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=True), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert tested == [[], ["-m", "slow"], ["tests/sglang"], ["tests/sglang", "-m", "slow"]]
+    assert tested == [[], *OF_CI]
 
 
 def test_ci_says_where_sglang_cannot_be_installed(environment: dict[str, str], tmp_path: Path) -> None:
     done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert tested == [[], ["-m", "slow"]]
+    assert tested == [[], *OF_CI[:-1]]
     reason, said = done.stderr.splitlines()[-2:]
     assert "has no sglang" in reason and "the tests with SGLang were not run" in said
 
 
-def test_ci_fails_with_a_test_with_sglang(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "stage"),
+    [("tests/sglang", "tests with SGLang"), ("lint.py", "lint"), ("not alone", "slow tests")],
+)
+def test_ci_runs_everything_and_names_what_failed(
+    environment: dict[str, str], tmp_path: Path, call: str, stage: str
+) -> None:
     environment = with_sglang_python(environment, tmp_path, installed=True)
-    done, tested = run_ci(environment | {"FAKE_FAIL_AT": "tests/sglang -m slow"}, tmp_path)
-    assert done.returncode == 7 and len(tested) == 4
+    done, tested = run_ci(environment | {"FAKE_FAIL_AT": call}, tmp_path)
+    assert done.returncode == 1 and len(tested) == 4
+    assert done.stderr.splitlines()[-1] == f"failed: {stage}"
 
 
 @pytest.mark.parametrize(
