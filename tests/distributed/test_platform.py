@@ -1,8 +1,6 @@
 """Every patch that lets megatron-core run without CUDA is needed, and none is applied where there is CUDA."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from rltrain.training import platform
-from tests.distributed.torchrun import REPOSITORY
+from tests.forked.popen import run
 
 NO_CUDA = "Torch not compiled with CUDA enabled"
 # Patch -> what fails when it is left out: the error, and Megatron's file that raises it.
@@ -34,10 +32,7 @@ FAILURES = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     results = tmp_path_factory.mktemp("platform") / "results.json"
     command = [sys.executable, "-m", "tests.distributed.cases_platform", str(results)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, timeout=300, capture_output=True, text=True, check=False
-    )
+    done = run(command, timeout_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(Path(results).read_text())
 

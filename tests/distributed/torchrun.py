@@ -1,15 +1,14 @@
-"""Runs a function on real torchrun ranks over gloo and returns what each rank returned."""
+"""Runs a function on real torchrun ranks over gloo, forked, and returns what each rank returned."""
 
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.forked.popen import run
 
 
 def run_distributed(
@@ -19,10 +18,7 @@ def run_distributed(
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command += [__file__, case, json.dumps(arguments or {}), results]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
-        )
+        done = run(command, timeout_s)
         if done.returncode != 0:
             raise AssertionError(f"{case} failed on {num_ranks} ranks:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
         return [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(num_ranks)]

@@ -1,20 +1,12 @@
-"""Whole jobs, started as a user starts them."""
+"""Whole jobs by the command that a user starts, in forked processes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
-    )
+from tests.forked.popen import run
 
 
 def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 600) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rltrain.checkpoint.conversion.command import main
 from tests.converted_checkpoints import make_checkpoint, stored_tensors
-from tests.end_to_end.jobs import REPOSITORY, run
+from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
 
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -79,8 +79,7 @@ def large(tmp_path: Path) -> Path:
 def test_an_interrupted_conversion_leaves_nothing_that_looks_complete(number: signal.Signals, large: Path) -> None:
     output, partial = large.with_name("output"), large.with_name(".output.partial")
     command = [*ALONE, COMMAND, "hf-to-megatron", "--input", str(large), "--output", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL)
+    process = Popen(command, cwd=REPOSITORY, env={**os.environ, **FORKED_ENVIRONMENT}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not any(partial.glob("release/*")) and time.monotonic() < deadline:
         time.sleep(0.001)

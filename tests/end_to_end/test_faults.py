@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from rltrain.checkpoint.run.folder import name_of
-from tests.end_to_end.jobs import REPOSITORY, sample_ids
+from tests.end_to_end.jobs import sample_ids
+from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, ranks_of
 
 STEPS = 6
 COMPARED = ("train", "rollout", "critic")
@@ -88,18 +89,14 @@ class Job:
     """A torchrun agent and its ranks."""
 
     def __init__(self, command: list[str]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
-        self.agent = subprocess.Popen(
+        environment = {**os.environ, **FORKED_ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
+        self.agent = Popen(
             command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     def rank(self, rank: int) -> int:
         """The process of a rank."""
-        for process in Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split():
-            environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            if f"RANK={rank}".encode() in environment:
-                return int(process)
-        raise AssertionError(f"rank {rank} does not run")
+        return ranks_of(self.agent.pid)[rank]
 
     def wait_until(self, happened: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,212 @@
+"""A process that has imported the project once and forks Python processes from itself: `python -m tests.forked.zygote`.
+
+Importing torch, Megatron and transformers takes seconds of every process; a fork takes milliseconds. The zygote listens
+at the Unix socket that its argument names. Each connection asks for one process: a JSON object as sent by
+tests/forked/popen.py with the three standard streams, answered by its number and, when it has ended, by its status.
+It has one thread, so that no lock is held by another one at a fork, and ends with its standard input.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "rltrain.checkpoint.conversion.command",
+    "rltrain.dry_run.description",
+    "rltrain.job",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.run",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+MAX_MESSAGE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that was forked, and the connection that asked for it."""
+
+    pid: int
+    pidfd: int
+    connection: socket.socket
+    parent: int
+    rank: str | None
+
+    def report_end(self) -> None:
+        """The status goes to whoever asked; the process stays a zombie until that has been read."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        try:
+            self.connection.send(json.dumps({"code": code}).encode())
+            self.connection.recv(1)
+        except OSError:
+            self.connection.close()  # whoever asked has ended before it
+        os.waitpid(self.pid, 0)
+        self.connection.close()
+        os.close(self.pidfd)
+
+
+class Zygote:
+    def __init__(self, path: str) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"{path}.unheard")
+        self.listener.listen(64)
+        os.rename(f"{path}.unheard", path)  # whoever sees it may connect
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(0, selectors.EVENT_READ, self._end)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._answer)
+        self.children: dict[int, Child] = {}
+        self.request: dict[str, Any] | None = None
+
+    def serve(self) -> dict[str, Any]:
+        """Returns in forked processes only: what each is to do."""
+        while self.request is None:
+            for key, _ in self.selector.select():
+                key.data()
+                if self.request is not None:
+                    break
+        return self.request
+
+    def _answer(self) -> None:
+        connection, _ = self.listener.accept()
+        message, streams, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 3)
+        if not message:
+            connection.close()
+            return
+        request = json.loads(message)
+        if "ranks_of" in request:
+            of_parent = [child for child in self.children.values() if child.parent == request["ranks_of"]]
+            connection.send(json.dumps({child.rank: child.pid for child in of_parent}).encode())
+            connection.close()
+            return
+        self._fork(connection, request, streams)
+
+    def _fork(self, connection: socket.socket, request: dict[str, Any], streams: list[int]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._leave_behind(connection)
+            for standard, given in enumerate(streams):
+                os.dup2(given, standard)
+                os.close(given)
+            self.request = request
+            return
+        for given in streams:
+            os.close(given)
+        pidfd = os.pidfd_open(pid)
+        child = Child(pid, pidfd, connection, request["parent"], request["environment"].get("RANK"))
+        self.children[pid] = child
+        self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(child))
+        connection.send(json.dumps({"pid": pid}).encode())
+
+    def _ended(self, child: Child) -> None:
+        self.selector.unregister(child.pidfd)
+        del self.children[child.pid]
+        child.report_end()
+
+    def _leave_behind(self, connection: socket.socket) -> None:
+        connection.close()
+        for child in self.children.values():
+            child.connection.close()
+            os.close(child.pidfd)
+        self.selector.close()
+        self.listener.close()
+
+    def _end(self) -> None:
+        if os.read(0, 1) == b"":
+            for pid in self.children:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+
+
+def become(request: dict[str, Any]) -> NoReturn:
+    """Run the Python command that was asked for, as an interpreter of its own would, and end this process.
+
+    What is left out is the interpreter's end: freeing every module would copy the zygote's memory, half a second of it.
+    """
+    try:
+        _run(request)
+        code = 0
+    except SystemExit as exit_request:
+        code = _exit_code(exit_request)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_code(exit_request: SystemExit) -> int:
+    if exit_request.code is None or isinstance(exit_request.code, int):
+        return (exit_request.code or 0) & 0xFF
+    print(exit_request.code, file=sys.stderr)
+    return 1
+
+
+def _run(request: dict[str, Any]) -> None:
+    if request["new_session"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    command: list[str] = request["command"]
+    if command[0] == "-u":
+        command = command[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    own_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[1:1] = own_path
+    _fork_ranks_too()
+    if command[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _fork_ranks_too() -> None:
+    """A torchrun agent is a real one but for where its ranks come from."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    from tests.forked.popen import Popen
+
+    subprocess_handler.Popen = Popen
+    # It looks through all modules for the names of methods in its log, which takes seconds where there are thousands.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
+
+
+def main() -> None:
+    for module in PRELOADED:
+        importlib.import_module(module)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"imports started threads {threads}: forks would inherit the locks that they hold"
+    gc.collect()
+    gc.freeze()
+    become(Zygote(sys.argv[1]).serve())
+
+
+if __name__ == "__main__":
+    main()
