@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.forked.popen import run
+from tests.forked.popen import REPOSITORY as REPOSITORY
+from tests.forked.popen import run as run
 
 
 def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 600) -> list[dict[str, Any]]:
