@@ -25,7 +25,9 @@ def obstacle(placement: dict[str, Any], schedule: dict[str, Any], rollout: dict[
     return obstacle_to_repeating(config, grids)
 
 
-@pytest.mark.parametrize("schedule", [{}, PARTIAL, {"mode": "pipelined"}, AHEAD, AHEAD | PARTIAL, AHEAD | {"chunks": 2}])
+@pytest.mark.parametrize(
+    "schedule", [{}, PARTIAL, {"mode": "pipelined"}, AHEAD, AHEAD | PARTIAL, AHEAD | {"chunks": 2}]
+)
 def test_a_run_with_one_engine_of_our_own_repeats_unless_weights_come_in_flight(schedule):
     assert obstacle(ONE_ENGINE, schedule) is None
 
