@@ -92,7 +92,11 @@ def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
 def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
     """Whether another run of the same config gives the same."""
     obstacle = obstacle_to_repeating(config, grids)
-    return f"no: {obstacle}" if obstacle else "bit for bit: what is drawn, by which weights, depends on no clock"
+    return (
+        f"no: {obstacle}"
+        if obstacle
+        else "yes, on CPUs bit for bit: what is drawn, and by which weights, depends on no clock"
+    )
 
 
 def describe_weight_sync(

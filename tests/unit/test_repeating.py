@@ -60,7 +60,7 @@ def test_the_dry_run_says_it():
     grids = role_grids(config, place(TWO_ENGINES))
     assert describe_repeating(config, grids).startswith("no: which responses a generate task leaves to the next")
     alike = config.model_copy(update={"schedule": config.schedule.model_copy(update={"partial_rollouts": False})})
-    assert describe_repeating(alike, grids).startswith("bit for bit")
+    assert describe_repeating(alike, grids).startswith("yes, on CPUs bit for bit")
 
 
 def test_a_run_without_a_rollout_repeats():

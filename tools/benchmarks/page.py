@@ -32,7 +32,7 @@ FOLDER = REPOSITORY / "docs/benchmarks"
 def render(folder: Path) -> str:
     """The page from cpu.template.md and cpu/*.json in `folder`. SystemExit where these are of different machines."""
     found = {name: json.loads((folder / "cpu" / f"{name}.json").read_text()) for name in SECTIONS}
-    machines = {json.dumps(data["machine"]) for data in found.values()}
+    machines = {json.dumps(data["machine"], sort_keys=True) for data in found.values()}
     if len(machines) > 1:
         raise SystemExit(f"measured on different machines: {'; '.join(sorted(machines))}. Measure all sections anew")
     values = describe(found["rollout"]["machine"], sorted({data["date"] for data in found.values()}))
