@@ -1,8 +1,11 @@
 """The order in which prompt groups get done, over all engines: tickets drawn from counters in the shared store."""
 
+import time
 from dataclasses import dataclass
 
 import torch.distributed as dist
+
+from rltrain.cluster.polling import POLL_S
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,25 @@ class Tickets:
         self.per_chunk = per_chunk
         self.num_readers = num_readers
         self.chunks_per_log = chunks_per_log
+        self._num_known: dict[str, int] = {}
+        """Per log, tickets that this rank knows to be drawn: all of them, where nobody else draws any."""
+        self._last_look = 0.0
 
     def add(self, log: str, finished: Finished) -> None:
         """Append to the log."""
-        ticket = self.store.add(f"{log}/count", 1) - 1
+        self._num_known[log] = self.store.add(f"{log}/count", 1)
+        ticket = self._num_known[log] - 1
         entry = f"{finished.position}:{finished.num_tokens}:{finished.num_response_tokens};"
         self.store.append(f"{log}/{ticket // self.per_chunk}", entry)  # type: ignore[attr-defined]
 
     def is_full(self, log: str, chunk: int) -> bool:
-        """Whether the chunk's last ticket has been drawn."""
-        return bool(self.store.add(f"{log}/count", 0) >= (chunk + 1) * self.per_chunk)
+        """Whether the chunk's last ticket has been drawn: known at once where this rank drew it or a later one, found
+        in the store, which is looked into every few milliseconds at most, where another did."""
+        wanted, now = (chunk + 1) * self.per_chunk, time.monotonic()
+        if self._num_known.get(log, 0) < wanted and now - self._last_look >= POLL_S:
+            self._last_look = now
+            self._num_known[log] = self.store.add(f"{log}/count", 0)
+        return self._num_known.get(log, 0) >= wanted
 
     def read(self, log: str, chunk: int) -> list[Finished] | None:
         """The groups of a full chunk by position, once per rank; None while an engine has yet to write its ticket."""
@@ -48,6 +60,8 @@ class Tickets:
         entries = [Finished(*map(int, entry.split(":"))) for entry in text.split(";")[:-1]]
         if len(entries) < self.per_chunk:
             return None
+        if self._is_last(chunk):
+            self._num_known.pop(log, None)
         self._forget_when_all_have_read(log, chunk)
         return sorted(entries, key=lambda finished: finished.position)
 
@@ -56,5 +70,8 @@ class Tickets:
             return
         self.store.delete_key(f"{log}/{chunk}")
         self.store.delete_key(f"{log}/{chunk}/read")
-        if self.chunks_per_log is not None and chunk == self.chunks_per_log - 1:
+        if self._is_last(chunk):
             self.store.delete_key(f"{log}/count")
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.chunks_per_log is not None and chunk == self.chunks_per_log - 1

@@ -114,6 +114,11 @@ class SGLang(Section):
     """Keep a copy of each engine's weights on the host, for an engine that has to be started anew or comes back to a
     device that it shares. Without it such an engine ends the job."""
 
+    @property
+    def heeds_seeds(self) -> bool:
+        """Whether the server draws a response by its request's seed; on CPUs no server does."""
+        return bool(self.args.get("enable_deterministic_inference"))
+
 
 class Rollout(Section):
     engine: Literal["embedded", "sglang"] = "embedded"

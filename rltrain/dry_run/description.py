@@ -20,6 +20,7 @@ from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
 from rltrain.schedule.legality import check_schedule
+from rltrain.schedule.repeating import obstacle_to_repeating
 from rltrain.schedule.steps import build_order
 
 CONFIG_FILE = "config.json"
@@ -47,6 +48,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
         "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
         f"Schedule: {describe_mode(config)}; {len(order)} entries, no deadlock": describe_order(order, config),
+        "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests),
         "Weight sync": describe_weight_sync(config, grids, architectures.get("actor"), ranks_per_node),
@@ -85,6 +87,16 @@ def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
     lists = group_lists(grids, world_size)
     most = max(sum(rank in group for group in lists) for rank in range(world_size))
     return [f"{len(lists)} in the job, at most {most} on one rank; equal rank lists share one"]
+
+
+def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
+    """Whether another run of the same config gives the same."""
+    obstacle = obstacle_to_repeating(config, grids)
+    return (
+        f"no: {obstacle}"
+        if obstacle
+        else "yes, on CPUs bit for bit: what is drawn, and by which weights, depends on no clock"
+    )
 
 
 def describe_weight_sync(

@@ -92,8 +92,7 @@ def _sglang(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> Host
         group=group,
         call=client.call if client else None,
     )
-    seeded = bool(settings.args.get("enable_deterministic_inference"))
-    if not seeded and world.rank == job.leader_of("rollout"):
+    if not settings.heeds_seeds and world.rank == job.leader_of("rollout"):
         logger.warning(
             "SGLang draws with random numbers of its own, so that `seed` fixes no responses; for those set "
             "rollout.sglang.args.enable_deterministic_inference to true, which costs some speed"
@@ -108,7 +107,7 @@ def _sglang(job: Job, ranks: tuple[int, ...], leave: Callable[[], None]) -> Host
         settings=settings,
         advance=job.heartbeat.advance,
         tokenizer=job.prompts.decoder,
-        seeded=seeded,
+        seeded=settings.heeds_seeds,
         verify=config.weight_sync.verify,
     )
     engine.start()

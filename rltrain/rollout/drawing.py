@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rltrain.cluster.polling import POLL_S, poll
+from rltrain.cluster.polling import poll
 from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.cluster.waiting import Patience
 from rltrain.rollout.carried import Carried, HandedOver
@@ -25,6 +25,9 @@ class Quota:
 @dataclass
 class Drawing:
     """One engine's part in drawing a stream of prompt groups, over many generate tasks.
+
+    Before every decode step the engine looks at all that it knows itself; the clock only limits how often it asks what
+    others have done. So one that is alone ends its tasks and begins its groups at the same decode steps in every run.
 
     `log_of(position)` names the log that a finished group is entered in. `sync_is_due()` and `sync()` take new weights
     between decode steps. `advance()` is called after each.
@@ -47,7 +50,6 @@ class Drawing:
     """By all engines."""
     longest_step_s: float = 0.0
     """Of the decode steps since whoever reads it has set it to 0."""
-    _last_look: float = 0.0
 
     def run(self, quota: Quota) -> tuple[list[Finished], list[DrawnGroup]]:
         """(all groups of the chunk by position, those of them that this engine drew). Collective over: the engine."""
@@ -90,10 +92,6 @@ class Drawing:
     def _decide(self, quota: Quota) -> Turn:
         """What to do now; with nothing left to decode, what to do as soon as there is something."""
         if self.groups.engine.num_unfinished:
-            now = time.monotonic()
-            if now - self._last_look < POLL_S:
-                return Turn()
-            self._last_look = now
             return self._look(quota)
         what = f"the last groups of {quota.log}, chunk {quota.chunk}"
         return poll(self.patience, lambda: self._look(quota) or None, what, self.ranks)

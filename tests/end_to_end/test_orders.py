@@ -100,7 +100,7 @@ def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> di
     for _ in range(2):
         done = run([*command, "--steps", str(num_steps)], timeout_s=600)
         assert done.returncode == 0, done.stderr
-        modes = json.loads(done.stdout.splitlines()[-1])
+        modes = json.loads(done.stdout.splitlines()[-1])["modes"]
         missed = [(mode, name) for mode in least for name, value in least[mode].items() if modes[mode][name] < value]
         if not missed:
             return modes

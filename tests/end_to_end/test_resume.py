@@ -93,8 +93,23 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule",
+    ["schedule={partial_rollouts: true, max_staleness: 1}", "schedule={mode: pipelined, chunks: 2}"],
+)
+def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_and_it_repeats(
+    saved_and_resumed, schedule
+):
+    one_engine = (APART, "data.eval=null", "rollout.parallel.tp=2", "rollout.max_running_requests=24", schedule)
+    again = ("checkpoint.resume=none", f"checkpoint.save_interval={SAVED}")
+    whole, resumed, repeated = saved_and_resumed(CONFIGS["sequential"][0], one_engine, (), again)
+    assert repeated == whole
+    assert resumed == tuple(map(after, whole))
+
+
+@pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
-    """Which groups make up a chunk depends on which get done first.
+    """Which groups make up a chunk depends on which get done first on two engines.
 
     Orders of sums were seen to move ratio_max by 2e-5; a learning rate 0.3% off moves it by 2e-3.
     """

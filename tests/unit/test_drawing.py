@@ -1,5 +1,6 @@
 """The loop of a generate task: engines, here threads over one real store, draw the chunks of a stream of groups."""
 
+import random
 import threading
 import time
 from collections import Counter
@@ -10,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from rltrain.cluster.tickets import Finished, Tickets
-from rltrain.rollout import drawing as drawing_module
 from rltrain.rollout.carried import Hand
 from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
 from rltrain.rollout.drawing import Drawing, Quota
@@ -21,12 +21,6 @@ from tests.unit.test_groups import prompt_groups
 
 NUM_SAMPLES = 2
 Chunk = tuple[list[Finished], list[DrawnGroup]]
-
-
-@pytest.fixture(autouse=True)
-def look_before_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of every few milliseconds, so that one engine alone always does the same."""
-    monkeypatch.setattr(drawing_module, "POLL_S", 0.0)
 
 
 @pytest.fixture
@@ -228,6 +222,35 @@ def test_over_many_partial_steps_nothing_is_lost_or_drawn_twice(store, num_engin
 def test_over_many_steps_with_look_ahead_nothing_is_lost_or_drawn_twice(store, num_engines):
     setting = Setting(per_step=4, num_chunks=2, num_engines=num_engines, step_s=lambda engine: engine * 2e-4)
     assert_all_drawn_once(setting.run(store, num_steps=12, ahead=4), 48)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("partial", [True, False])
+def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store, monkeypatch, shared, partial):
+    """Tasks end and groups begin by what has been drawn, never by the clock: here it jumps at random."""
+    setting = Setting(per_step=4, num_chunks=2, partial=partial, shared=shared)
+    real, ahead_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: real() + ahead_s)
+
+    def draw(name: str, jump_s: Callable[[], float]) -> list[Chunk]:
+        def jump() -> None:
+            nonlocal ahead_s
+            ahead_s += jump_s()
+
+        drawing = setting.drawing(0, dist.PrefixStore(name, store))
+        drawing.advance = jump
+        chunks = []
+        for step in range(8):
+            drawing.groups.engine.policy_version = step
+            chunks += [drawing.run(setting.quota(step, chunk, min(3, 28 - 4 * step))) for chunk in range(2)]
+        return chunks
+
+    slow = draw("slow", lambda: 0.01)
+    if partial:
+        assert any(len({*c.policy_versions}) > 1 for _, drawn in slow for group in drawn for c in group.completions)
+    for seed in range(5):
+        rng = random.Random(seed)
+        assert draw(f"{seed}", lambda rng=rng: rng.choice([0.0, 0.0, 5e-4, 4e-3])) == slow
 
 
 def test_new_weights_are_taken_between_decode_steps_and_running_responses_go_on(store):

@@ -191,6 +191,7 @@ def test_every_shipped_run_can_be_described(name):
     text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], 4, 4)
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
-        "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Overlaps", "Memory", "Weight sync",
+        "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Repeats", "Overlaps", "Memory",
+        "Weight sync",
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 130

@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 import torch.distributed as dist
 
-from rltrain.rollout import drawing as drawing_module
 from rltrain.rollout.carried import Carried, Hand, deal
 from rltrain.rollout.drawing import Drawing
 from rltrain.rollout.groups import DrawnGroup
@@ -15,12 +14,6 @@ from tests.unit.shared_store import Jobs, open_store
 from tests.unit.test_drawing import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
 
 NUM_STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def look_before_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of every few milliseconds, so that one engine alone always does the same."""
-    monkeypatch.setattr(drawing_module, "POLL_S", 0.0)
 
 
 @pytest.fixture(scope="module")

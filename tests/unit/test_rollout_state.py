@@ -16,7 +16,6 @@ from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout import drawing as drawing_module
 from tests.unit.schedule_configs import make_config
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
@@ -33,8 +32,7 @@ def response_length(sample: int) -> int:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines without a model; they look before every step."""
-    monkeypatch.setattr(drawing_module, "POLL_S", 0.0)
+    """Engines without a model."""
 
     def build(*_: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={})

@@ -4,11 +4,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from rltrain.cluster.polling import poll
+from rltrain.cluster import tickets as tickets_module
+from rltrain.cluster.polling import POLL_S, poll
 from rltrain.cluster.tickets import Finished, Tickets
 from tests.unit.shared_store import ShortPatience, on_ranks, open_store
 
@@ -50,6 +52,20 @@ def test_a_drawn_ticket_may_still_have_to_be_written(store):
     assert tickets.read("step 0", 0) is None
     tickets.store.append("step 0/0", "1:11:1;")
     assert tickets.read("step 0", 0) == [group(0), group(1)]
+
+
+def test_a_rank_knows_of_its_own_tickets_without_looking(store, monkeypatch):
+    """The store, in which others enter theirs, is looked into every few milliseconds at most."""
+    now_s = 100.0
+    monkeypatch.setattr(tickets_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    mine, others = (Tickets(store, per_chunk=1, num_readers=2) for _ in range(2))
+    assert not mine.is_full("run", 0), "just looked"
+    mine.add("run", group(0))
+    assert mine.is_full("run", 0) and not mine.is_full("run", 1)
+    others.add("run", group(1))
+    assert not mine.is_full("run", 1), "seen with the next look"
+    now_s += 2 * POLL_S
+    assert mine.is_full("run", 1)
 
 
 def test_engines_that_finish_at_the_same_time_agree_on_every_chunk(store):

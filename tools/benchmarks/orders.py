@@ -192,7 +192,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"steps={arguments.steps}", *CASES[arguments.case], *arguments.overrides]
-        print(json.dumps(compare(arguments.modes.split(","), overrides, Path(folder))))
+        modes = compare(arguments.modes.split(","), overrides, Path(folder))
+    print(json.dumps({"benchmark": "orders", "case": arguments.case, "steps": arguments.steps, "modes": modes}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""Whether a run repeats: what is drawn, and by which weights, then follows from the config alone."""
+
+from collections.abc import Mapping
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Config
+
+
+def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
+    """What lets two runs of `config` differ; None where nothing does.
+
+    An engine draws the same as long as it begins and ends the same at the same decode steps. One that is alone counts
+    those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
+    """
+    if "rollout" not in grids:
+        return None
+    rollout, num_engines = config.rollout, grids["rollout"].dp
+    if rollout.engine == "sglang" and not rollout.sglang.heeds_seeds:
+        return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
+    if config.syncs_in_flight:
+        return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
+    left_open = _left_to_the_fastest(config)
+    if left_open and num_engines > 1:
+        return f"{left_open} depends on how fast each of the {num_engines} engines is"
+    if left_open and rollout.engine == "sglang":
+        return f"{left_open} depends on how fast the SGLang server is"
+    return None
+
+
+def _left_to_the_fastest(config: Config) -> str | None:
+    """What engines that get done at different times settle between them."""
+    if config.schedule.partial_rollouts:
+        return "which responses a generate task leaves to the next (schedule.partial_rollouts)"
+    if config.num_chunks > 1:
+        return "which prompts make up a chunk (schedule.chunks)"
+    if config.shares_prompts:
+        return "which prompts an engine takes (schedule.mode)"
+    return None

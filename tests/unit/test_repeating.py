@@ -1,0 +1,67 @@
+"""Which runs repeat: a table of engines and schedules."""
+
+from typing import Any
+
+import pytest
+
+from rltrain.cluster.placement import role_grids
+from rltrain.dry_run.description import describe_repeating
+from rltrain.schedule.legality import check_schedule
+from rltrain.schedule.repeating import obstacle_to_repeating
+from tests.unit.schedule_configs import make_config, place
+
+ONE_ENGINE = {"actor": 0, "rollout": 1, "reward": 2}
+TWO_ENGINES = {"actor": 0, "rollout": "1-2", "reward": 3}
+PARTIAL = {"partial_rollouts": True, "on_stale": "mask"}
+AHEAD = {"mode": "asynchronous", "max_staleness": 1, "in_flight_sync": False}
+SGLANG = {"engine": "sglang"}
+SEEDED = SGLANG | {"sglang": {"args": {"enable_deterministic_inference": True}}}
+
+
+def obstacle(placement: dict[str, Any], schedule: dict[str, Any], rollout: dict[str, Any] | None = None) -> str | None:
+    config = make_config(placement=placement, schedule=schedule, rollout=rollout or {}, batch={"mini_batches": 1})
+    grids = role_grids(config, place(placement))
+    check_schedule(config, place(placement), grids)
+    return obstacle_to_repeating(config, grids)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, PARTIAL, {"mode": "pipelined"}, AHEAD, AHEAD | PARTIAL, AHEAD | {"chunks": 2}]
+)
+def test_a_run_with_one_engine_of_our_own_repeats_unless_weights_come_in_flight(schedule):
+    assert obstacle(ONE_ENGINE, schedule) is None
+
+
+@pytest.mark.parametrize("schedule", [{}, AHEAD, {"mode": "asynchronous"}])
+def test_so_does_one_with_several_engines_that_settle_nothing_between_them(schedule):
+    assert obstacle(TWO_ENGINES, schedule) is None
+    assert obstacle(TWO_ENGINES, schedule, SEEDED) is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "schedule", "rollout", "reason"),
+    [
+        (TWO_ENGINES, PARTIAL, {}, "schedule.partial_rollouts) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, AHEAD | PARTIAL, {}, "schedule.partial_rollouts"),
+        (TWO_ENGINES, AHEAD | {"chunks": 2}, {}, "schedule.chunks) depends on how fast each of the 2 engines"),
+        (TWO_ENGINES, {"mode": "pipelined"}, {}, "schedule.chunks"),
+        (TWO_ENGINES, {"mode": "pipelined", "chunks": 1}, {}, "schedule.mode"),
+        (ONE_ENGINE, {"mode": "asynchronous", "max_staleness": 1}, {}, "schedule.in_flight_sync"),
+        (ONE_ENGINE, {}, SGLANG, "enable_deterministic_inference"),
+        (ONE_ENGINE, PARTIAL, SEEDED, "schedule.partial_rollouts) depends on how fast the SGLang server is"),
+    ],
+)
+def test_what_keeps_a_run_from_repeating_is_named_with_its_key(placement, schedule, rollout, reason):
+    assert reason in (obstacle(placement, schedule, rollout) or "")
+
+
+def test_the_dry_run_says_it():
+    config = make_config(placement=TWO_ENGINES, schedule=PARTIAL)
+    grids = role_grids(config, place(TWO_ENGINES))
+    assert describe_repeating(config, grids).startswith("no: which responses a generate task leaves to the next")
+    alike = config.model_copy(update={"schedule": config.schedule.model_copy(update={"partial_rollouts": False})})
+    assert describe_repeating(alike, grids).startswith("yes, on CPUs bit for bit")
+
+
+def test_a_run_without_a_rollout_repeats():
+    assert obstacle_to_repeating(make_config(), {}) is None
