@@ -1,24 +1,28 @@
 """Reward functions are found or refused by name, and whatever they do costs a sample at most."""
 
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
+from rltrain.rewards import scorer as scorer_module
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.registry import RewardFunction, load_reward
 from rltrain.rewards.scorer import Sample, Scorer, Scores
 
 MODULE = "tests.unit.user_rewards"
+USER_FILE = Path(__file__).with_name("user_rewards.py")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -89,6 +93,110 @@ def test_an_error_costs_its_sample(response: str, reason: str, caplog: pytest.Lo
     with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer, caplog.at_level(logging.WARNING):
         assert scorer.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
     assert reason in caplog.text and repr(response) in caplog.text
+
+
+def line_of(text: str) -> int:
+    """Where it stands in the user's file."""
+    return 1 + USER_FILE.read_text()[: USER_FILE.read_text().index(text)].count("\n")
+
+
+def test_an_exception_is_told_with_its_place_and_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the user's code: of rltrain's own the traceback has nothing."""
+    with Scorer(reward(f"{MODULE}:from_json"), timeout_s=20, num_workers=1) as scorer:
+        scores = scorer.score(samples('{"answer": 1}', "{}", "no JSON", '"text"'))
+    assert scores == Scores([1.0, 0.0, 0.0, 0.0], num_errors=3, num_timeouts=0)
+    place = f"{USER_FILE}, line {line_of('return float(record')}"
+    assert f"KeyError: 'answer' ({place})" in caplog.messages[0]
+    assert f"({USER_FILE}, line {line_of('record = json.loads')})" in caplog.messages[1], "not json's own line"
+    assert scores.first_failure == (
+        "on the response '{}':\nTraceback (most recent call last):\n"
+        f'  File "{place.replace(", line", chr(34) + ", line")}, in from_json\n'
+        "    return float(record[\"answer\"])\n                 ~~~~~~^^^^^^^^^^\nKeyError: 'answer'"
+    )
+
+
+def test_what_an_exception_says_of_itself_may_be_long_or_fail() -> None:
+    with Scorer(reward(f"{MODULE}:raise_unprintable"), timeout_s=20, num_workers=1) as scorer:
+        scores = scorer.score(samples("long", "broken", "deep"))
+    assert scores == Scores([0.0] * 3, num_errors=3, num_timeouts=0)
+    assert scores.first_failure is not None and len(scores.first_failure) < 10_000
+
+
+class Answering:
+    """Stands for worker processes: what each call of `_ask` was about, in which process, and what came of it.
+
+    `outcome(sample, calls so far in this process)` gives the seconds that the call takes, or raises.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: Callable[[str, int], float]) -> None:
+        self.outcome = outcome
+        self.asked: list[tuple[int, str, float]] = []
+        """Process, response and limit."""
+        self.num_processes = self.num_calls = 0
+        monkeypatch.setattr(scorer_module.subprocess, "Popen", self.start)
+        monkeypatch.setattr(scorer_module, "_ask", self.ask)
+
+    def start(self, *_: Any, **__: Any) -> SimpleNamespace:
+        self.num_processes, self.num_calls = self.num_processes + 1, 0
+        return SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: None)
+
+    def ask(self, process: Any, message: dict[str, Any], limit_s: float) -> dict[str, float]:
+        if "function" in message:
+            return {"value": 0.0}
+        self.asked.append((self.num_processes, message["response"], limit_s))
+        seconds = self.outcome(message["response"], self.num_calls)
+        self.num_calls += 1
+        if seconds > limit_s:
+            raise TimeoutError
+        return {"value": 1.0, "seconds": seconds}
+
+    def score(self, *responses: str) -> list[float]:
+        function = RewardFunction("user:function", print)
+        return Scorer(function, timeout_s=5, num_workers=1).score(samples(*responses)).rewards
+
+
+def test_imports_of_the_first_call_are_not_on_a_sample_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Answering(monkeypatch, lambda response, calls: 0.1 if calls else 60)
+    assert answering.score("a", "b", "c") == [1.0, 1.0, 1.0]
+    assert answering.asked == [(1, "a", 120), (1, "a", 5), (1, "b", 5), (1, "c", 5)]
+
+
+def test_a_first_call_within_a_sample_s_time_is_the_sample_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Answering(monkeypatch, lambda response, calls: 4.9)
+    assert answering.score("a", "b") == [1.0, 1.0]
+    assert answering.asked == [(1, "a", 120), (1, "b", 5)]
+
+
+def test_a_sample_has_no_more_time_in_a_first_call_than_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Answering(monkeypatch, lambda response, calls: 60 if response == "slow" else 0.1)
+    assert answering.score("slow", "a", "slow", "b") == [0.0, 1.0, 0.0, 1.0]
+    assert [response for _, response, limit_s in answering.asked if limit_s > 5] == ["slow", "a", "a"]
+
+
+def test_a_worker_started_anew_is_warmed_up_with_a_sample_that_was_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that took longest, for it is the one that met the imports; those that hang have their own time alone."""
+    seconds = {"early": 0.1, "imports": 3.0, "hangs": 1e9, "late": 0.2}
+    answering = Answering(monkeypatch, lambda response, calls: seconds[response])
+    assert answering.score("early", "imports", "hangs", "hangs", "late") == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert answering.asked[2:] == [
+        (1, "hangs", 5),
+        *((2, "imports", 120), (2, "hangs", 5)),
+        *((3, "imports", 120), (3, "late", 5)),
+    ]
+
+
+def test_a_function_that_always_hangs_costs_little_more_than_its_samples_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Answering(monkeypatch, lambda response, calls: 1e9)
+    assert answering.score(*"x" * 100) == [0.0] * 100
+    assert [limit_s for *_, limit_s in answering.asked[:6]] == [120, 60, 30, 15, 7.5, 5]
+    assert sum(limit_s for *_, limit_s in answering.asked) < 100 * 5 + 2 * 120
+
+
+def test_a_function_that_hangs_from_some_time_on_costs_little_more_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering: Answering
+    answering = Answering(monkeypatch, lambda response, calls: 0.1 if len(answering.asked) < 9 else 1e9)
+    assert sum(answering.score(*"x" * 100)) == 8
+    assert sum(limit_s for *_, limit_s in answering.asked[8:]) < 102 * 5 + 2 * 120
 
 
 def test_tensors_of_one_element_are_numbers() -> None:
@@ -202,6 +310,18 @@ def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monke
         ("exact_match", {"afterwards": ","}, "unexpected keyword argument 'afterwards'"),
         (f"{MODULE}:whole", {"label": "x"}, "cannot be called with (prompt, response, label)"),
         ("os:getcwd", {}, "cannot be called with (prompt, response, label)"),
+        (
+            f"{MODULE}:asynchronous",
+            {},
+            f"'{MODULE}:asynchronous' is asynchronous (async def); expected a plain function",
+        ),
+        (f"{MODULE}:ASYNCHRONOUS_OBJECT", {}, "is asynchronous (async def)"),
+        (
+            f"{MODULE}:as_for_verl",
+            {},
+            "would get the prompt as 'data_source'; expected a function that takes (prompt, ",
+        ),
+        (f"{MODULE}:in_another_order", {}, "takes (response, label, prompt) and would get the prompt as 'response'"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(function: str, options: dict[str, Any], message: str) -> None:
@@ -216,6 +336,44 @@ def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot import broken_reward \(ZeroDivisionError: division by zero\)"):
         reward("broken_reward:score")
+
+
+def test_a_module_that_exits_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script_reward.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot import script_reward \(SystemExit: 0\)"):
+        reward("script_reward:score")
+
+
+def test_parameters_may_have_other_names() -> None:
+    assert reward(f"{MODULE}:with_names_of_its_own")("a", "b", "c") == "abc"
+
+
+def start_worker() -> "subprocess.Popen[bytes]":
+    """As a scorer does, and waits until it is ready."""
+    command = [sys.executable, "-m", "rltrain.rewards.worker"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    worker = subprocess.Popen(command, cwd=REPOSITORY, bufsize=0, **pipes)  # type: ignore[call-overload]
+    assert worker.stdin and worker.stdout
+    worker.stdin.write(json.dumps({"function": f"{MODULE}:misbehave", "options": {}}).encode() + b"\n")
+    assert json.loads(worker.stdout.readline()) == {"value": 0.0}
+    return worker
+
+
+def test_a_worker_ends_quietly_when_its_reader_is_gone() -> None:
+    with start_worker() as worker:
+        worker.stdout.close()
+        worker.stdin.write(json.dumps(vars(samples("half")[0])).encode() + b"\n")
+        assert worker.stderr.read() == b""
+        assert worker.wait() == 0
+
+
+def test_a_worker_ends_quietly_when_its_writer_ends_in_the_middle_of_a_line() -> None:
+    with start_worker() as worker:
+        worker.stdin.write(json.dumps(vars(samples("half")[0])).encode()[:20])
+        worker.stdin.close()
+        assert worker.stderr.read() == worker.stdout.read() == b""
+        assert worker.wait() == 0
 
 
 def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:
