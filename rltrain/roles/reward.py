@@ -104,14 +104,16 @@ class Reward(Role):
         """Raise RewardError if more samples of `task` failed than may, or all of the first task's."""
         settings = self.config.reward
         is_first, self.has_judged = not self.has_judged, True
-        num_failed = int(metrics["reward_errors"] + metrics["reward_timeouts"])
+        num_errors, num_timeouts = int(metrics["reward_errors"]), int(metrics["reward_timeouts"])
+        num_failed = num_errors + num_timeouts
         if num_failed <= settings.max_failures * num_samples and not (is_first and num_failed == num_samples):
             return
         raise RewardError(
-            f"reward.function: {self.scorer.function.place} failed on {num_failed} of {num_samples} samples of {task}, "
-            f"{int(metrics['reward_timeouts'])} of them by taking longer than reward.timeout_s = "
-            f"{settings.timeout_s:g}; expected a number for every response, 0 for one that deserves nothing, and a "
-            f"share of failures of at most reward.max_failures = {settings.max_failures:g}. "
+            f"reward.function: {self.scorer.function.place} failed on {num_failed} of {num_samples} samples of {task}: "
+            f"{num_errors} by an error, {num_timeouts} by taking longer than reward.timeout_s = "
+            f"{settings.timeout_s:g}. "
+            "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
+            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first. "
             f"The first failure was {first_failure}"
         )
 

@@ -107,7 +107,7 @@ def test_too_many_failures_of_the_first_step_end_the_job(max_failures, failures,
     if num_failed is None:
         failures_of_a_step(leader, *failures)
         return
-    with pytest.raises(RewardError, match=rf"failed on {num_failed} of 8 samples of score\[0\], \d of them by taking"):
+    with pytest.raises(RewardError, match=rf"failed on {num_failed} of 8 samples of score\[0\]: \d by an error"):
         failures_of_a_step(leader, *failures)
 
 
@@ -118,7 +118,7 @@ def test_later_steps_are_held_to_the_share_alone():
     leader = reward_role(4, {})
     failures_of_a_step(leader, (0, 0), (0, 0))
     failures_of_a_step(leader, (2, 0), (2, 0), step=1)
-    with pytest.raises(RewardError, match=r"failed on 5 of 8 samples of score\[2\], 1 of them by taking longer than"):
+    with pytest.raises(RewardError, match=r"failed on 5 of 8 samples of score\[2\]: 4 by an error, 1 by taking longer"):
         failures_of_a_step(leader, (2, 0), (2, 1), step=2)
 
 

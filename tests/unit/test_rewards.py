@@ -59,10 +59,8 @@ def test_exact_match(response: str, label: str, options: dict[str, Any], expecte
 
 def test_exact_match_runs_in_this_process() -> None:
     scorer = Scorer(reward("exact_match", after=","), timeout_s=1)
-    start = time.perf_counter()
     scores = scorer.score([Sample("p", f"x,{n}", str(n % 2)) for n in range(2000)])
     assert scores == Scores([1.0, 1.0] + [0.0] * 1998, num_errors=0, num_timeouts=0)
-    assert time.perf_counter() - start < 1
     assert all(worker.process is None for worker in scorer._workers)
 
 
@@ -161,6 +159,11 @@ def test_imports_of_the_first_call_are_not_on_a_sample_s_time(monkeypatch: pytes
     assert answering.asked == [(1, "a", 120), (1, "a", 5), (1, "b", 5), (1, "c", 5)]
 
 
+def test_what_a_process_loads_in_its_first_call_costs_no_sample() -> None:
+    with Scorer(reward(f"{MODULE}:loading_at_first"), timeout_s=2, num_workers=1) as scorer:
+        assert scorer.score(samples("a", "b")) == Scores([1.0, 1.0], num_errors=0, num_timeouts=0)
+
+
 def test_a_first_call_within_a_sample_s_time_is_the_sample_s(monkeypatch: pytest.MonkeyPatch) -> None:
     answering = Answering(monkeypatch, lambda response, calls: 4.9)
     assert answering.score("a", "b") == [1.0, 1.0]
@@ -205,11 +208,14 @@ def test_tensors_of_one_element_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("response", ["loop", "sleep", "regex"])
-def test_a_hang_costs_its_sample_and_the_time_limit(misbehaving: Scorer, response: str) -> None:
+def test_a_hang_costs_its_sample_and_the_time_limit(
+    misbehaving: Scorer, response: str, caplog: pytest.LogCaptureFixture
+) -> None:
     misbehaving.score(samples("half"))
     start = time.monotonic()
     assert misbehaving.score(samples(response, "half")) == Scores([0.0, 0.5], num_errors=0, num_timeouts=1)
-    assert 1 <= time.monotonic() - start < 30
+    assert time.monotonic() - start >= 1
+    assert caplog.messages[-1].endswith("took longer than reward.timeout_s = 1")
 
 
 def test_workers_run_beside_each_other() -> None:

@@ -94,6 +94,17 @@ def tensor_of_size(prompt: str, response: str, label: str) -> object:
     return torch.full((int(response),), 0.75)
 
 
+loaded: list[str] = []
+
+
+def loading_at_first(prompt: str, response: str, label: str) -> float:
+    """Takes its time over the first call in a process."""
+    if not loaded:
+        time.sleep(3)
+        loaded.append("a model")
+    return 1.0
+
+
 def chatty(prompt: str, response: str, label: str) -> float:
     """Prints, and reads what nobody types."""
     print("scoring", prompt, flush=True)
