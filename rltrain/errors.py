@@ -36,6 +36,10 @@ class DataError(UserError):
     """A prompt file is missing or a row of it cannot be used."""
 
 
+class RewardError(UserError):
+    """The reward function fails on too many samples."""
+
+
 class StallError(UserError):
     """A wait ran past its limit; the message names the task, the step and the ranks waited for."""
 

@@ -1,11 +1,11 @@
 """Every key a config file may hold: type, default and meaning. Objects are frozen; unknown keys are refused."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from rltrain.config.records import Checkpoint, Logging
-from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section, Share
 
 DEFAULT_CHUNKS = 4
 
@@ -138,7 +138,13 @@ class Reward(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the reward function."""
     timeout_s: Positive = 5.0
-    """Limit for one sample; past it the sample's reward is 0 and it is counted."""
+    """Limit for one sample; past it the sample's reward is 0 and it is counted. A process's start and first call, which
+    import what the function needs, have a limit of their own (120 s)."""
+    max_failures: Share = 0.5
+    """Share of the samples of a step, or of an evaluation, that may fail, by an error or at the time limit; each then
+    has reward 0. With more the job ends, and says how the first one failed. 1: only where all of the first ones fail.
+    The default lets a policy that has yet to learn the answers' form trip a function up, and ends a run that would
+    learn from failures more than from rewards."""
     num_workers: Count = 4
     """Processes per rank that run the function; exact_match needs none."""
 
@@ -176,7 +182,7 @@ class Advantages(Section):
     """grpo: divide group-centred rewards by the group's standard deviation."""
     gamma: Fraction = 1.0
     """ppo: discount per token."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    gae_lambda: Share = 0.95
     """ppo: 0 trusts the critic's next value, 1 the rewards alone."""
     whiten: bool = True
     """ppo: advantages of a step's response tokens get mean 0 and standard deviation 1."""

@@ -12,7 +12,7 @@ from rltrain.data.files import BadRow, Row, look_up, read_rows
 from rltrain.data.tokenizer import Prompt, PromptEncoder, prompt_text
 from rltrain.errors import DataError
 
-Needs = Literal["label", "response"]
+Needs = Literal["label", "plain label", "response"]
 MAX_KEPT_PROBLEMS = 5
 
 
@@ -81,11 +81,12 @@ def load_prompts(
 ) -> PromptDataset:
     """Read `file`, which stands in the config as `config_key` ("data.train", "data.eval").
 
-    `needs` says which column beside the prompt must be there. A bad row raises DataError with its place, or is skipped
-    and counted, as data.on_bad_row says. Prompts of more than data.max_prompt_tokens are dropped and counted.
-    file.max_rows counts usable rows. Raises DataError if no row is left.
+    `needs` says which column beside the prompt must be there; a plain label is no list and no object. A bad row raises
+    DataError with its place, or is skipped and counted, as data.on_bad_row says. Prompts of more than
+    data.max_prompt_tokens are dropped and counted. file.max_rows counts usable rows. Raises DataError where none is
+    left.
     """
-    column = file.label_key if needs == "label" else file.response_key
+    column = file.response_key if needs == "response" else file.label_key
     rows: list[PromptRow] = []
     num_bad = num_too_long = 0
     problems: list[str] = []
@@ -124,9 +125,15 @@ def _parse_row(
     if isinstance(values, BadRow):
         raise values
     prompt = _parse_prompt(look_up(values, file.prompt_key), file.prompt_key, encoder)
-    label = _parse_label(look_up(values, file.label_key), file.label_key) if needs == "label" else ""
-    response = _parse_response(look_up(values, file.response_key), file.response_key) if needs == "response" else ""
-    return PromptRow(prompt, label, response, origin)
+    if needs == "response":
+        return PromptRow(prompt, "", _parse_response(look_up(values, file.response_key), file.response_key), origin)
+    label = look_up(values, file.label_key)
+    if needs == "plain label" and isinstance(label, (list, dict)):
+        raise BadRow(
+            f"has {_shown(label)} under {file.label_key!r}, which the reward function would compare as JSON text; "
+            f"expected a text, a number or a truth value (a field of an object: label_key {file.label_key}.FIELD)"
+        )
+    return PromptRow(prompt, _parse_label(label, file.label_key), "", origin)
 
 
 def _parse_prompt(value: Any, key: str, encoder: PromptEncoder) -> Prompt:

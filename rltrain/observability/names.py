@@ -43,7 +43,11 @@ METRICS = (
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
-    Metric("rollout/reward_errors", "samples", "samples with reward 0 because the reward function raised"),
+    Metric(
+        "rollout/reward_errors",
+        "samples",
+        "samples with reward 0 because the reward function raised or returned no number",
+    ),
     Metric("rollout/reward_timeouts", "samples", "samples with reward 0 because it ran past reward.timeout_s"),
     Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain.errors import ConfigError
@@ -20,6 +20,7 @@ from rltrain.rewards.worker import Answer, score_one
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+"""For a worker to import the function's module, and again for the first call, which imports what it still lacks."""
 MAX_LOGGED_FAILURES = 10
 READ_BYTES = 65536
 
@@ -41,14 +42,17 @@ class Scores:
     num_errors: int
     """It raised, returned no finite number, or ended its process."""
     num_timeouts: int
+    first_failure: str | None = field(default=None, compare=False)
+    """On which response, and why, with the traceback where there is one."""
 
 
 class Scorer:
     """Runs one reward function: a trusted one here, any other in worker processes, so that even a hang in C code ends.
 
     A worker is started at its first sample, killed at a sample that takes longer than `timeout_s`, and ends with this
-    process. `on_scored` is called after every sample, from any thread: other ranks wait for the result, and see that it
-    gets on. `score` is for one thread at a time. Close the scorer at the end.
+    process. What a new worker has to import is not on a sample's time, see _Worker. `on_scored` is called after every
+    sample, from any thread: other ranks wait for the result, and see that it gets on. `score` is for one thread at a
+    time. Close the scorer at the end.
     """
 
     def __init__(
@@ -61,7 +65,8 @@ class Scorer:
         self.function = function
         self.timeout_s = timeout_s
         self.on_scored = on_scored
-        self._workers = [_Worker(function) for _ in range(num_workers)]
+        longest = _Longest()
+        self._workers = [_Worker(function, timeout_s, longest) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -76,12 +81,14 @@ class Scorer:
         except BaseException:
             self.close()
             raise
-        for sample, answer in zip(samples, answers, strict=True):
+        failures = [(sample, answer) for sample, answer in zip(samples, answers, strict=True) if "value" not in answer]
+        for sample, answer in failures:
             self._log_failure(sample, answer)
         return Scores(
             rewards=[answer.get("value", 0.0) for answer in answers],
             num_errors=sum("error" in answer for answer in answers),
             num_timeouts=sum("timeout" in answer for answer in answers),
+            first_failure=_described(*failures[0]) if failures else None,
         )
 
     def close(self) -> None:
@@ -104,39 +111,89 @@ class Scorer:
     def _ask_worker(self, sample: Sample) -> Answer:
         worker = self._idle.get()
         try:
-            return worker.score(sample, self.timeout_s)
+            return worker.score(sample)
         finally:
             self._idle.put(worker)
             self.on_scored()
 
     def _log_failure(self, sample: Sample, answer: Answer) -> None:
-        reason = answer.get("error") or answer.get("timeout")
-        if reason is None:
-            return
         self._num_failures += 1
         if self._num_failures <= MAX_LOGGED_FAILURES:
             last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
+            reason = answer.get("error") or answer["timeout"]
             logger.warning("reward %s on response %.80r: %s%s", self.function.name, sample.response, reason, last)
 
 
-class _Worker:
-    """One worker process, started when it is first needed and again after it ended, and the pipes to it."""
+def _described(sample: Sample, answer: Answer) -> str:
+    reason = answer.get("traceback") or answer.get("error") or answer["timeout"]
+    return f"on the response {sample.response!r:.200}:\n{reason}"
 
-    def __init__(self, function: RewardFunction) -> None:
+
+class _Longest:
+    """The sample that took longest of those that got a number, from whichever worker, and its seconds."""
+
+    def __init__(self) -> None:
+        self.sample: Sample | None = None
+        self.seconds = -1.0
+
+    def consider(self, sample: Sample, answer: Answer) -> None:
+        if "value" in answer and answer["seconds"] > self.seconds:
+            self.sample, self.seconds = sample, answer["seconds"]
+
+    def forget(self, sample: Sample) -> None:
+        if self.sample is sample:
+            self.sample, self.seconds = None, -1.0
+
+
+class _Worker:
+    """One worker process, started when it is first needed and again after it ended, and the pipes to it.
+
+    The first call in a process imports what the function's module does not, torch for one. It may take START_TIMEOUT_S,
+    and half as long after each in a row that does not return. It is made with the sample that took longest so far: one
+    that does return, and has most likely met those imports. As long as there is none it is made with the sample at
+    hand, which is asked once more where it took longer than a sample may. So no sample has more or less than its time.
+    """
+
+    def __init__(self, function: RewardFunction, timeout_s: float, longest: _Longest) -> None:
         self.function = function
+        self.timeout_s = timeout_s
+        self.longest = longest
+        self.num_hung_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def score(self, sample: Sample, timeout_s: float) -> Answer:
-        """{"value": float}, {"error": text} or {"timeout": text}."""
-        process = self.process if self.process is not None and self.process.poll() is None else self._start()
+    def score(self, sample: Sample) -> Answer:
+        """The answer for `sample`, or {"timeout": text}."""
+        while not self._is_running():
+            self._start()
+            first = self.longest.sample or sample
+            answer = self._first_call(first)
+            if first is sample and answer.get("seconds", 0.0) <= self.timeout_s:
+                return answer
+        return self._call(sample, self.timeout_s, f"took longer than reward.timeout_s = {self.timeout_s:g}")
+
+    def _first_call(self, sample: Sample) -> Answer:
+        limit_s = max(START_TIMEOUT_S / 2**self.num_hung_starts, self.timeout_s)
+        answer = self._call(sample, limit_s, f"took longer than {limit_s:g} s in the first call of its process")
+        if "timeout" in answer:
+            self.num_hung_starts += 1
+        elif "seconds" in answer:
+            self.num_hung_starts = 0
+        return answer
+
+    def _call(self, sample: Sample, limit_s: float, otherwise: str) -> Answer:
+        """The answer of the process, which is gone where there is none: {"timeout": `otherwise`} or an error."""
+        assert self.process is not None
         try:
-            return _ask(process, vars(sample), timeout_s)
-        except TimeoutError:
+            answer = _ask(self.process, vars(sample), limit_s)
+        except (EOFError, OSError) as error:
             self.kill()
-            return {"timeout": f"took longer than reward.timeout_s = {timeout_s:g}"}
-        except (EOFError, OSError):
-            self.kill()
-            return {"error": "ended its process"}
+            self.longest.forget(sample)
+            return {"timeout": otherwise} if isinstance(error, TimeoutError) else {"error": "ended its process"}
+        self.longest.consider(sample, answer)
+        return answer
+
+    def _is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
         process, self.process = self.process, None
@@ -145,7 +202,7 @@ class _Worker:
         process.kill()
         process.wait()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> None:
         self.process = process = subprocess.Popen(
             [sys.executable, "-m", "rltrain.rewards.worker"],
             stdin=subprocess.PIPE,
@@ -160,7 +217,6 @@ class _Worker:
                 f"reward.function: the worker process of {self.function.name!r} did not start "
                 f"({type(error).__name__}); its own message is on standard error"
             ) from error
-        return process
 
 
 def _ask(process: "subprocess.Popen[bytes]", message: dict[str, Any], timeout_s: float) -> Answer:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from rltrain.config.schema import Config
 from rltrain.data.order import PromptOrder
-from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
+from rltrain.rewards.registry import COMPARES_TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ def read_prompts(config: Config) -> Prompts:
     data = config.data
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
-    train = load_prompts(data.train, data, encoder, needs="label", config_key="data.train")
-    evaluation = load_prompts(data.eval, data, encoder, needs="label", config_key="data.eval") if data.eval else None
+    needs: Needs = "plain label" if config.reward.function in COMPARES_TEXT else "label"
+    train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
+    evaluation = load_prompts(data.eval, data, encoder, needs=needs, config_key="data.eval") if data.eval else None
     order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
     return Prompts(TextDecoder(tokenizer), train, order, evaluation)

@@ -6,6 +6,7 @@ from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.polling import poll
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
+from rltrain.errors import RewardError
 from rltrain.rewards.registry import load_reward
 from rltrain.rewards.scorer import Sample, Scorer
 from rltrain.roles.reward_statistics import RewardStatistics
@@ -20,6 +21,7 @@ class Reward(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         reward = self.config.reward
+        self.has_judged = False
         self.scorer = Scorer(
             load_reward(reward),
             timeout_s=reward.timeout_s,
@@ -73,11 +75,12 @@ class Reward(Role):
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.
 
-        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
+        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits. Where too
+        many samples have failed the leader raises RewardError, which ends the job.
         """
         bulletin, rank = self.job.bulletin, self.job.world.rank
         keys = {other: f"reward {what}/{step}/{other}" for other in self.grid.ranks}
-        bulletin.put(keys[rank], statistics.record())
+        bulletin.put(keys[rank], [statistics.record(), statistics.first_failure])
         if rank != self.leader:
             return {}
         others = [other for other in keys if other != rank]
@@ -88,10 +91,31 @@ class Reward(Role):
             others,
             self.serve,
         )
-        records = [bulletin.get(key, waiting_for=key) for key in keys.values()]
+        gathered = [bulletin.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             bulletin.forget(key)
-        return RewardStatistics.metrics(records)
+        records = [record for record, _ in gathered]
+        metrics = RewardStatistics.metrics(records)
+        first_failure = next((failure for _, failure in gathered if failure), None)
+        self._judge(f"{what}[{step}]", metrics, RewardStatistics.num_samples(records), first_failure)
+        return metrics
+
+    def _judge(self, task: str, metrics: Metrics, num_samples: int, first_failure: str | None) -> None:
+        """Raise RewardError if more samples of `task` failed than may, or all of the first task's."""
+        settings = self.config.reward
+        is_first, self.has_judged = not self.has_judged, True
+        num_errors, num_timeouts = int(metrics["reward_errors"]), int(metrics["reward_timeouts"])
+        num_failed = num_errors + num_timeouts
+        if num_failed <= settings.max_failures * num_samples and not (is_first and num_failed == num_samples):
+            return
+        raise RewardError(
+            f"reward.function: {self.scorer.function.place} failed on {num_failed} of {num_samples} samples of {task}: "
+            f"{num_errors} by an error, {num_timeouts} by taking longer than reward.timeout_s = "
+            f"{settings.timeout_s:g}. "
+            "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
+            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first. "
+            f"The first failure was {first_failure}"
+        )
 
     def _log_samples(self, step: int, experience: Experience) -> None:
         """Some samples of the step, for people to read."""

@@ -10,11 +10,12 @@ from rltrain.rewards.scorer import Scores
 
 
 class RewardStatistics:
-    """Sums over the samples that this rank has scored."""
+    """Sums over the samples that this rank has scored, and the first failure among them, in words."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(7, dtype=torch.float64)
         self.longest = torch.zeros((), dtype=torch.float64)
+        self.first_failure: str | None = None
 
     def add(self, experience: Experience, scores: Scores) -> None:
         """`experience` has the rewards of `scores`."""
@@ -32,12 +33,17 @@ class RewardStatistics:
             ],
             dtype=torch.float64,
         )
+        self.first_failure = self.first_failure or scores.first_failure
         if len(lengths):
             self.longest = torch.maximum(self.longest, lengths.max())
 
     def record(self) -> list[float]:
         """For `metrics`."""
         return [*self.sums.tolist(), float(self.longest)]
+
+    @staticmethod
+    def num_samples(records: Sequence[Sequence[float]]) -> int:
+        return int(sum(record[0] for record in records))
 
     @staticmethod
     def metrics(records: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """The math reward on a table of answers, and on GSM8K's own solutions."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -108,10 +107,9 @@ def test_gsm8k_solutions_score_one_and_wrong_ones_zero() -> None:
     assert wrong == truth
 
 
-def test_a_hostile_answer_costs_its_sample_only() -> None:
+def test_a_hostile_answer_costs_its_sample_only(caplog: pytest.LogCaptureFixture) -> None:
     tower = "9^{" * 6 + "9" + "}" * 6
     with Scorer(load_reward(schema.Reward(function="math")), timeout_s=3, num_workers=1) as scorer:
-        start = time.monotonic()
-        scores = scorer.score([Sample("", f"\\boxed{{{answer}}}", "72") for answer in (tower, "72")])
-    assert scores == Scores([0.0, 1.0], num_errors=0, num_timeouts=1)
-    assert time.monotonic() - start < 30
+        scores = scorer.score([Sample("", f"\\boxed{{{answer}}}", "72") for answer in ("72", tower, "72")])
+    assert scores == Scores([1.0, 0.0, 1.0], num_errors=0, num_timeouts=1)
+    assert "took longer than reward.timeout_s = 3" in caplog.text

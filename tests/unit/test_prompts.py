@@ -18,6 +18,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
 from rltrain.errors import CheckpointError, ConfigError, DataError
+from rltrain.roles.prompts import read_prompts
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 CHAT_TEMPLATE = (
@@ -77,6 +78,37 @@ def test_plain_rows(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_labels_become_text(tmp_path: Path, label: Any, text: str) -> None:
     assert load(jsonl(tmp_path, {"prompt": "p", "label": label}))[0].label == text
+
+
+@pytest.mark.parametrize("label", [{"answer": 5}, ["a"], {}])
+def test_a_plain_label_is_no_json(tmp_path: Path, label: Any) -> None:
+    """Those of a reward function that compares texts: it would compare how JSON writes them."""
+    path = jsonl(tmp_path, {"prompt": "p", "label": 5}, {"prompt": "p", "label": label})
+    with pytest.raises(DataError) as refusal:
+        load(path, needs="plain label")
+    assert str(refusal.value).startswith(
+        f"{path}:2: the row has {label} under 'label', which the reward function would"
+    )
+    assert "(a field of an object: label_key label.FIELD)" in str(refusal.value)
+    assert len(load(path, needs="plain label", on_bad_row="skip")) == 1
+
+
+@pytest.mark.parametrize(("function", "accepted"), [("exact_match", False), ("math", True), ("module:function", True)])
+def test_exact_match_compares_plain_labels(tmp_path: Path, function: str, accepted: bool) -> None:
+    path = jsonl(tmp_path, {"prompt": "p", "label": {"answer": 5}})
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = schema.Config(
+        steps=1,
+        placement={"actor": 0},
+        model=schema.Model(path=str(tmp_path)),
+        data=schema.Data(train=schema.PromptFile(path=str(path))),
+        reward=schema.Reward(function=function),
+    )
+    if accepted:
+        assert read_prompts(config).train[0].label == '{"answer": 5}'
+    else:
+        with pytest.raises(DataError, match="would compare as JSON text"):
+            read_prompts(config)
 
 
 def test_nested_keys_and_keys_that_hold_dots(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
-"""How the reward's leader comes by the rewards of the role's other ranks: without holding anybody up."""
+"""How the reward's leader comes by the rewards of the role's other ranks: without holding anybody up. And how it judges
+them."""
 
+import re
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from rltrain.cluster.grid import Grid
+from rltrain.config import schema
+from rltrain.errors import RewardError
+from rltrain.rewards.registry import load_reward
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.shared_store import LIMIT_S, ShortPatience
@@ -13,9 +19,12 @@ from tests.unit.test_reporter import FakeBulletin
 from tests.unit.test_reward_statistics import scored
 
 
-def reward_role(rank: int, shared: dict[str, str]) -> Reward:
+def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5) -> Reward:
     """On ranks 4 and 6, with what gathering needs of it."""
     role = Reward.__new__(Reward)
+    role.has_judged = False
+    role.scorer = SimpleNamespace(function=load_reward(schema.Reward()))  # type: ignore[assignment]
+    role.config = SimpleNamespace(reward=schema.Reward(max_failures=max_failures))  # type: ignore[assignment]
     role.grid = Grid((4, 6))
     role.job = SimpleNamespace(  # type: ignore[assignment]
         bulletin=FakeBulletin(shared, rank),
@@ -65,3 +74,74 @@ def test_the_leader_joins_weight_syncs_while_it_waits():
     thread.start()
     assert leader._gather("score", 0, of_rewards(1.0))["reward_mean"] == pytest.approx(0.5)
     thread.join(LIMIT_S)
+
+
+def of_failures(errors: int, timeouts: int, num_samples: int = 4, failure: str | None = None) -> RewardStatistics:
+    statistics = RewardStatistics()
+    experience, scores = scored([(1.0, 2, False)] * num_samples, errors, timeouts)
+    statistics.add(experience, replace(scores, first_failure=failure))
+    return statistics
+
+
+def failures_of_a_step(leader: Reward, *failures: tuple[int, int], step: int = 0) -> None:
+    """Two ranks with 4 samples each of which some fail by (errors, timeouts)."""
+    shared = leader.job.bulletin.shared  # type: ignore[attr-defined]
+    assert reward_role(6, shared)._gather("score", step, of_failures(*failures[1], failure="rank 6's")) == {}
+    leader._gather("score", step, of_failures(*failures[0], failure="rank 4's" if any(failures[0]) else None))
+
+
+@pytest.mark.parametrize(
+    ("max_failures", "failures", "num_failed"),
+    [
+        (0.5, [(4, 0), (4, 0)], 8),
+        (0.5, [(0, 0), (4, 1)], 5),
+        (0.5, [(3, 0), (1, 0)], None),
+        (0.0, [(0, 0), (0, 1)], 1),
+        (1.0, [(4, 0), (0, 4)], 8),
+        (1.0, [(4, 0), (3, 0)], None),
+    ],
+)
+def test_too_many_failures_of_the_first_step_end_the_job(max_failures, failures, num_failed):
+    """Counted over all ranks. Where any may fail, all of the first may not."""
+    leader = reward_role(4, {}, max_failures)
+    if num_failed is None:
+        failures_of_a_step(leader, *failures)
+        return
+    with pytest.raises(RewardError, match=rf"failed on {num_failed} of 8 samples of score\[0\]: \d by an error"):
+        failures_of_a_step(leader, *failures)
+
+
+def test_later_steps_are_held_to_the_share_alone():
+    leader = reward_role(4, {}, max_failures=1.0)
+    failures_of_a_step(leader, (0, 0), (0, 0))
+    failures_of_a_step(leader, (4, 0), (4, 0), step=1)
+    leader = reward_role(4, {})
+    failures_of_a_step(leader, (0, 0), (0, 0))
+    failures_of_a_step(leader, (2, 0), (2, 0), step=1)
+    with pytest.raises(RewardError, match=r"failed on 5 of 8 samples of score\[2\]: 4 by an error, 1 by taking longer"):
+        failures_of_a_step(leader, (2, 0), (2, 1), step=2)
+
+
+def test_evaluations_are_judged_as_steps_are():
+    shared: dict[str, str] = {}
+    reward_role(6, shared)._gather("evaluation", 0, of_failures(4, 0))
+    with pytest.raises(RewardError, match=r"failed on 8 of 8 samples of evaluation\[0\]"):
+        reward_role(4, shared)._gather("evaluation", 0, of_failures(4, 0))
+
+
+@pytest.mark.parametrize(("of_leader", "told"), [((4, 0), "rank 4's"), ((0, 0), "rank 6's")])
+def test_the_message_has_the_first_failure_of_any_rank_and_the_function_s_place(of_leader, told):
+    with pytest.raises(RewardError) as refusal:
+        failures_of_a_step(reward_role(4, {}, max_failures=0.1), of_leader, (4, 0))
+    message = str(refusal.value)
+    assert message.endswith(f"The first failure was {told}")
+    assert re.search(r"reward.function: 'exact_match' \(/.*/exact_match.py, line \d+\) failed", message)
+    assert "reward.max_failures = 0.1" in message
+
+
+def test_the_first_failure_of_a_step_is_that_of_its_first_chunk_with_one():
+    statistics = of_failures(0, 0)
+    for failure in ("first", "second"):
+        experience, scores = scored([(1.0, 2, False)], 1)
+        statistics.add(experience, replace(scores, first_failure=failure))
+    assert statistics.first_failure == "first"

@@ -1,5 +1,6 @@
 """Reward functions are found or refused by name, and whatever they do costs a sample at most."""
 
+import json
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from rltrain.rewards.registry import RewardFunction, load_reward
 from rltrain.rewards.scorer import Sample, Scorer, Scores
 
 MODULE = "tests.unit.user_rewards"
+USER_FILE = Path(__file__).with_name("user_rewards.py")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -55,10 +57,8 @@ def test_exact_match(response: str, label: str, options: dict[str, Any], expecte
 
 def test_exact_match_runs_in_this_process() -> None:
     scorer = Scorer(reward("exact_match", after=","), timeout_s=1)
-    start = time.perf_counter()
     scores = scorer.score([Sample("p", f"x,{n}", str(n % 2)) for n in range(2000)])
     assert scores == Scores([1.0, 1.0] + [0.0] * 1998, num_errors=0, num_timeouts=0)
-    assert time.perf_counter() - start < 1
     assert all(worker.process is None for worker in scorer._workers)
 
 
@@ -91,17 +91,47 @@ def test_an_error_costs_its_sample(response: str, reason: str, caplog: pytest.Lo
     assert reason in caplog.text and repr(response) in caplog.text
 
 
+def line_of(text: str) -> int:
+    """Where it stands in the user's file."""
+    return 1 + USER_FILE.read_text()[: USER_FILE.read_text().index(text)].count("\n")
+
+
+def test_an_exception_is_told_with_its_place_and_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the user's code: of rltrain's own the traceback has nothing."""
+    with Scorer(reward(f"{MODULE}:from_json"), timeout_s=20, num_workers=1) as scorer:
+        scores = scorer.score(samples('{"answer": 1}', "{}", "no JSON", '"text"'))
+    assert scores == Scores([1.0, 0.0, 0.0, 0.0], num_errors=3, num_timeouts=0)
+    place = f"{USER_FILE}, line {line_of('return float(record')}"
+    assert f"KeyError: 'answer' ({place})" in caplog.messages[0]
+    assert f"({USER_FILE}, line {line_of('record = json.loads')})" in caplog.messages[1], "not json's own line"
+    assert scores.first_failure == (
+        "on the response '{}':\nTraceback (most recent call last):\n"
+        f'  File "{place.replace(", line", chr(34) + ", line")}, in from_json\n'
+        "    return float(record[\"answer\"])\n                 ~~~~~~^^^^^^^^^^\nKeyError: 'answer'"
+    )
+
+
+def test_what_an_exception_says_of_itself_may_be_long_or_fail() -> None:
+    with Scorer(reward(f"{MODULE}:raise_unprintable"), timeout_s=20, num_workers=1) as scorer:
+        scores = scorer.score(samples("long", "broken", "deep"))
+    assert scores == Scores([0.0] * 3, num_errors=3, num_timeouts=0)
+    assert scores.first_failure is not None and len(scores.first_failure) < 10_000
+
+
 def test_tensors_of_one_element_are_numbers() -> None:
     with Scorer(reward(f"{MODULE}:tensor_of_size"), timeout_s=60, num_workers=1) as scorer:
         assert scorer.score(samples("1", "2")) == Scores([0.75, 0.0], num_errors=1, num_timeouts=0)
 
 
 @pytest.mark.parametrize("response", ["loop", "sleep", "regex"])
-def test_a_hang_costs_its_sample_and_the_time_limit(misbehaving: Scorer, response: str) -> None:
+def test_a_hang_costs_its_sample_and_the_time_limit(
+    misbehaving: Scorer, response: str, caplog: pytest.LogCaptureFixture
+) -> None:
     misbehaving.score(samples("half"))
     start = time.monotonic()
     assert misbehaving.score(samples(response, "half")) == Scores([0.0, 0.5], num_errors=0, num_timeouts=1)
-    assert 1 <= time.monotonic() - start < 30
+    assert time.monotonic() - start >= 1
+    assert caplog.messages[-1].endswith("took longer than reward.timeout_s = 1")
 
 
 def test_workers_run_beside_each_other() -> None:
@@ -202,6 +232,18 @@ def test_a_user_s_module_is_found_in_the_working_directory(tmp_path: Path, monke
         ("exact_match", {"afterwards": ","}, "unexpected keyword argument 'afterwards'"),
         (f"{MODULE}:whole", {"label": "x"}, "cannot be called with (prompt, response, label)"),
         ("os:getcwd", {}, "cannot be called with (prompt, response, label)"),
+        (
+            f"{MODULE}:asynchronous",
+            {},
+            f"'{MODULE}:asynchronous' is asynchronous (async def); expected a plain function",
+        ),
+        (f"{MODULE}:ASYNCHRONOUS_OBJECT", {}, "is asynchronous (async def)"),
+        (
+            f"{MODULE}:as_for_verl",
+            {},
+            "would get the prompt as 'data_source'; expected a function that takes (prompt, ",
+        ),
+        (f"{MODULE}:in_another_order", {}, "takes (response, label, prompt) and would get the prompt as 'response'"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(function: str, options: dict[str, Any], message: str) -> None:
@@ -216,6 +258,44 @@ def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot import broken_reward \(ZeroDivisionError: division by zero\)"):
         reward("broken_reward:score")
+
+
+def test_a_module_that_exits_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script_reward.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot import script_reward \(SystemExit: 0\)"):
+        reward("script_reward:score")
+
+
+def test_parameters_may_have_other_names() -> None:
+    assert reward(f"{MODULE}:with_names_of_its_own")("a", "b", "c") == "abc"
+
+
+def start_worker() -> "subprocess.Popen[bytes]":
+    """As a scorer does, and waits until it is ready."""
+    command = [sys.executable, "-m", "rltrain.rewards.worker"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    worker = subprocess.Popen(command, cwd=REPOSITORY, bufsize=0, **pipes)  # type: ignore[call-overload]
+    assert worker.stdin and worker.stdout
+    worker.stdin.write(json.dumps({"function": f"{MODULE}:misbehave", "options": {}}).encode() + b"\n")
+    assert json.loads(worker.stdout.readline()) == {"value": 0.0}
+    return worker
+
+
+def test_a_worker_ends_quietly_when_its_reader_is_gone() -> None:
+    with start_worker() as worker:
+        worker.stdout.close()
+        worker.stdin.write(json.dumps(vars(samples("half")[0])).encode() + b"\n")
+        assert worker.stderr.read() == b""
+        assert worker.wait() == 0
+
+
+def test_a_worker_ends_quietly_when_its_writer_ends_in_the_middle_of_a_line() -> None:
+    with start_worker() as worker:
+        worker.stdin.write(json.dumps(vars(samples("half")[0])).encode()[:20])
+        worker.stdin.close()
+        assert worker.stderr.read() == worker.stdout.read() == b""
+        assert worker.wait() == 0
 
 
 def test_a_worker_that_cannot_start_is_the_user_s_error() -> None:

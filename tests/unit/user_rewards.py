@@ -1,5 +1,6 @@
 """Reward functions as a careless user writes them, for test_rewards."""
 
+import json
 import os
 import re
 import sys
@@ -42,11 +43,66 @@ def misbehave(prompt: str, response: str, label: str) -> object:
     return values[response]
 
 
+def from_json(prompt: str, response: str, label: str) -> float:
+    record = json.loads(response)
+    return float(record["answer"])
+
+
+def without_answer(prompt: str, response: str, label: str) -> float:
+    return float({}["answer"])
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("cannot say")
+
+
+def raise_unprintable(prompt: str, response: str, label: str) -> float:
+    if response == "deep":
+        return raise_unprintable(prompt, response, label)
+    raise ValueError("x" * 100_000) if response == "long" else UnprintableError
+
+
+async def asynchronous(prompt: str, response: str, label: str) -> float:
+    return 1.0
+
+
+class AsynchronousObject:
+    async def __call__(self, prompt: str, response: str, label: str) -> float:
+        return 1.0
+
+
+ASYNCHRONOUS_OBJECT = AsynchronousObject()
+
+
+def as_for_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    return float(solution_str == ground_truth)
+
+
+def in_another_order(response: str, label: str, prompt: str) -> float:
+    return float(response == label)
+
+
+def with_names_of_its_own(question: str, _: str, gold: str) -> str:
+    return question + _ + gold
+
+
 def tensor_of_size(prompt: str, response: str, label: str) -> object:
     """As many elements as the response says, as tensors come out of reward models."""
     import torch
 
     return torch.full((int(response),), 0.75)
+
+
+loaded: list[str] = []
+
+
+def loading_at_first(prompt: str, response: str, label: str) -> float:
+    """Takes its time over the first call in a process."""
+    if not loaded:
+        time.sleep(3)
+        loaded.append("a model")
+    return 1.0
 
 
 def chatty(prompt: str, response: str, label: str) -> float:
