@@ -20,7 +20,9 @@ def listen(within_s: float = 60.0) -> StopRequest:
     world = join_world(60.0)
     bulletin = Bulletin(world, guarded=True)
     bulletin.heartbeat.start()
-    stop = StopRequest(world.store, bulletin.observer, within_s=within_s, last_resort=lambda: "nothing is left")
+    stop = StopRequest(
+        world.rank, world.store, bulletin.observer, saves=True, within_s=within_s, last_resort=lambda: "nothing is left"
+    )
     stop.listen()
     dist.barrier()
     return stop
