@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -52,7 +51,7 @@ class StopRequest:
         last_resort: Callable[[], str],
     ) -> None:
         """`store` and `observer`'s are only copied. `last_resort` says what is left if the job ends without saving."""
-        self._ending = Ending(store, rank, len(observer.ranks))
+        self.ending = Ending(store, rank, len(observer.ranks))
         self._store = dist.PrefixStore("stop", store.clone())  # type: ignore[attr-defined]
         self._job_store = store.clone()  # type: ignore[attr-defined]
         self._observer = Observer(Board(self._job_store), len(observer.ranks), observer.limits, observer.members)
@@ -63,6 +62,7 @@ class StopRequest:
         # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
         self._arrivals, self._arrive = socket.socketpair()
         self._over = threading.Event()
+        self._thread = JobThread(target=self._follow, daemon=True, name="stop request")
 
     @property
     def _signals(self) -> tuple[signal.Signals, ...]:
@@ -70,14 +70,16 @@ class StopRequest:
 
     def listen(self) -> None:
         """Take the signals over from now on. From the main thread."""
-        JobThread(target=self._follow, daemon=True, name="stop request").start()
+        self._thread.start()
         self._arrive.setblocking(False)
         signal.set_wakeup_fd(self._arrive.fileno(), warn_on_full_buffer=False)
         self._replaced = {number: signal.signal(number, _leave_to_thread) for number in self._signals}
 
     def close(self) -> None:
-        """Nothing has to be stopped any more. From the main thread."""
+        """Nothing has to be stopped any more. From the main thread; may be repeated."""
         self._over.set()
+        self._arrive.send(b"\0")
+        self._thread.join(LOOK_S)
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -90,14 +92,17 @@ class StopRequest:
 
     def _follow(self) -> None:
         while (requested := self._next_signal(None)) is None:
-            pass
+            if self._over.is_set():
+                return
         deadline = time.monotonic() + self.within_s
         self._end_if_others_are_gone(requested)
         if not self.saves:
             self._end(requested, "the job ends and saves nothing, as checkpoint.save_interval is 0")
         self._announce(requested)
-        while not self._over.is_set():
+        while True:
             also = self._next_signal(LOOK_S)
+            if self._over.is_set():
+                return
             self._end_if_others_are_gone(requested)
             if {requested, also} == ASKED_AGAIN:
                 self._end(requested, "asked again, the job ends at once without a checkpoint")
@@ -107,12 +112,15 @@ class StopRequest:
 
     def _end(self, requested: signal.Signals, why: str, status: int | None = None) -> NoReturn:
         left = f"; {self._last_resort()}" if self.saves else ""
-        self._ending.with_message(f"{requested.name}: {why}{left}", status or 128 + requested)
+        self.ending.with_message(f"{requested.name}: {why}{left}", status or 128 + requested)
 
     def _next_signal(self, seconds: float | None) -> signal.Signals | None:
         """The next one that has come; None for one that is not for it, or where none comes within `seconds`."""
-        arrived, _, _ = select.select([self._arrivals], [], [], seconds)
-        number = self._arrivals.recv(1)[0] if arrived else 0
+        self._arrivals.settimeout(seconds)
+        try:
+            number = self._arrivals.recv(1)[0]
+        except TimeoutError:
+            return None
         return signal.Signals(number) if number in self._signals else None
 
     def _announce(self, requested: signal.Signals) -> None:
@@ -125,8 +133,8 @@ class StopRequest:
 
     def _end_if_others_are_gone(self, requested: signal.Signals) -> None:
         try:
-            if self._ending.has_begun:
-                self._ending.follow()
+            if self.ending.has_begun:
+                self.ending.follow()
             gone = self._others_are_gone()
         except dist.DistNetworkError as error:
             logger.debug("stop request: the store is gone: %s", error)

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -66,12 +67,13 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, in
 
     def end(_: Ending, message: str, status: int) -> None:
         found.put((message, status))
-        threading.Event().wait()  # as a thread that never returns from it
+        sys.exit()
 
     monkeypatch.setattr(Ending, "with_message", end)
     return found
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
     requests: list[StopRequest], messages: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
@@ -88,6 +90,7 @@ def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
     assert first.verdict(0) is None, "where it had been decided that the job goes on it does"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
     store: dist.Store, messages: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
@@ -103,9 +106,13 @@ def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
 
 
 def test_signals_are_given_back(requests: list[StopRequest]) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
     requests[0].close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
+    deadline = time.monotonic() + 20
+    while any(thread.name == "stop request" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "its thread ends as well, though a signal had come"
 
 
 def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
