@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
             )
             return EXIT_USER_ERROR
         _quiet_dependencies()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job listens, Ctrl-C ends a rank without a traceback
         from rltrain.job import run_job
 
         return run_job(arguments.config, arguments.overrides)

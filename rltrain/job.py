@@ -1,7 +1,6 @@
 """One process of the job: checks everything, joins the others, trains, and fails with one message for all."""
 
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +8,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
-from rltrain.cluster.ending import end_process, end_quietly
+from rltrain.cluster.ending import Ending, end_quietly
 from rltrain.cluster.placement import Placement, resolve_placement, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.stopping import StopRequest
+from rltrain.cluster.threads import end_job_by_threads
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.watchdog import Watchdog
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, Bulletin, World, join_world, start_process_groups
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.errors import UserError
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.of_roles import role_architectures
 from rltrain.reshard.kernels import native
@@ -40,6 +39,8 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
     world = join_world(RENDEZVOUS_TIMEOUT_S)
+    ending = Ending(world.store, world.rank, world.size)
+    end_job_by_threads(lambda name, error: ending.by(error, thread=name))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {world.rank}] %(message)s")
     if world.local_rank:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
@@ -50,11 +51,8 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
         watchdog.stop()
         if job.stop:
             job.stop.close()
-    except UserError as error:
-        message = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-        end_process(world.store, f"rltrain: {message}", status=2)
-    except Exception:
-        end_process(world.store, f"rltrain: rank {world.rank} failed:\n{traceback.format_exc()}", status=1)
+    except Exception as error:
+        ending.by(error)
     if not came_to_its_end:
         end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
     dist.destroy_process_group()
@@ -82,7 +80,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
     patience = Patience(bulletin, config.timeouts.report_s)
-    stop = listen_for_stop(bulletin, config) if config.checkpoint.save_interval else None
+    stop = listen_for_stop(bulletin, config)
     job = Job(config, world, placement, grids, groups, architectures, bulletin, patience, resumed, stop)
     return job, order, watchdog
 
@@ -105,10 +103,12 @@ def where_to_begin(
 
 
 def listen_for_stop(bulletin: Bulletin, config: Config) -> StopRequest:
-    """From here on the signals that ask the job to stop make it save first."""
+    """From here on the signals that ask the job to stop make it save first, where it saves anything."""
     stop = StopRequest(
+        bulletin.world.rank,
         bulletin.world.store,
         bulletin.observer,
+        saves=config.checkpoint.save_interval > 0,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
     )

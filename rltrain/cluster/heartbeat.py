@@ -1,7 +1,6 @@
 """What every rank is doing and whether it gets on, published by a thread so that others may look at any time."""
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cluster.processes import this_process
 from rltrain.cluster.stacks import main_thread_communicates
-
-logger = logging.getLogger(__name__)
+from rltrain.cluster.threads import JobThread
 
 INTERVAL_S = 1.0
 
@@ -95,13 +93,13 @@ class Heartbeat:
         self._num_beats = 0
         self._ended = threading.Event()
         self._publishing = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: JobThread | None = None
 
     def start(self) -> None:
         """Publish now, and every `interval_s` from a thread from now on. Once is enough."""
         if self._thread is None:
             self.publish()
-            self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+            self._thread = JobThread(target=self._run, daemon=True, name="heartbeat")
             self._thread.start()
 
     def finish(self) -> None:
@@ -178,12 +176,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval_s):
-            try:
-                self.publish()
-            except RuntimeError as error:
-                # The store ends with the launcher of the job, which ends this process as well.
-                logger.debug("heartbeat: the store is gone: %s", error)
-                return
+            self.publish()
 
 
 class Board:

@@ -13,7 +13,8 @@ from rltrain.cluster.heartbeat import Beat
 from rltrain.config.schema import Timeouts
 
 SILENT_S = 30.0
-"""A rank without a beat for this long does not run: stopped, or in a call that holds Python's interpreter lock."""
+"""A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
+Python's interpreter lock."""
 
 Ranks = frozenset[int]
 
@@ -43,6 +44,8 @@ class Stall:
     culprit: Standing
     waiters: tuple[Standing, ...]
     limit_s: float
+    is_silent: bool = False
+    """`culprit` does not run at all."""
 
     @property
     def rank(self) -> int:
@@ -50,15 +53,18 @@ class Stall:
 
     def __str__(self) -> str:
         beat = self.culprit.beat
-        state = f"has shown no progress for {self.culprit.still_s:.0f} s"
-        if self.culprit.silent_s > SILENT_S:
-            state += ": its process has not run since (stopped, or in a call that holds the interpreter lock)"
+        state = f"is at {beat} and has shown no progress for {self.culprit.still_s:.0f} s"
+        if self.is_silent:
+            state = (
+                f"was last known to be at {beat}, {self.culprit.silent_s:.0f} s ago, and its process has not run since "
+                "(stopped, or in a call that holds the interpreter lock)"
+            )
         elif beat.wait is not None:
             state += f": it waits at {beat.wait.what} for {_named(beat.wait.ranks)}, of whom nobody is at work any more"
         by = "".join(f"; rank {w.beat.rank} {what_it_does(w.beat)}" for w in self.waiters[:MAX_WAITERS_NAMED])
         more = len(self.waiters) - MAX_WAITERS_NAMED
         return (
-            f"rank {beat.rank} is at {beat} and {state}; timeouts.no_progress_s, or the task's own limit in "
+            f"rank {beat.rank} {state}; timeouts.no_progress_s, or the task's own limit in "
             f"timeouts.tasks, is {self.limit_s:.0f} s{by}" + (f"; and {more} more ranks wait" if more > 0 else "")
         )
 
@@ -89,12 +95,18 @@ def find_stall(
             continue
         involved = [standings[other] for other in sorted(dependence.closure(rank))]
         if culprit := _culprit(involved, limits):
-            return Stall(culprit, dependence.waiters(culprit), limit_s(culprit.beat, limits))
+            waiters = dependence.waiters(culprit)
+            return Stall(culprit, waiters, limit_s(culprit.beat, limits), is_silent(culprit, limits))
     return None
 
 
 def limit_s(beat: Beat, limits: Timeouts) -> float:
     return limits.tasks.get(beat.task, limits.no_progress_s)
+
+
+def is_silent(standing: Standing, limits: Timeouts) -> bool:
+    """Whether the rank does not run at all; known well before the end of any limit."""
+    return standing.silent_s > min(SILENT_S, limits.no_progress_s / 2, *(limit / 2 for limit in limits.tasks.values()))
 
 
 def excuses(
@@ -121,18 +133,16 @@ def _culprit(involved: list[Standing], limits: Timeouts) -> Standing | None:
     if not suspects or not all(_is_over(standing, limits) for standing in suspects):
         return None
     newest = _newest_sequences(suspects)
-    return min(suspects, key=lambda standing: _innocence(standing, newest))
+    return min(suspects, key=lambda standing: (not is_silent(standing, limits), *_innocence(standing, newest)))
 
 
-def _innocence(standing: Standing, newest: Mapping[str, int]) -> tuple[bool, float, bool, bool, float, int]:
-    """The least is to blame. In turn: does not run at all; has not come to the task that others do already; is not
-    inside a transfer, where it would rather wait for others; has not begun a collective that others are in; stopped
-    first.
+def _innocence(standing: Standing, newest: Mapping[str, int]) -> tuple[float, bool, bool, float, int]:
+    """The least is to blame, of ranks that run. In turn: has not come to the task that others do already; is not inside
+    a transfer, where it would rather wait for others; has not begun a collective that others are in; stopped first.
     """
     beat = standing.beat
     is_behind = any(newest[group] > number for group, number in (beat.sequences or {}).items())
     return (
-        standing.silent_s <= SILENT_S,
         math.inf if beat.position is None else beat.position,
         beat.communicates,
         not is_behind,

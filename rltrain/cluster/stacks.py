@@ -27,8 +27,9 @@ def communicates(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     if any(module == known or module.startswith(f"{known}.") for known in COMMUNICATING_MODULES):
         return True
+    number: int | None = frame.f_lineno  # None in a bytecode that stands for no line
     lines = linecache.getlines(frame.f_code.co_filename) or []  # None for code that a library has made up
-    line = "".join(lines[frame.f_lineno - 1 : frame.f_lineno])
+    line = "".join(lines[number - 1 : number]) if number else ""
     return any(call in line for call in COMMUNICATING_CALLS)
 
 

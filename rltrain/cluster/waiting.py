@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from rltrain.cluster.judgement import what_it_does
+from rltrain.cluster.threads import JobThread
 from rltrain.cluster.world import LOOK_S, Bulletin
 from rltrain.errors import StallError
 
@@ -39,11 +40,11 @@ class Patience:
         if not works:
             return
         finished = threading.Event()
-        failures: list[RuntimeError] = []
-        threading.Thread(target=_drain, args=(works, finished, failures), daemon=True, name=f"wait {what}").start()
+        failures: list[Exception] = []
+        JobThread(target=_drain, args=(works, finished, failures), daemon=True, name=f"wait {what}").start()
         self.until(finished.wait, what, ranks, serve)
         if failures:
-            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {failures[0]}")
+            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {failures[0]}") from failures[0]
 
     def until(
         self,
@@ -79,11 +80,11 @@ class Patience:
         return f"rank {self.rank} waits at {what}: {activity}"
 
 
-def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[RuntimeError]) -> None:
+def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[Exception]) -> None:
     try:
         for work in works:
             work.wait()
-    except RuntimeError as error:
+    except Exception as error:  # for the thread that waits
         failures.append(error)
     finally:
         finished.set()

@@ -3,19 +3,20 @@
 import json
 import logging
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain.cluster.ending import MESSAGE_GRACE_S, end_process, wait_briefly
+from rltrain.cluster.ending import MESSAGE_GRACE_S, USER_ERROR, Ending, wait_briefly
 from rltrain.cluster.heartbeat import INTERVAL_S, Board, Heartbeat
-from rltrain.cluster.judgement import SILENT_S, Standing, what_it_does
+from rltrain.cluster.judgement import is_silent, what_it_does
 from rltrain.cluster.observer import Observer
 from rltrain.cluster.stacks import describe_threads
+from rltrain.cluster.threads import JobThread
 
 logger = logging.getLogger(__name__)
 
-STATUS = 2
 STALL = "stall"
 
 
@@ -23,7 +24,8 @@ class Watchdog:
     """A thread per rank. It also sees ranks that hang inside a collective or a kernel, which have no limit of ours.
 
     The lowest rank that runs reads all heartbeats and judges; the others look for its verdict only. After a verdict
-    every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end.
+    every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end. As they do
+    where another rank fails.
 
     A task that gets on silently, as a first compilation does, looks like one that hangs: the limit, or the task's own
     in `timeouts.tasks`, must exceed its longest silent piece.
@@ -41,11 +43,12 @@ class Watchdog:
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
         self.store = store.clone()  # type: ignore[attr-defined]
+        self.ending = Ending(store, self.rank, len(observer.ranks))
         self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits, observer.members)
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
+        self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
 
     def start(self) -> None:
         """Watch from now on. The heartbeat must have been started."""
@@ -58,27 +61,27 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval_s):
-            try:
-                self._look()
-            except RuntimeError as error:
-                # The store ends with the launcher of the job, which ends this process as well.
-                logger.debug("watchdog: the store is gone: %s", error)
-                return
+            self._look()
 
     def _look(self) -> None:
         if self.store.check([STALL]):
             self._end(json.loads(self.store.get(STALL)))
+        elif self.ending.has_begun:
+            self.ending.follow()
         elif self._judges() and (stall := self.observer.find_stall()):
             self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(stall)))))
 
     def _judges(self) -> bool:
-        return not any(_runs(self.observer.look([lower])[lower]) for lower in range(self.rank))
+        """Where rank 0 does not run all others look at each other: one read by each, for as long as that lasts."""
+        if self.rank == 0 or self._running([0]):
+            return self.rank == 0
+        return not self._running(range(self.rank))
 
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)
         self.store.set(f"{STALL}/written/{self.rank}", "1")
-        message = f"rltrain: {verdict}. What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
-        end_process(self.store, message, STATUS, before_printing=self._wait_for_stacks)
+        message = f"{verdict}. What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
 
     def _write_stacks(self, verdict: str) -> None:
         text = f"{verdict}\n\nrank {self.rank} {what_it_does(self.heartbeat.now())}\n\n{describe_threads()}"
@@ -90,9 +93,10 @@ class Watchdog:
             logger.error("cannot write to %s: %s", self.folder, error)
 
     def _wait_for_stacks(self) -> None:
-        others = [rank for rank, standing in self.observer.look(self.observer.ranks).items() if _runs(standing)]
+        others = self._running(self.observer.ranks)
         wait_briefly(self.store, [f"{STALL}/written/{rank}" for rank in others], MESSAGE_GRACE_S)
 
-
-def _runs(standing: Standing) -> bool:
-    return not standing.beat.finished and standing.silent_s <= SILENT_S
+    def _running(self, ranks: Collection[int]) -> list[int]:
+        limits = self.observer.limits
+        standings = self.observer.look(ranks).items()
+        return [rank for rank, seen in standings if not seen.beat.finished and not is_silent(seen, limits)]

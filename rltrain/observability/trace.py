@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from rltrain.cluster.threads import JobThread
 from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
 
@@ -80,7 +81,7 @@ class Trace:
         self._is_open = True
         self._record("M", "process_name", "", {"name": f"rank {rank}: {', '.join(roles)}"})
         self._record("M", "process_sort_index", "", {"sort_index": rank})
-        self._thread = threading.Thread(target=self._write_until_closed, name="trace writer", daemon=True)
+        self._thread = JobThread(target=self._write_until_closed, name="trace writer", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 

@@ -44,7 +44,7 @@ class Job:
     """The checkpoint that the run goes on from; None: it starts at the first step."""
 
     stop: StopRequest | None = None
-    """Whether the job is asked to end; None where it ends at once, as it saves nothing."""
+    """Whether the job is asked to end; None where nobody listens."""
 
     @property
     def first_step(self) -> int:

@@ -10,17 +10,22 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.stopping import StopRequest
+from rltrain.cluster.watchdog import Watchdog
 from rltrain.cluster.world import Bulletin, join_world
+from rltrain.errors import ConfigError
 
 NUM_RANKS = 3
 FAULT_FILE = "fault"
 
 
-def listen(within_s: float = 60.0) -> StopRequest:
+def listen(folder: str = ".", within_s: float = 60.0) -> StopRequest:
     world = join_world(60.0)
     bulletin = Bulletin(world, guarded=True)
     bulletin.heartbeat.start()
-    stop = StopRequest(world.store, bulletin.observer, within_s=within_s, last_resort=lambda: "nothing is left")
+    Watchdog(bulletin.heartbeat, bulletin.observer, world.store, Path(folder), interval_s=0.2).start()
+    stop = StopRequest(
+        world.rank, world.store, bulletin.observer, saves=True, within_s=within_s, last_resort=lambda: "nothing is left"
+    )
     stop.listen()
     dist.barrier()
     return stop
@@ -28,7 +33,7 @@ def listen(within_s: float = 60.0) -> StopRequest:
 
 def killed(folder: str) -> None:
     """Rank 2 is killed while rank 0 waits in a collective for rank 1, which sleeps: no connection of theirs breaks."""
-    listen()
+    listen(folder)
     pair = dist.new_group([0, 1])
     if dist.get_rank() == 2:
         time.sleep(0.5)
@@ -41,11 +46,21 @@ def killed(folder: str) -> None:
 
 def overdue(folder: str) -> None:
     """Rank 1 is asked to stop, and no boundary comes."""
-    listen(within_s=1.0)
+    listen(folder, within_s=1.0)
     if dist.get_rank() == 1:
         Path(folder, FAULT_FILE).touch()
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
+
+
+def refused(folder: str) -> None:
+    """Rank 0 ends the job while the others wait for it in a barrier, which complains of connections that break."""
+    stop = listen(folder)
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        Path(folder, FAULT_FILE).touch()
+        stop.ending.by(ConfigError("steps: got many"))
+    dist.monitored_barrier()
 
 
 def signalled_in_a_collective() -> list[str | None]:

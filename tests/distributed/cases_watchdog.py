@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -109,12 +108,7 @@ def stopped(folder: str) -> None:
         subprocess.Popen(thaw, start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    silent_s = 2.0
-    with (
-        mock.patch("rltrain.cluster.judgement.SILENT_S", silent_s),
-        mock.patch("rltrain.cluster.watchdog.SILENT_S", silent_s),
-    ):
-        Rank(folder, fail_in("weight_sync", folder, freeze)).run(4)
+    Rank(folder, fail_in("weight_sync", folder, freeze)).run(4)
 
 
 def slow(folder: str) -> float:

@@ -36,6 +36,13 @@ def test_a_job_whose_step_does_not_end_in_time_says_so_once(tmp_path: Path) -> N
     assert seconds < 1 + AT_ONCE_S
 
 
+def test_nothing_is_said_of_connections_to_a_rank_that_ends_the_job(tmp_path: Path) -> None:
+    output, seconds = failure_of("refused", tmp_path)
+    assert output.count("rltrain: ") == 1 and "rltrain: steps: got many\n" in output, output
+    assert "monitoredBarrier" not in output and "[rank" not in output, output
+    assert seconds < AT_ONCE_S
+
+
 def test_a_signal_is_heard_inside_a_collective() -> None:
     verdicts = run_distributed(f"{CASES}:signalled_in_a_collective", NUM_RANKS)
     assert verdicts[0] == ["SIGUSR1", None]

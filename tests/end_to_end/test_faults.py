@@ -68,6 +68,9 @@ class Stand:
         status, output = job.end(timeout_s=60)
         assert status == 1 and re.search(r"exitcode +: 2 ", output), output
         assert output.count("rltrain: ") == 1, output
+        message = output.split("rltrain: ")[1].splitlines()[0]
+        summary = output.split("Root Cause (first observed failure):")[1]
+        assert "<NO_OTHER_FAILURES>" in output and f"traceback : {message}\n" in summary, output
         return output
 
     def reported(self) -> Run:
@@ -262,6 +265,12 @@ def to_the_agent(job: Job, number: signal.Signals) -> None:
     job.agent.send_signal(number)
 
 
+def to_everyone(job: Job, number: signal.Signals) -> None:
+    """As a terminal does on Ctrl-C; torchrun then sends its ranks another one."""
+    for process in (job.agent.pid, job.rank(0), job.rank(1)):
+        os.kill(process, number)
+
+
 def to_one_rank(job: Job, number: signal.Signals) -> None:
     os.kill(job.rank(1), number)
 
@@ -277,13 +286,14 @@ def to_one_rank(job: Job, number: signal.Signals) -> None:
             id="SIGTERM to torchrun",
         ),
         pytest.param(signal.SIGUSR1, to_the_agent, 1, id="SIGUSR1 to torchrun"),
+        pytest.param(signal.SIGINT, to_everyone, 1, id="Ctrl-C"),
         pytest.param(signal.SIGTERM, to_one_rank, 0, id="SIGTERM to a rank"),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_ends(
     stand: Stand, undisturbed: Run, number: signal.Signals, send: Callable[[Job, signal.Signals], None], status: int
 ) -> None:
-    job = stand.start(torchrun=("--signals-to-handle=SIGTERM,SIGUSR1",))
+    job = stand.start(torchrun=("--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",))
     job.wait_until(lambda: stand.steps_done() > 0)
     send(job, number)
     ended, output = job.end(timeout_s=STOPS_WITHIN_S)
@@ -291,7 +301,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(
     assert output.count(f"{number.name}: the job saves at the end of its step") == 1, output
     stopped = re.search(rf"{number.name}: stopped after step (\d+), saved in {stand.checkpoints}", output)
     assert stopped and 0 < int(stopped[1]) < STEPS, output
-    assert "rltrain: " not in output and "exitcode" not in output
+    assert "rltrain: " not in output and "exitcode" not in output and str(REPOSITORY / "rltrain") not in output
     assert f"going on after step {stopped[1]}" in stand.run()
     assert stand.reported() == undisturbed
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,15 @@ def test_a_wait_lasts_as_long_as_the_other_gets_on(ranks, caplog):
     assert "rank 0 waits at wait samples[3]: rank 1 is at generate[3] (rollout) for" in caplog.text
 
 
+def test_whatever_breaks_a_transfer_ends_the_wait_for_it(ranks):
+    class Broken:
+        def wait(self) -> None:
+            raise TypeError("not what was asked for")
+
+    with pytest.raises(StallError, match="wait samples.*the connection broke: not what was asked for"):
+        Patience(ranks[0], report_s=60).wait([Broken()], "wait samples[3]", [1])  # type: ignore[list-item]
+
+
 def test_a_wait_for_one_that_does_nothing_ends_with_its_name(ranks):
     mine, other = ranks
     other.heartbeat.begin("generate", "rollout", 3)
@@ -223,4 +233,6 @@ def test_a_thread_in_a_collective_is_told_from_one_at_work():
     module = {"__name__": "torch.distributed.distributed_c10d"}
     exec("import sys\ndef all_reduce(ask):\n    return ask(sys._getframe())", module)
     assert not at_work()
+    nowhere = SimpleNamespace(f_globals={}, f_code=at_work.__code__, f_lineno=None)
+    assert not communicates(nowhere), "in the middle of a call Python may not know the line"  # type: ignore[arg-type]
     assert module["all_reduce"](communicates)  # type: ignore[operator]

@@ -35,10 +35,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "algorithms": (*BASE, "data"),
     "cluster": (*BASE, "data"),
     "reshard": (*BASE, "cluster.grid", "cluster.processes", "cluster.shared_memory"),
-    "checkpoint": (*BASE, "reshard", "cluster.grid"),
+    "checkpoint": (*BASE, "reshard", "cluster.grid", "cluster.threads"),
     "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
-    "observability": (*BASE, "cluster.world"),
+    "observability": (*BASE, "cluster.threads", "cluster.world"),
     "schedule": (*BASE, "cluster"),
     "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
     "transfers": (*BASE, "schedule", "roles", "cluster", "observability"),
@@ -187,6 +187,13 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
 def test_only_one_module_makes_process_groups() -> None:
     callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] == "new_group"}
     assert callers <= {"rltrain/cluster/process_groups.py"}
+
+
+def test_every_thread_ends_the_job_by_its_error() -> None:
+    """A ThreadPoolExecutor hands errors to whoever asked."""
+    starters = {"Thread", "Timer", "start_new_thread", "to_thread", "run_in_executor"}
+    callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] in starters}
+    assert callers == set(), "JobThread of rltrain/cluster/threads.py is there for that"
 
 
 def test_megatrons_global_parallel_state_is_never_initialised() -> None:

@@ -49,6 +49,16 @@ def test_an_answer_is_parsed_where_it_is_json(client: Client) -> None:
     assert client.call("/model_info") == {"success": True, "weight_version": "None"}
 
 
+def test_an_error_that_nobody_expects_ends_the_wait_for_a_stream(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio would keep it to itself until the task is collected."""
+    monkeypatch.setattr("rltrain.rollout.sglang.client._events", lambda response: 1 / 0)
+    client.generate(body("a"))
+    (failure,) = items(client, 1)
+    assert isinstance(failure, Failure) and type(failure.error) is ZeroDivisionError
+
+
 @pytest.mark.parametrize(
     ("status", "error"), [(400, EngineError), (422, EngineError), (500, EngineLost), (503, EngineLost)]
 )

@@ -1,14 +1,19 @@
 """Signals that ask a job to stop: all ranks stop at the same boundary, and nobody waits for ranks that are gone."""
 
 import os
+import queue
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rltrain.cluster.ending import Ending
 from rltrain.cluster.processes import has_ended, this_machine, this_process
 from rltrain.cluster.stopping import SIGNALS, StopRequest
 from rltrain.cluster.world import Bulletin, World
@@ -17,19 +22,27 @@ from tests.unit.shared_store import open_store
 NUM_RANKS = 2
 
 
+def request_of(rank: int, store: dist.Store, saves: bool = True) -> StopRequest:
+    """Of a rank that has published a beat."""
+    own = store.clone()  # type: ignore[attr-defined]
+    bulletin = Bulletin(World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), own, timeout_s=10))
+    bulletin.heartbeat.publish()
+    return StopRequest(rank, own, bulletin.observer, saves=saves, within_s=60, last_resort=lambda: "nothing is left")
+
+
 @pytest.fixture
-def requests() -> Iterator[list[StopRequest]]:
-    """Of two ranks in this process, whose signals the first one listens to."""
+def store() -> Iterator[dist.Store]:
     with open_store() as store:
-        ranks = []
-        for rank in range(NUM_RANKS):
-            own = store.clone()  # type: ignore[attr-defined]
-            bulletin = Bulletin(World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), own, timeout_s=10))
-            bulletin.heartbeat.publish()
-            ranks.append(StopRequest(own, bulletin.observer, within_s=60, last_resort=lambda: "nothing is left"))
-        ranks[0].listen()
-        yield ranks
-        ranks[0].close()
+        yield store
+
+
+@pytest.fixture
+def requests(store: dist.Store) -> Iterator[list[StopRequest]]:
+    """Of two ranks in this process, whose signals the first one listens to."""
+    ranks = [request_of(rank, store) for rank in range(NUM_RANKS)]
+    ranks[0].listen()
+    yield ranks
+    ranks[0].close()
 
 
 def test_nobody_stops_without_a_signal(requests: list[StopRequest]) -> None:
@@ -47,10 +60,59 @@ def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest
     assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
 
 
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[tuple[str, int]]:
+    """With which the process would have ended, and the exit statuses."""
+    found: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+
+    def end(_: Ending, message: str, status: int) -> None:
+        found.put((message, status))
+        sys.exit()
+
+    monkeypatch.setattr(Ending, "with_message", end)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ctrl_c_comes_twice_and_a_second_one_ends_the_job(
+    requests: list[StopRequest], messages: queue.SimpleQueue[tuple[str, int]]
+) -> None:
+    """From the terminal and from torchrun, which sends SIGTERM at the second one."""
+    first, second = requests
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert any(second.verdict(boundary) or time.sleep(0.01) for boundary in range(1000))
+    with pytest.raises(queue.Empty):
+        messages.get(timeout=0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    message = "SIGINT: asked again, the job ends at once without a checkpoint; nothing is left"
+    assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
+    assert first.verdict(0) is None, "where it had been decided that the job goes on it does"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ctrl_c_ends_a_job_that_saves_nothing_with_one_line(
+    store: dist.Store, messages: queue.SimpleQueue[tuple[str, int]]
+) -> None:
+    stop = request_of(0, store, saves=False)
+    stop.listen()
+    try:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGINT)
+        message = "SIGINT: the job ends and saves nothing, as checkpoint.save_interval is 0"
+        assert messages.get(timeout=20) == (message, 128 + signal.SIGINT)
+    finally:
+        stop.close()
+
+
 def test_signals_are_given_back(requests: list[StopRequest]) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
     requests[0].close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
+    deadline = time.monotonic() + 20
+    while any(thread.name == "stop request" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "its thread ends as well, though a signal had come"
 
 
 def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:

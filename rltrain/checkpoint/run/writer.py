@@ -1,10 +1,10 @@
 """Writes one rank's files of a checkpoint, from a thread where training is to go on meanwhile."""
 
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
+from rltrain.cluster.threads import JobThread
 
 Report = Callable[[dict[str, FileRecord], str | None], None]
 """(what was written, why not all of it), called once all of it is durable or has failed, from the writing thread."""
@@ -15,7 +15,7 @@ class FilesWriter:
 
     def __init__(self, *, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
+        self._thread: JobThread | None = None
 
     def start(self, folder: Path, files: Mapping[str, Contents], report: Report) -> None:
         """Write `files`, which nobody may change any more, below `folder`."""
@@ -24,7 +24,7 @@ class FilesWriter:
             _write(folder, files, report)
             return
         # Not a daemon: what was begun is written even where the run ends right after it.
-        self._thread = threading.Thread(target=_write, args=(folder, files, report), name="checkpoint writer")
+        self._thread = JobThread(target=_write, args=(folder, files, report), name="checkpoint writer")
         self._thread.start()
 
     def join(self) -> None:

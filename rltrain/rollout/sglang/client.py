@@ -3,7 +3,6 @@
 import asyncio
 import json
 import ssl
-import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import CancelledError
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from rltrain.cluster.threads import JobThread
 from rltrain.errors import EngineError, EngineLost
 
 _GRACE_S = 5.0
@@ -24,9 +24,10 @@ _ERROR_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Failure:
-    """How a stream ended before its responses did. `error` is EngineLost, or EngineError where the server refused."""
+    """How a stream ended before its responses did. `error` is EngineLost, EngineError where the server refused, or what
+    nobody expected."""
 
-    error: EngineLost | EngineError
+    error: Exception
 
 
 Item = dict[str, Any] | Failure
@@ -47,7 +48,7 @@ class Client:
         self._http: httpx.AsyncClient | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang client", daemon=True)
+        self._thread = JobThread(target=self._loop.run_forever, name="sglang client", daemon=True)
         self._thread.start()
 
     def connect(self, url: str, token: str) -> None:
@@ -142,6 +143,8 @@ class Client:
             inbox.put(Failure(EngineLost("/generate of the SGLang server: its answer ended in the middle")))
         except (httpx.HTTPError, OSError, ValueError) as error:
             inbox.put(Failure(EngineLost(f"/generate of the SGLang server: {_words(error)}")))
+        except Exception as error:  # a task's error is nobody's: whoever waits for the stream raises this one
+            inbox.put(Failure(error))
 
     async def _leave(self, http: httpx.AsyncClient) -> None:
         tasks = [*self._tasks]

@@ -1,11 +1,11 @@
 """Calls to a server that are made while this rank goes on with something else."""
 
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from rltrain.cluster.threads import JobThread
 from rltrain.errors import EngineError
 
 Call = Callable[[str, dict[str, Any] | None], dict[str, Any]]
@@ -22,7 +22,7 @@ class Courier:
         self._queue = queue.SimpleQueue()
         self._last: Future[dict[str, Any]] | None = None
         self._failure: Exception | None = None
-        threading.Thread(target=self._work, name="sglang-delivery", daemon=True).start()
+        JobThread(target=self._work, name="sglang-delivery", daemon=True).start()
 
     def send(self, path: str, body: dict[str, Any] | None) -> Future[dict[str, Any]]:
         self._last = Future()

@@ -1,0 +1,64 @@
+"""Who judges where the ranks that would be first to do it do not run, and what the verdict says."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.heartbeat import Beat, Board
+from rltrain.cluster.watchdog import Watchdog
+from rltrain.cluster.world import Bulletin, World
+from rltrain.config.schema import Timeouts
+from tests.unit.shared_store import open_store
+
+NUM_RANKS = 9
+NO_PROGRESS_S = 16
+
+
+class Node:
+    """The watchdogs of a job's ranks, on a clock of their own; those that are `frozen` say nothing more."""
+
+    def __init__(self, store: dist.Store, folder: Path) -> None:
+        self.second = 0
+        self.board = Board(store)
+        limits = Timeouts(no_progress_s=NO_PROGRESS_S)
+        self.watchdogs = {}
+        for rank in range(NUM_RANKS):
+            world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, timeout_s=10, timeouts=limits)
+            bulletin = Bulletin(world, guarded=True)
+            watchdog = Watchdog(bulletin.heartbeat, bulletin.observer, store, folder)
+            watchdog.observer.clock = lambda: float(self.second)
+            self.watchdogs[rank] = watchdog
+
+    def pass_a_second(self, frozen: range) -> dict[int, str | None]:
+        """Rank -> the stall that it sees, of those that judge."""
+        self.second += 1
+        beat = Beat(0, "update", "actor", step=3, position=7, alive=self.second, process="elsewhere 1")
+        running = [rank for rank in range(NUM_RANKS) if rank not in frozen]
+        for rank in running:
+            self.board.put(replace(beat, rank=rank))
+        judging = [rank for rank in running if self.watchdogs[rank]._judges()]
+        return {rank: str(self.watchdogs[rank].observer.find_stall() or "") for rank in judging}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with open_store() as store:
+        yield Node(store, tmp_path)
+
+
+def test_the_lowest_rank_judges(node: Node) -> None:
+    assert [node.pass_a_second(frozen=range(0)) for _ in range(5)] == [{0: ""}] * 5
+
+
+@pytest.mark.parametrize("frozen", [range(1), range(NUM_RANKS - 1)], ids=["rank 0", "all but the last rank"])
+def test_where_it_does_not_run_the_next_one_finds_it_hardly_later(node: Node, frozen: range) -> None:
+    node.pass_a_second(frozen=range(0))
+    verdicts = [node.pass_a_second(frozen) for _ in range(NO_PROGRESS_S + 3)]
+    found = next(second for second, judged in enumerate(verdicts) if any(judged.values()))
+    assert found <= NO_PROGRESS_S + 2, "in seconds from the last beat on"
+    (verdict,) = verdicts[found].values()
+    assert verdict is not None and f"rank 0 was last known to be at update[3] (actor), {found + 1} s ago" in verdict
