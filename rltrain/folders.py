@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from rltrain.errors import ConfigError
+from rltrain.errors import ConfigError, cannot_write
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ def lock_folder(
             return
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise _cannot_write(folder, error, config_key) from error
+        raise cannot_write(folder, error, config_key, config_key) from error
     try:
         _wait_for_lock(descriptor, path, config_key, wait_s, advance)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_this_holder()).encode(), 0)
     except OSError as error:
         os.close(descriptor)
-        raise _cannot_write(path, error, config_key) from error
+        raise cannot_write(path, error, config_key, config_key) from error
     except ConfigError:
         os.close(descriptor)
         raise
@@ -70,7 +70,7 @@ def set_aside(paths: Sequence[Path], config_key: str, *, keep: bool = False) -> 
             else:
                 shutil.copy2(path, target)
     except OSError as error:
-        raise _cannot_write(folder, error, config_key) from error
+        raise cannot_write(folder, error, config_key, config_key) from error
     return folder
 
 
@@ -122,9 +122,3 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"{path} does not say which"
-
-
-def _cannot_write(path: Path, error: OSError, config_key: str) -> ConfigError:
-    return ConfigError(
-        f"{config_key}: cannot write {path}: {error.strerror}; expected a folder that this user may write to"
-    )

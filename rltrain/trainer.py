@@ -90,7 +90,8 @@ class Trainer:
             self.transfers.finish(end=self.end)
             self.checkpointing.finish()
             if not self.hosted:
-                self.reporter.await_end()
+                with self.trace.span("the end of the run", "wait"):
+                    self.reporter.await_end()
         except BaseException as error:
             error.add_note(f"on rank {self.rank}, which {self.job.bulletin.activity(self.rank)}")
             self.reporter.abandon()

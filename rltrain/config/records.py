@@ -19,7 +19,8 @@ class Checkpoint(Section):
     """How many of the newest checkpoints stay; 0: all."""
     resume: Annotated[str, Words("auto, none, or the folder of a checkpoint")] = "auto"
     """auto: go on from the newest intact checkpoint in checkpoint.dir, and start anew where there is none; none: start
-    anew; or the folder of a checkpoint. A job that torchrun has restarted goes on from what it saved itself."""
+    anew; or the folder of a checkpoint: later ones in checkpoint.dir are then set aside. A job that torchrun has
+    restarted goes on from what it saved itself."""
     asynchronous: bool = True
     """Write while training goes on, from a copy on the host; false: training waits until all is durable."""
     stop_within_s: Positive = 300.0

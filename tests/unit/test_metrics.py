@@ -86,7 +86,9 @@ def test_metrics_that_cannot_be_written_any_more_name_their_file(tmp_path: Path)
     writer.write(0, {"train/loss": 0.5})
     writer.path.unlink()
     writer.path.symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=f"output_dir: cannot write {tmp_path}/metrics.jsonl: No space left on device"):
+    with pytest.raises(
+        ConfigError, match=f"output_dir: cannot write {tmp_path}/metrics.jsonl: No space left on device"
+    ):
         writer.write(1, {"train/loss": 0.5})
     writer.close()
 
