@@ -40,7 +40,6 @@ seconds=()
 phase "environment" prepare_environment
 cd "$REPOSITORY"
 phase "checkpoint and data" "$python" tools/make_quickstart.py --output "$out/start" --seed "$seed"
-rm -f "$out"/{sft,grpo}/metrics.jsonl # a run appends to what is there
 data=(data.train.path="$out/start/train.jsonl" data.eval.path="$out/start/eval.jsonl")
 phase "warm-up" train --config configs/quickstart_sft.yaml model.path="$out/start/model" output_dir="$out/sft" \
   "${data[@]}" seed="$seed" "${warm_up_steps[@]}"

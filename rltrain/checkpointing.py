@@ -16,6 +16,7 @@ from rltrain.checkpoint.run.writer import FilesWriter
 from rltrain.cluster.polling import poll
 from rltrain.errors import CheckpointError
 from rltrain.observability.reporter import Reporter
+from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
 from rltrain.transfers import Transfers
@@ -31,7 +32,7 @@ class Checkpointing:
 
     A checkpoint is a cut through the order of tasks. Every rank saves what its roles have when it comes to the cut, and
     the sources of experience that crosses the cut save that too, so no rank waits for another. One rank, the actor's
-    leader, completes the checkpoint once the files of all are durable.
+    leader, completes the checkpoint once the files of all that host a role are durable.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Checkpointing:
     ) -> None:
         self.job, self.order, self.roles, self.transfers, self.reporter = job, order, roles, transfers, reporter
         self.stop = job.stop
+        self.leader = job.leader_of("actor")
         self.settings = job.config.checkpoint
         self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
         self.writer = FilesWriter(asynchronous=self.settings.asynchronous)
@@ -68,7 +70,7 @@ class Checkpointing:
 
     def look(self) -> None:
         """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
-        if self._incomplete is not None and self.store.check(self._reports(self._incomplete)):
+        if self._incomplete is not None and self.store.check([*self._reports(self._incomplete).values()]):
             step, self._incomplete = self._incomplete, None
             self._complete(step)
 
@@ -82,11 +84,14 @@ class Checkpointing:
             self._wait_for(self._reports(self._incomplete))
             self.look()
         elif self.stopped_by:
-            self._wait_for([STOPPED])
+            self._wait_for({self.leader: STOPPED})
 
-    def _wait_for(self, keys: list[str]) -> None:
-        what = "the other ranks' files of a checkpoint"
-        poll(self.job.patience, lambda: self.store.check(keys) or None, what, ())
+    def _wait_for(self, keys: Mapping[int, str]) -> None:
+        """`keys` are by the ranks that set them."""
+        missing = {rank: key for rank, key in keys.items() if not self.store.check([key])}
+        if missing:
+            awaited, what = [*missing.values()], "the other ranks' files of a checkpoint"
+            poll(self.job.patience, lambda: self.store.check(awaited) or None, what, [*missing])
 
     def _save(self, step: int) -> None:
         rank, cut = self.job.world.rank, self.order.boundaries[step]
@@ -96,7 +101,7 @@ class Checkpointing:
         if crossing := self.transfers.save(cut):
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
-        if rank == self.job.leader_of("actor"):
+        if rank == self.leader:
             self._incomplete = step
         self.writer.start(self.folder.begin(step), files, self._report(step))
 
@@ -107,19 +112,20 @@ class Checkpointing:
         return Contents(tensors, texts)
 
     def _report(self, step: int) -> Callable[[dict[str, FileRecord], str | None], None]:
-        key = f"{step}/{self.job.world.rank}"
+        key = self._reports(step)[self.job.world.rank]
 
         def report(records: dict[str, FileRecord], problem: str | None) -> None:
             self.store.set(key, json.dumps({"files": records, "problem": problem}))
 
         return report
 
-    def _reports(self, step: int) -> list[str]:
-        return [f"{step}/{rank}" for rank in range(self.job.world.size)]
+    def _reports(self, step: int) -> dict[int, str]:
+        """The key of each rank that has something to save."""
+        return {rank: f"{step}/{rank}" for rank in self.job.placement.hosting}
 
     def _complete(self, step: int) -> None:
         files: dict[str, FileRecord] = {}
-        for rank, key in enumerate(self._reports(step)):
+        for rank, key in self._reports(step).items():
             report = json.loads(self.store.get(key))
             self.store.delete_key(key)
             if report["problem"]:
@@ -150,4 +156,5 @@ class Checkpointing:
             "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
             "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundaries[step])],
             "stopped_by": self.stopped_by,
+            "history": read_id(Path(job.config.output_dir, ID_FILE)),
         }

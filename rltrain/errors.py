@@ -9,11 +9,13 @@ class ConfigError(UserError):
     """The config file or an override is wrong."""
 
 
-def cannot_write(path: object, error: OSError, config_key: str = "output_dir") -> ConfigError:
-    """For a file of the run folder that a run was asked for under `config_key`."""
+def cannot_write(
+    path: object, error: OSError, config_key: str = "output_dir", folder_key: str = "output_dir"
+) -> ConfigError:
+    """For what a run was asked for under `config_key`, in the folder that `folder_key` names."""
     return ConfigError(
-        f"{config_key}: cannot write {path}: {error.strerror}; expected output_dir to be a folder that this user may "
-        "write to"
+        f"{config_key}: cannot write {path}: {error.strerror}; expected {folder_key} to be a folder that this user "
+        "may write to"
     )
 
 

@@ -23,9 +23,10 @@ from rltrain.config.schema import Config
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.families.of_roles import role_architectures
 from rltrain.reshard.kernels import native
-from rltrain.resuming import check_resumed, find_checkpoint, remaining_order, rewind_logs
+from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history, remaining_order
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
+from rltrain.schedule.doubts import doubts
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
@@ -71,8 +72,12 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     check_schedule(config, placement, grids)
     check(build_order(config, placement), placement)
     native.backend(world.device.type)
+    if world.rank == 0:
+        for doubt in doubts(config, placement):
+            logger.warning(doubt)
     bulletin = Bulletin(world, placement.ranks_by_role, guarded=True)
     watchdog = start_watchdog(bulletin, config)
+    claim_folders(config, grids["actor"].owner(0), bulletin)
     order, resumed = where_to_begin(config, placement, architectures, bulletin)
     check(order, placement)
     start_process_groups(world)
@@ -93,7 +98,7 @@ def where_to_begin(
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint)
     if bulletin.world.rank == 0:
-        rewind_logs(config, checkpoint, bulletin.world.restarted)
+        open_history(config, checkpoint)
     if checkpoint is None:
         return build_order(config, placement), None
     order, continues = remaining_order(config, placement, checkpoint)

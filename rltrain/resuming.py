@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest
-from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, checkpoint_at
+from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.checkpoint.run.random_states import set_random_states
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.world import Bulletin
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
+from rltrain.folders import lock_folder, set_aside
 from rltrain.observability.reporter import Reporter
-from rltrain.observability.run_logs import forget_steps, sample_logs, shorten
+from rltrain.observability.run_logs import ID_FILE, LOGS, REWOUND, begin_logs, forget_steps, logs_in, read_id, shorten
 from rltrain.reshard.families import Architecture
 from rltrain.roles.role import Job
 from rltrain.schedule.order import Order
@@ -39,10 +40,8 @@ def find_checkpoint(config: Config, bulletin: Bulletin) -> Resumed | None:
     """
     rank = bulletin.world.rank
     if rank == 0:
-        found = [
-            (str(checkpoint.folder), checkpoint.step) for checkpoint in _candidates(config, bulletin.world.restarted)
-        ]
-        bulletin.put("resume/candidates", found)
+        found = _candidates(config, bulletin.world.restarted)
+        bulletin.put("resume/candidates", [(str(checkpoint.folder), checkpoint.step) for checkpoint in found])
     candidates = bulletin.get("resume/candidates", waiting_for="the checkpoints that rank 0 has found")
     for number, (folder, step) in enumerate(candidates):
         checkpoint = Resumed(Path(folder), step)
@@ -67,6 +66,9 @@ def _candidates(config: Config, restarted: bool) -> list[Resumed]:
     """In the order in which they are tried. By one rank, before anything is written."""
     folder, resume = CheckpointFolder(Path(config.checkpoint_dir)), config.checkpoint.resume
     own = folder.candidates()
+    if own and (latest := folder.latest()) != f"names '{own[0].folder.name}'":
+        steps = ", ".join(str(checkpoint.step) for checkpoint in own)
+        logger.warning("%s holds checkpoints of steps %s; its file %s %s", folder.path, steps, LATEST_FILE, latest)
     if config.checkpoint.save_interval:
         folder.clear_partial()
     if resume == "auto" or (restarted and own):
@@ -86,8 +88,8 @@ def _damage(checkpoint: Resumed, bulletin: Bulletin, key: str) -> str | None:
     world, heartbeat = bulletin.world, bulletin.heartbeat
     heartbeat.begin(f"reading the checksums of {checkpoint.folder.name}")
     try:
-        names = sorted(read_manifest(checkpoint.folder))
-        mine = find_damage(checkpoint.folder, names[world.rank :: world.size], heartbeat.advance)
+        manifest = read_manifest(checkpoint.folder)
+        mine = find_damage(checkpoint.folder, manifest, sorted(manifest)[world.rank :: world.size], heartbeat.advance)
     except CheckpointError as error:
         mine = str(error)
     bulletin.put(f"{key}/{world.rank}", mine)
@@ -144,17 +146,46 @@ def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -
     return build_order(config, placement, first_step=step), False
 
 
-def rewind_logs(config: Config, checkpoint: Resumed | None, restarted: bool) -> None:
-    """Take back what the run wrote after `checkpoint`, or None: after its start, if torchrun has restarted it. By one
-    rank, before anybody writes."""
+def claim_folders(config: Config, leader: int, bulletin: Bulletin) -> None:
+    """Nothing of the job writes to its folders before `leader`, which is the last of its ranks to do so, has them for
+    this job alone. ConfigError on `leader` where another job has. Collective over: all ranks."""
+    if bulletin.world.rank == leader:
+        bulletin.heartbeat.begin("locking its folders")
+        lock_folder(Path(config.output_dir), "output_dir", advance=bulletin.heartbeat.advance)
+        if config.checkpoint.save_interval:
+            lock_folder(Path(config.checkpoint_dir), "checkpoint.dir", advance=bulletin.heartbeat.advance)
+        bulletin.put("folders/claimed", True)
+    bulletin.get("folders/claimed", waiting_for=f"rank {leader} to lock output_dir")
+
+
+def open_history(config: Config, checkpoint: Resumed | None) -> None:
+    """Let the logs and checkpoints in the run's folders end at `checkpoint`, and be of one history.
+
+    Where the run goes on from one of its own, what it logged after that is taken back, for it comes again; where there
+    are checkpoints of later steps it was sent back, so these and their logs are kept apart. What belongs to another
+    run, or came before a new start (None), is kept apart as a whole. By one rank, before anybody writes. ConfigError.
+    """
     output_dir = Path(config.output_dir)
+    history = read_id(output_dir / ID_FILE)
+    goes_on, later = False, list[Path]()
     if checkpoint is not None:
-        forget_steps(output_dir, checkpoint.step)
-        for contents in map(read_contents, checkpoint.files("ranks")):
-            shorten(output_dir, json.loads(contents.metadata["logs"]))
-    elif restarted:
-        forget_steps(output_dir, 0)
-        shorten(output_dir, {path.relative_to(output_dir).as_posix(): 0 for path in sample_logs(output_dir)})
+        own = CheckpointFolder(Path(config.checkpoint_dir))
+        is_own = checkpoint.folder.parent.resolve() == own.path.resolve()
+        goes_on = is_own and history is not None and checkpoint.run.get("history") == history
+        later = [found.folder for found in own.candidates() if not is_own or found.step > checkpoint.step]
+    if later and (goes_on or config.checkpoint.save_interval):
+        names = ", ".join(path.name for path in later)
+        logger.warning("%s: now in %s, for the run goes on without", names, set_aside(later, "checkpoint.dir"))
+    if checkpoint is None or history is None or not goes_on:
+        if logs := logs_in(output_dir, LOGS):
+            logger.warning("the logs of an earlier run are now in %s", set_aside(logs, "output_dir"))
+        begin_logs(output_dir)
+        return
+    if later and (logs := logs_in(output_dir, REWOUND)):
+        logger.warning("a copy of the logs with these steps is in %s", set_aside(logs, "output_dir", keep=True))
+    forget_steps(output_dir, checkpoint.step)
+    for contents in map(read_contents, checkpoint.files("ranks")):
+        shorten(output_dir, json.loads(contents.metadata["logs"]))
 
 
 def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
@@ -163,10 +194,10 @@ def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
         return
     if job.resumed.continues:
         transfers.restore([contents.tensors for contents in map(read_contents, job.resumed.files("transfers"))])
-    for number, path in enumerate(job.resumed.files("ranks")):
+    for path in job.resumed.files("ranks"):
         contents = read_contents(path)
         if job.world.rank == job.leader_of("actor"):
             metrics = json.loads(contents.metadata["metrics"])
             reporter.adopt({int(step): values for step, values in metrics.items()})
-        if number == job.world.rank:
+        if path.stem == f"rank_{job.world.rank:05d}":
             set_random_states(contents.tensors, contents.metadata["random"], job.world.device)

@@ -89,6 +89,9 @@ class Trainer:
                 self._execute(position)
             self.transfers.finish(end=self.end)
             self.checkpointing.finish()
+            if not self.hosted:
+                with self.trace.span("the end of the run", "wait"):
+                    self.reporter.await_end()
         except BaseException as error:
             error.add_note(f"on rank {self.rank}, which {self.job.bulletin.activity(self.rank)}")
             self.reporter.abandon()

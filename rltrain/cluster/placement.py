@@ -40,6 +40,16 @@ class Placement:
         """The roles that live on `rank`."""
         return tuple(role for role, ranks in self.ranks_by_role.items() if rank in ranks)
 
+    @property
+    def hosting(self) -> tuple[int, ...]:
+        """The ranks on which a role lives."""
+        return tuple(sorted(set().union(*self.ranks_by_role.values())))
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks on which none does."""
+        return tuple(sorted(set(range(self.world_size)).difference(self.hosting)))
+
     def mode(self, role_a: str, role_b: str) -> Mode:
         """Equal ranks are colocated, disjoint ones disaggregated, anything else is hybrid."""
         a, b = set(self.ranks(role_a)), set(self.ranks(role_b))

@@ -19,6 +19,8 @@ from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
 
 POLL_S = 0.005
+POLL_SHARE = 0.01
+"""Of the time that a wait has lasted, between two looks for what it is for."""
 LOOK_S = 1.0
 """Between two looks at the heartbeats of the ranks waited for."""
 
@@ -129,10 +131,11 @@ class Bulletin:
             raise StallError(f"{describe()}: {stall}")
 
     def _wait_for(self, key: str, waiting_for: str) -> None:
-        next_look = time.monotonic() + LOOK_S
+        start = time.monotonic()
+        next_look = start + LOOK_S
         with self.heartbeat.waiting(waiting_for, ()):
             while not self.has(key):
-                time.sleep(POLL_S)
+                time.sleep(max(POLL_S, min((time.monotonic() - start) * POLL_SHARE, LOOK_S)))
                 if time.monotonic() >= next_look:
                     next_look += LOOK_S
                     self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")

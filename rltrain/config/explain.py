@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rltrain.config.schema import Config
+from rltrain.config.section import Words
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 PLURALS = {int: "whole numbers", float: "numbers", str: "text"}
@@ -32,6 +33,8 @@ def expectation(path: tuple[str | int, ...]) -> str:
 def describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     """A type of the schema in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    for words in (bound for bound in bounds if isinstance(bound, Words)):
+        return words.text
     if origin is Annotated:
         return describe(arguments[0], tuple(_flatten(arguments[1:])))
     if origin is Literal:

@@ -1,8 +1,8 @@
 """The config's sections on what a run leaves behind: checkpoints and logs."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rltrain.config.section import NonNegativeInt, Positive, Section
+from rltrain.config.section import NonNegativeInt, Positive, Section, Words
 
 
 class Checkpoint(Section):
@@ -17,9 +17,10 @@ class Checkpoint(Section):
     """A folder that all nodes see. None: <output_dir>/checkpoints."""
     keep: NonNegativeInt = 2
     """How many of the newest checkpoints stay; 0: all."""
-    resume: str = "auto"
+    resume: Annotated[str, Words("auto, none, or the folder of a checkpoint")] = "auto"
     """auto: go on from the newest intact checkpoint in checkpoint.dir, and start anew where there is none; none: start
-    anew; or the folder of a checkpoint. A job that torchrun has restarted goes on from what it saved itself."""
+    anew; or the folder of a checkpoint: later ones in checkpoint.dir are then set aside. A job that torchrun has
+    restarted goes on from what it saved itself."""
     asynchronous: bool = True
     """Write while training goes on, from a copy on the host; false: training waits until all is durable."""
     stop_within_s: Positive = 300.0

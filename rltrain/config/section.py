@@ -1,5 +1,6 @@
 """What every section of a config file is made of."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,6 +11,13 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Says in a message what a key takes, where its type does not."""
+
+    text: str
 
 
 class Section(BaseModel):

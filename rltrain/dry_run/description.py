@@ -19,6 +19,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
+from rltrain.schedule.doubts import doubts
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.repeating import obstacle_to_repeating
 from rltrain.schedule.steps import build_order
@@ -53,6 +54,8 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
         "Memory": describe_memory(steady, config, placement, guests),
         "Weight sync": describe_weight_sync(config, grids, architectures.get("actor"), ranks_per_node),
     }
+    if found := [*doubts(config, placement)]:
+        sections["Warnings"] = found
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 
 

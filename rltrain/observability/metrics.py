@@ -11,10 +11,9 @@ from typing import Any, Self
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, cannot_write
+from rltrain.observability.run_logs import METRICS_FILE, WANDB_ID_FILE, read_id
 
 logger = logging.getLogger(__name__)
-
-WANDB_ID_FILE = "wandb_id"
 
 
 class MetricsWriter:
@@ -27,34 +26,37 @@ class MetricsWriter:
     """
 
     def __init__(self, config: Config, goes_on: bool = False) -> None:
-        self.path = Path(config.output_dir, "metrics.jsonl")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self.path = Path(config.output_dir, METRICS_FILE)
+        self._append("")
         self._start = time.monotonic()
         self._wandb_run = _start_wandb(config, goes_on) if config.logging.wandb.project is not None else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One record, on disk when this returns. Values that are not finite are written as null, with a warning."""
+        """One record, on disk when this returns. Values that are not finite are written as null, with a warning.
+        ConfigError where it cannot be written."""
         numbers = {name: _plain_number(value) for name, value in metrics.items()}
         record: dict[str, Any] = {"step": step, "time_s": round(time.monotonic() - self._start, 3)}
         for name, value in numbers.items():
             if not math.isfinite(value):
                 logger.warning("%s is %s at step %d; written to %s as null", name, value, step, self.path)
             record[name] = value if math.isfinite(value) else None
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps(record, allow_nan=False) + "\n")
         if self._wandb_run is not None:
             self._wandb_run.log(numbers, step=step)
 
     def close(self) -> None:
-        """Close the file and finish the wandb run."""
-        self._file.close()
+        """Finish the wandb run."""
         if self._wandb_run is not None:
             self._wandb_run.finish()
             self._wandb_run = None
+
+    def _append(self, text: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +74,7 @@ def _plain_number(value: Any) -> int | float:
 
 def _start_wandb(config: Config, goes_on: bool) -> Any:
     settings, id_file = config.logging.wandb, Path(config.output_dir, WANDB_ID_FILE)
-    earlier = id_file.read_text(encoding="utf-8").strip() if goes_on and id_file.exists() else None
+    earlier = read_id(id_file) if goes_on else None
     try:
         import wandb
     except ImportError as error:
@@ -93,6 +95,8 @@ def _start_wandb(config: Config, goes_on: bool) -> Any:
         )
         id_file.write_text(f"{run.id}\n", encoding="utf-8")
         return run
+    except OSError as error:
+        raise cannot_write(error.filename or id_file, error, "logging.wandb.project") from error
     except wandb.Error as error:
         raise ConfigError(
             f"logging.wandb.project is {settings.project!r}, but wandb did not start: {error}; "

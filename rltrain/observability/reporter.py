@@ -83,6 +83,11 @@ class Reporter:
             self._collect(complete_only=False)
         self.abandon()
 
+    def await_end(self) -> None:
+        """Wait until the logging rank closes: for a rank without a role, which nobody waits for. Were it to end before
+        the others, its launcher would leave them once all of a machine's ranks had."""
+        self.bulletin.get(f"metrics/closed/{self.logging_rank}", waiting_for="the end of the run")
+
     def abandon(self) -> None:
         """Close the sinks without waiting for anybody."""
         for sink in self.sinks:

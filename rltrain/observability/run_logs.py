@@ -1,14 +1,44 @@
-"""Takes back what a run wrote into its logs after the point from which it goes on."""
+"""The logs in a run's folder: whose they are, and how what came after a checkpoint is taken back."""
 
 import json
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rltrain.errors import cannot_write
 
 METRICS_FILE = "metrics.jsonl"
-SAMPLE_LOGS = ("samples.jsonl", "sample_ids/*.jsonl")
+WANDB_ID_FILE = "wandb_id"
+ID_FILE = "run_id"
+"""Names the history that the logs tell; checkpoints have it too."""
+REWOUND = (METRICS_FILE, "samples.jsonl", "sample_ids")
+LOGS = (*REWOUND, "trace", "stalls", "engines", "hf_steps", "report", WANDB_ID_FILE)
+"""What a run leaves in its folder beside checkpoints and its last export, which the next one replaces at once."""
+
+
+def read_id(path: Path) -> str | None:
+    """What a file of one line holds; None where there is none."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def begin_logs(output_dir: Path) -> None:
+    """From here on the logs tell another history. ConfigError."""
+    path = output_dir / ID_FILE
+    try:
+        path.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def logs_in(output_dir: Path, names: Sequence[str]) -> list[Path]:
+    """Which files and folders called `names` a run has left there; none where all are empty."""
+    found = [path for name in names if os.path.lexists(path := output_dir / name)]
+    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path])]
+    return found if any(file.is_file() and file.stat().st_size for file in files) else []
 
 
 def forget_steps(output_dir: Path, first_step: int) -> None:
@@ -17,22 +47,15 @@ def forget_steps(output_dir: Path, first_step: int) -> None:
     By one rank, before anybody writes. ConfigError where the file cannot be replaced.
     """
     path = output_dir / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
     beside = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_text("".join(kept), encoding="utf-8")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        beside.write_text("".join(line for line in lines if _is_before(first_step, line)), encoding="utf-8")
         beside.replace(path)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def sample_logs(output_dir: Path) -> list[Path]:
-    """The files that ranks append to as they go."""
-    return [path for pattern in SAMPLE_LOGS for path in sorted(output_dir.glob(pattern))]
 
 
 def shorten(output_dir: Path, sizes: Mapping[str, int]) -> None:
@@ -44,3 +67,11 @@ def shorten(output_dir: Path, sizes: Mapping[str, int]) -> None:
                 os.truncate(path, size)
         except OSError as error:
             raise cannot_write(path, error) from error
+
+
+def _is_before(step: int, line: str) -> bool:
+    """Of a line that was written in full."""
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] < step
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -227,7 +227,7 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(stand: Stand, undisturbe
     output = stand.refusal(setting)
     assert re.search(r"checkpoint of step 4 could not be saved: rank \d could not write to .*: No space left", output)
     assert f"the checkpoint in {small_disk / name_of(2)} is complete" in output
-    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", name_of(2)]
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "lock", name_of(2)]
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert "going on after step 2" in stand.run(setting)
     assert stand.reported() == undisturbed

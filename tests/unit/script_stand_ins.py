@@ -27,7 +27,7 @@ with open(os.environ["FAKE_LOG"], "a") as log:
 if "configs/quickstart.yaml" in arguments:
     folder = next(a.split("=", 1)[1] for a in arguments if a.startswith("output_dir="))
     os.makedirs(folder, exist_ok=True)
-    with open(folder + "/metrics.jsonl", "a") as metrics:
+    with open(folder + "/metrics.jsonl", "w") as metrics:
         for score in (0.416, None, 0.957):
             metrics.write(json.dumps({{"eval/score": score}} if score else {{"train/loss": 1}}) + "\\n")
 fail_at = os.environ.get("FAKE_FAIL_AT")

@@ -1,9 +1,11 @@
 """A run's checkpoints on disk: whatever happens while one is written, the newest complete one is there and intact."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import (
     MANIFEST_FILE,
+    RUN_FILE,
     Contents,
     FileRecord,
     find_damage,
@@ -22,7 +25,7 @@ from rltrain.checkpoint.run.files import (
     read_manifest,
     write_files,
 )
-from rltrain.checkpoint.run.folder import LATEST_FILE, RUN_FILE, CheckpointFolder, checkpoint_at, name_of
+from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, checkpoint_at, name_of
 from rltrain.checkpoint.run.random_states import random_states, set_random_states
 from rltrain.checkpoint.run.writer import FilesWriter
 from rltrain.errors import CheckpointError
@@ -42,7 +45,8 @@ def save(folder: CheckpointFolder, step: int, keep: int = 2) -> None:
 
 
 def damage(path: Path) -> str | None:
-    return find_damage(path, read_manifest(path), lambda: None)
+    manifest = read_manifest(path)
+    return find_damage(path, manifest, manifest, lambda: None)
 
 
 def steps(folder: CheckpointFolder) -> list[int]:
@@ -65,18 +69,13 @@ def test_what_was_saved_is_read_again(folder: CheckpointFolder) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))
-def test_the_newest_ones_are_kept(saved: list[int], keep: int) -> None:
-    """Steps may come again: a run goes on from an older checkpoint."""
+def test_the_newest_ones_are_kept(gaps: list[int], keep: int) -> None:
     with TemporaryDirectory() as path:
         folder = CheckpointFolder(Path(path))
-        for step in saved:
+        for number, step in enumerate(saved := [*accumulate(gaps)]):
             save(folder, step, keep)
-            found = steps(folder)
-            assert found[0] == step and found == sorted(set(found), reverse=True)
-            assert len(found) <= (keep or len(saved))
+            assert steps(folder) == saved[: number + 1][-keep:][::-1]
         assert all(damage(found.folder) is None for found in folder.candidates())
-        if not keep:
-            assert steps(folder) == sorted({step for step in saved if step <= saved[-1]}, reverse=True)
 
 
 class Killed(BaseException):
@@ -112,17 +111,12 @@ def disk() -> Disk:
     return Disk()
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, disk: Disk, again: bool) -> None:
-    """`again`: of a step whose checkpoint is there already, and damaged."""
+def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path, disk: Disk) -> None:
     reached = []
     for last in range(100):
         folder = CheckpointFolder(tmp_path / str(last))
         save(folder, 2)
         save(folder, 4)
-        if again:
-            save(folder, 6, keep=3)
-            (folder.path / name_of(6) / RUN_FILE).write_text("{}")
         try:
             with disk.watch(folder.path, last):
                 save(folder, 6)
@@ -130,7 +124,7 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Path,
         except Killed:
             folder.clear_partial()
             newest, *older = [found.step for found in folder.candidates() if damage(found.folder) is None]
-            assert newest == 6 or older == [2]
+            assert newest == 6 or older == [2], "the newest is what has been renamed last, whatever `latest` says"
             reached.append(newest)
             assert not list(folder.path.glob(".step_*"))
             save(folder, 8)
@@ -173,20 +167,88 @@ def test_any_damage_to_a_file_is_found_and_the_file_named(intact: Path, harm: st
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", '{"a": 3}', '{"a": {"num_bytes": 1}}', '{"a": {"num_bytes": "x"}}']
+    "text", [None, "", "{", "[]", "\xff", '{"a": 3}', '{"a": {"num_bytes": 1}}', '{"a": {"num_bytes": "x"}}']
 )
 def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     if text is not None:
-        (tmp_path / MANIFEST_FILE).write_text(text)
+        (tmp_path / MANIFEST_FILE).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/{MANIFEST_FILE} cannot be read"):
         read_manifest(tmp_path)
 
 
-def test_a_latest_file_that_names_nothing_is_refused(folder: CheckpointFolder) -> None:
+def unlist(checkpoint: Path, *names: str) -> None:
+    path = checkpoint / MANIFEST_FILE
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name in names}))
+
+
+def test_a_manifest_that_leaves_files_out_is_damaged(folder: CheckpointFolder) -> None:
     save(folder, 2)
-    (folder.path / LATEST_FILE).write_text("step_2")
-    with pytest.raises(CheckpointError, match="holds 'step_2'; expected the name of a checkpoint such as step_0000010"):
+    path = folder.path / name_of(2)
+    for listed in ((), ("actor/rank_0.safetensors", "actor/rank_1.safetensors")):
+        unlist(path, *listed)
+        with pytest.raises(CheckpointError, match=f"{path}/{MANIFEST_FILE} does not list {RUN_FILE}"):
+            damage(path)
+
+
+def test_a_file_that_was_not_saved_with_the_others_is_damage(folder: CheckpointFolder) -> None:
+    """It would be read like them: as the state of one more rank."""
+    save(folder, 2)
+    path = folder.path / name_of(2)
+    (path / "notes.txt").write_text("nobody reads this")
+    assert damage(path) is None
+    write_files(path, {"ranks/rank_00007.safetensors": contents(1)})
+    with pytest.raises(CheckpointError, match=f"{path}/ranks/rank_00007.safetensors is none of the checkpoint's files"):
+        damage(path)
+
+
+def binary(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\0")
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+LATEST: dict[str, Callable[[Path], object]] = {
+    "is missing": Path.unlink,
+    "names 'step_2'": lambda path: path.write_text("step_2"),
+    "names 'step_0000002'": lambda path: path.write_text("step_0000002\n"),
+    "is no text": binary,
+    "cannot be read: Is a directory": folder_instead,
+}
+
+
+@pytest.mark.parametrize("says", LATEST)
+def test_the_newest_counts_whatever_latest_says(folder: CheckpointFolder, says: str) -> None:
+    save(folder, 2)
+    save(folder, 4)
+    LATEST[says](folder.path / LATEST_FILE)
+    assert folder.latest() == says
+    assert steps(folder) == [4, 2]
+    assert "step_0000004 is complete" in folder.last_good()
+    save(folder, 6)
+    assert steps(folder) == [6, 4], "a save does not depend on it either"
+
+
+def test_what_took_the_place_of_a_checkpoint_is_damaged(folder: CheckpointFolder) -> None:
+    save(folder, 2)
+    (folder.path / name_of(4)).write_text("a file")
+    (folder.path / name_of(6)).symlink_to("nowhere")
+    assert steps(folder) == [6, 4, 2]
+    for step, problem in ((6, "No such file or directory"), (4, "Not a directory")):
+        with pytest.raises(CheckpointError, match=f"{name_of(step)}/{MANIFEST_FILE} cannot be read: {problem}"):
+            damage(folder.path / name_of(step))
+    assert "step_0000002 is complete" in folder.last_good()
+
+
+def test_checkpoints_that_cannot_be_seen_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = CheckpointFolder(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=f"checkpoint.dir: cannot read {tmp_path}/file: Not a directory"):
         folder.candidates()
+    assert "cannot read" in folder.last_good()
+    assert CheckpointFolder(tmp_path / "nowhere").candidates() == []
 
 
 def test_a_checkpoint_is_found_by_its_own_folder_or_by_that_of_all(folder: CheckpointFolder, tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def refusal(load):
     return refusal
 
 
+@pytest.mark.parametrize("value", ["true", "3", "null"])
+def test_a_key_whose_type_says_too_little_says_what_it_takes(refusal, value):
+    message = refusal(MINIMAL, f"checkpoint.resume={value}")
+    assert message.endswith(f"checkpoint.resume: got {value}; expected auto, none, or the folder of a checkpoint")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 1e-3), ("3e-4", 3e-4), ("1E5", 1e5), ("2.5e-1", 0.25), (".5", 0.5), ("1.", 1.0), ("2", 2)],

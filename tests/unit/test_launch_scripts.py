@@ -77,7 +77,6 @@ def test_the_quickstart_runs_three_phases_and_ends_with_the_scores(environment: 
     assert re.search(
         r"seconds by phase: environment \d+ s, checkpoint and data \d+ s, warm-up \d+ s, GRPO \d+ s", done.stdout
     )
-    assert len((out / "grpo" / "metrics.jsonl").read_text().splitlines()) == 3, "a second run starts its metrics anew"
     make, sft, grpo = (note["arguments"] for note in started(environment)[:3])
     assert make == ["tools/make_quickstart.py", "--output", f"{out}/start", "--seed", "3"]
     for arguments in (sft, grpo):

@@ -81,6 +81,18 @@ def test_an_output_dir_that_cannot_be_written_names_its_key(tmp_path: Path) -> N
         MetricsWriter(config(tmp_path / "file"))
 
 
+def test_metrics_that_cannot_be_written_any_more_name_their_file(tmp_path: Path) -> None:
+    writer = MetricsWriter(config(tmp_path))
+    writer.write(0, {"train/loss": 0.5})
+    writer.path.unlink()
+    writer.path.symlink_to("/dev/full")
+    with pytest.raises(
+        ConfigError, match=f"output_dir: cannot write {tmp_path}/metrics.jsonl: No space left on device"
+    ):
+        writer.write(1, {"train/loss": 0.5})
+    writer.close()
+
+
 class FakeWandb(SimpleNamespace):
     """Records what wandb would be asked."""
 
@@ -148,6 +160,14 @@ def test_a_wandb_that_does_not_start_is_a_config_error(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(has_key=True, fails=True))
     with pytest.raises(ConfigError, match="no such entity.*logging.wandb.mode: offline"):
         MetricsWriter(config(tmp_path, wandb={"project": "p"}))
+
+
+def test_a_folder_that_wandb_cannot_write_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(has_key=True))
+    (tmp_path / "wandb_id").mkdir()
+    for goes_on in (False, True):
+        with pytest.raises(ConfigError, match=f"wandb.project: cannot write {tmp_path}/wandb_id: Is a directory"):
+            MetricsWriter(config(tmp_path, wandb={"project": "p"}), goes_on=goes_on)
 
 
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

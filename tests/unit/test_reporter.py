@@ -107,3 +107,12 @@ def test_what_is_asked_for_at_publishing_is_asked_once_a_step():
     for step in (0, 0, 1, 1):
         reporter.add(step, {"loss": 1.0})
     assert [metrics["memory/host_bytes"] for _, metrics in written] == [1, 2]
+
+
+def test_a_rank_without_a_role_waits_for_the_logging_rank_to_close(reporters):
+    (first, second), _, _ = reporters
+    with pytest.raises(AssertionError, match="would wait for the end of the run"):
+        second.await_end()
+    second.close()
+    first.close()
+    second.await_end()

@@ -40,11 +40,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
     "observability": (*BASE, "cluster.threads", "cluster.world"),
     "schedule": (*BASE, "cluster"),
+    "folders": BASE,
     "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
     "transfers": (*BASE, "schedule", "roles", "cluster", "observability"),
     "hosting": (*BASE, "schedule", "roles", "cluster", "observability"),
     "checkpointing": (*BASE, "transfers", "schedule", "roles", "checkpoint", "cluster", "observability"),
-    "resuming": (*BASE, "transfers", "schedule", "roles", "checkpoint", "reshard", "cluster", "observability"),
+    "resuming": (
+        *BASE,
+        *("transfers", "schedule", "roles", "checkpoint", "reshard", "cluster", "observability", "folders"),
+    ),
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "cluster", "observability"),

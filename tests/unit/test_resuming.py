@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rltrain import folders
 from rltrain.checkpoint.run.files import MANIFEST_FILE, Contents, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
 from rltrain.cluster.world import Bulletin, World
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
-from rltrain.errors import CheckpointError
-from rltrain.resuming import check_resumed, find_checkpoint, rewind_logs
+from rltrain.errors import CheckpointError, ConfigError
+from rltrain.observability.report.run_folder import read_run
+from rltrain.observability.run_logs import ID_FILE, read_id
+from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history
+from tests.unit.held_lock import locked
 from tests.unit.shared_store import Jobs, open_store
 
 CONFIG = """\
@@ -154,12 +159,182 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(config, saved, 
         check_resumed(config(override), {}, checkpoint)
 
 
-def test_the_logs_of_a_run_that_has_saved_nothing_are_taken_back_only_when_it_is_restarted(config, tmp_path) -> None:
-    output = Path(config().output_dir)
-    output.mkdir()
-    (output / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
-    (output / "samples.jsonl").write_text("{}\n")
-    rewind_logs(config(), None, restarted=False)
-    assert (output / "metrics.jsonl").read_text() and (output / "samples.jsonl").read_text()
-    rewind_logs(config(), None, restarted=True)
-    assert not (output / "metrics.jsonl").read_text() and not (output / "samples.jsonl").read_text()
+class History:
+    """What a run has left in its folder: a line of metrics and of samples for each of its steps, and checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.output = config, Path(config.output_dir)
+        self.checkpoints = CheckpointFolder(Path(config.checkpoint_dir))
+
+    def log(self, *steps: int) -> None:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            with (self.output / name).open("a") as file:
+                file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+
+    def save(self, step: int) -> None:
+        logs = {"samples.jsonl": (self.output / "samples.jsonl").stat().st_size}
+        files = {"ranks/rank_00000.safetensors": Contents({"x": torch.ones(1)}, {"logs": json.dumps(logs)})}
+        run = {"history": read_id(self.output / ID_FILE)}
+        self.checkpoints.complete(step, write_files(self.checkpoints.begin(step), files), run, keep=0)
+
+    def begin(self, checkpoint: Resumed | None = None) -> None:
+        self.output.mkdir(exist_ok=True)
+        open_history(self.config, checkpoint)
+
+    def run(self, first: int, last: int) -> None:
+        """Steps `first` to `last`, with a checkpoint after every second one."""
+        for step in range(first, last + 1):
+            self.log(step)
+            if step % 2:
+                self.save(step + 1)
+
+    @property
+    def saved(self) -> list[int]:
+        return [found.step for found in self.checkpoints.candidates()]
+
+
+def logged(folder: Path) -> list[list[int]]:
+    """The steps in each log."""
+    logs = [folder / name for name in ("metrics.jsonl", "samples.jsonl")]
+    return [[json.loads(line)["step"] for line in log.read_text().splitlines()] for log in logs if log.exists()]
+
+
+@pytest.fixture
+def history(config) -> History:
+    """Of a run that has done steps 0 to 6, and saved after 2, 4 and 6."""
+    run = History(config())
+    run.begin()
+    run.run(0, 6)
+    return run
+
+
+def test_a_run_that_goes_on_takes_back_what_it_logged_since(history) -> None:
+    history.begin(history.checkpoints.candidates()[0])
+    assert logged(history.output) == [[*range(6)]] * 2
+    assert not list(history.output.glob("earlier_*")) and history.saved == [6, 4, 2]
+    history.run(6, 7)
+    history.begin(history.checkpoints.candidates()[0])
+    assert logged(history.output) == [[*range(8)]] * 2
+
+
+def test_a_run_that_is_sent_back_keeps_apart_what_came_after(history, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        history.begin(history.checkpoints.candidates()[-1])
+    assert logged(history.output) == [[0, 1]] * 2 and history.saved == [2]
+    assert logged(history.output / "earlier_1") == [[*range(7)]] * 2
+    kept = CheckpointFolder(history.checkpoints.path / "earlier_1")
+    assert [found.step for found in kept.candidates()] == [6, 4]
+    assert f"step_0000006, step_0000004: now in {kept.path}" in caplog.text
+    history.run(2, 4)
+    assert history.saved == [4, 2], "the newest is of what the run has done since"
+    history.begin(kept.candidates()[0])
+    assert logged(history.output) == [], "it cannot go on after steps that are not before it"
+    assert logged(history.output / "earlier_2") == [[*range(5)]] * 2
+    assert history.saved == []
+
+
+@pytest.mark.parametrize("save_interval", [0, 2])
+def test_a_run_that_begins_anew_keeps_the_logs_of_another_apart(config, caplog, save_interval) -> None:
+    runs = [History(config(f"checkpoint={{save_interval: {save_interval}, resume: none}}")) for _ in range(3)]
+    with caplog.at_level(logging.WARNING):
+        for number, run in enumerate(runs):
+            run.begin()
+            (run.output / "trace").mkdir(exist_ok=True)
+            (run.output / "trace" / "rank0.json").write_text(f"[{number}]")
+            run.log(0, 1, number + 2)
+    for number, folder in enumerate([run.output / "earlier_1", run.output / "earlier_2", run.output]):
+        assert logged(folder) == [[0, 1, number + 2]] * 2
+        assert (folder / "trace" / "rank0.json").read_text() == f"[{number}]"
+        assert read_run(folder).records[-1]["step"] == number + 2, "the report reads it"
+    assert caplog.text.count("the logs of an earlier run are now in") == 2
+
+
+def test_a_run_goes_on_from_its_checkpoints_and_not_after_the_logs_of_another(history, config) -> None:
+    """That it was begun anew in between, without checkpoints of its own."""
+    other = History(config("checkpoint={save_interval: 0, resume: none}"))
+    other.begin()
+    other.log(0, 1, 2)
+    history.begin(history.checkpoints.candidates()[0])
+    assert logged(history.output) == [] and history.saved == [6, 4, 2]
+    assert logged(history.output / "earlier_1") == [[*range(7)]] * 2
+    assert logged(history.output / "earlier_2") == [[0, 1, 2]] * 2
+
+
+def test_a_run_that_goes_on_from_anothers_checkpoint_begins_logs_and_checkpoints_of_its_own(history, config) -> None:
+    branch = History(config(f"output_dir={history.output}_branch"))
+    branch.begin()
+    branch.run(0, 3)
+    branch.begin(history.checkpoints.candidates()[0])
+    assert logged(branch.output) == [] and branch.saved == []
+    assert logged(branch.output / "earlier_1") == [[*range(4)]] * 2
+    assert logged(history.output) == [[*range(7)]] * 2 and history.saved == [6, 4, 2], "the other's are left alone"
+
+
+def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_others_where_they_are(history, config) -> None:
+    settings = f"checkpoint={{save_interval: 0, dir: {history.checkpoints.path}}}"
+    branch = History(config(f"output_dir={history.output}_branch", settings))
+    branch.begin(history.checkpoints.candidates()[-1])
+    assert history.saved == [6, 4, 2]
+
+
+@pytest.fixture
+def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
+    """As the ranks of a job do whose actor's leader is rank 1; the error of that one."""
+    monkeypatch.setattr(folders, "_held", {})
+    monkeypatch.setattr(folders.lock_folder, "__kwdefaults__", {"wait_s": 0.0, "advance": lambda: None})
+
+    def on_all(config: Config) -> None:
+        def body(rank: int, store: dist.Store) -> Exception | None:
+            world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, 10, Timeouts(no_progress_s=3))
+            try:
+                return claim_folders(config, 1, Bulletin(world, guarded=True))
+            except ConfigError as error:
+                store.set("bulletin/folders/claimed", "true")  # the job has ended
+                return error
+
+        first, leader = jobs.run(body, NUM_RANKS)
+        assert first is None
+        if leader is not None:
+            raise leader
+
+    return on_all
+
+
+def test_a_job_locks_the_folders_that_it_writes_to(claim, config, tmp_path) -> None:
+    with locked(tmp_path / "checkpoints"):
+        claim(config("checkpoint.save_interval=0", f"checkpoint.dir={tmp_path}/checkpoints"))
+        with pytest.raises(ConfigError, match=f"checkpoint.dir: {tmp_path}/checkpoints is in use by another job"):
+            claim(config(f"checkpoint.dir={tmp_path}/checkpoints", f"output_dir={tmp_path}/other"))
+    with locked(tmp_path / "used"), pytest.raises(ConfigError, match=f"output_dir: {tmp_path}/used is in use by"):
+        claim(config(f"output_dir={tmp_path}/used"))
+
+
+def test_an_output_dir_that_is_a_file_is_refused_with_its_key(claim, config, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    for path, problem in (("file", "File exists"), ("file/run", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"output_dir: cannot write {tmp_path}/{path}: {problem}; expected"):
+            claim(config(f"output_dir={tmp_path}/{path}"))
+
+
+@pytest.mark.parametrize(
+    "says, harm",
+    {
+        "is missing": Path.unlink,
+        "is no text": lambda path: path.write_bytes(b"\xff"),
+        "names 'step_0000004'": lambda path: path.write_text("step_0000004"),
+    }.items(),
+)
+def test_the_newest_is_taken_whatever_latest_says_and_the_log_tells(find, config, saved, caplog, says, harm) -> None:
+    harm(saved.path / "latest")
+    with caplog.at_level(logging.WARNING):
+        assert find(config()).step == 6
+    assert caplog.text.count(f"{saved.path} holds checkpoints of steps 6, 4, 2; its file latest {says}") == 1
+
+
+def test_a_file_in_the_place_of_the_newest_checkpoint_is_named(find, config, saved, caplog) -> None:
+    path = saved.path / name_of(6)
+    shutil.rmtree(path)
+    path.touch()
+    with caplog.at_level(logging.WARNING):
+        assert find(config()).step == 4
+    assert f"the checkpoint of step 6 cannot be used: {path}/{MANIFEST_FILE} cannot be read: Not a dir" in caplog.text

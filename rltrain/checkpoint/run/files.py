@@ -15,6 +15,8 @@ from torch import Tensor
 from rltrain.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
+RUN_FILE = "run.json"
+WEIGHTS_SUFFIX = ".safetensors"
 READ_BYTES = 16 * 2**20
 
 
@@ -70,12 +72,11 @@ def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileReco
     return FileRecord(num_bytes, crc)
 
 
-def find_damage(folder: Path, names: Iterable[str], advance: Callable[[], None]) -> str | None:
-    """What is wrong with the files of a checkpoint called `names`, in words; None where they are what was written.
-
-    CheckpointError where the manifest cannot be read.
-    """
-    manifest = read_manifest(folder)
+def find_damage(
+    folder: Path, manifest: Mapping[str, FileRecord], names: Iterable[str], advance: Callable[[], None]
+) -> str | None:
+    """What is wrong with those files of a checkpoint that are called `names`, in words; None where they are what
+    `manifest` says was written."""
     for name in names:
         expected = manifest[name]
         try:
@@ -90,13 +91,22 @@ def find_damage(folder: Path, names: Iterable[str], advance: Callable[[], None])
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """CheckpointError where it cannot be read."""
+    """What it says of every file. CheckpointError where it cannot be read, leaves out the file that every checkpoint
+    has, or one that would be read with the others."""
     path = folder / MANIFEST_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        records = {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    if RUN_FILE not in records:
+        raise CheckpointError(f"{path} does not list {RUN_FILE}, which every checkpoint has")
+    found = {file.relative_to(folder).as_posix() for file in folder.glob(f"*/*{WEIGHTS_SUFFIX}")}
+    if unlisted := sorted(found.difference(records)):
+        raise CheckpointError(f"{folder / unlisted[0]} is none of the checkpoint's files: {path} does not list it")
+    return records
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -1,15 +1,17 @@
 """The folder of a run's checkpoints: which there are, which is the newest complete one, and how one becomes complete.
 
-    <dir>/latest                  the name of the newest complete checkpoint
+    <dir>/latest                  the name of the newest one, for people and other programs: nothing here follows it
     <dir>/step_0000010/           state after 10 training steps
         manifest.json             size and checksum of every other file
         run.json                  what the run was: config, architectures, number of ranks
         <role>/..., ranks/...     safetensors
+    <dir>/earlier_1/              those of later steps, where a run went back to an older one: again such a folder
 
-A checkpoint is written beside its place and renamed when all ranks' files are durable; then `latest` moves.
+A checkpoint is written beside its place and renamed when all ranks' files are durable; from then on it is the newest.
 """
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,11 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rltrain.checkpoint.run.files import MANIFEST_FILE, FileRecord, checksum, flush_folder, write_durably
+from rltrain.checkpoint.run.files import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    WEIGHTS_SUFFIX,
+    FileRecord,
+    checksum,
+    flush_folder,
+    write_durably,
+)
 from rltrain.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 LATEST_FILE = "latest"
-RUN_FILE = "run.json"
 STEP_NAME = re.compile(r"step_(\d{7,})")
 
 
@@ -39,7 +50,7 @@ class Resumed:
 
     def files(self, role: str) -> list[Path]:
         """What the ranks of a role saved, in the order of their names."""
-        return sorted((self.folder / role).glob("*.safetensors"))
+        return sorted((self.folder / role).glob(f"*{WEIGHTS_SUFFIX}"))
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -54,9 +65,25 @@ class CheckpointFolder:
         self.path = path
 
     def candidates(self) -> list[Resumed]:
-        """Complete checkpoints, the one that `latest` names first, then older ones. Empty where there are none."""
-        latest = self._latest()
-        return [] if latest is None else [found for found in self._complete() if found.step <= latest]
+        """All that bear the name of a complete checkpoint, newest first. CheckpointError where that cannot be seen."""
+        try:
+            found = [(STEP_NAME.fullmatch(path.name), path) for path in self.path.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._cannot("read", self.path, error) from error
+        return sorted((Resumed(path, int(name[1])) for name, path in found if name), key=lambda found: -found.step)
+
+    def latest(self) -> str:
+        """What the file of that name says, in words."""
+        try:
+            return f"names {(self.path / LATEST_FILE).read_text(encoding='utf-8').strip()!r}"
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        except UnicodeDecodeError:
+            return "is no text"
 
     def partial(self, step: int) -> Path:
         """Where the checkpoint of `step` is written until it is complete."""
@@ -66,7 +93,7 @@ class CheckpointFolder:
         """Remove what interrupted saves left. CheckpointError where that fails."""
         for left in self.path.glob(".step_*"):
             try:
-                shutil.rmtree(left)
+                _delete(left)
             except OSError as error:
                 raise self._cannot("remove", left, error) from error
 
@@ -82,7 +109,8 @@ class CheckpointFolder:
     def complete(self, step: int, files: Mapping[str, FileRecord], run: Mapping[str, Any], keep: int) -> None:
         """All `files` of the checkpoint are durable: make it the newest one, and remove all but `keep` (0: none).
 
-        CheckpointError where the disk does not take it; what `latest` named before is then still there.
+        CheckpointError where the disk does not take it; the one before is then still there. No checkpoint of `step` or
+        of a later one may be there.
         """
         partial, final = self.partial(step), self.path / name_of(step)
         try:
@@ -91,15 +119,11 @@ class CheckpointFolder:
             manifest = {name: record._asdict() for name, record in sorted(records.items())}
             write_durably(partial / MANIFEST_FILE, json.dumps(manifest, indent=1))
             flush_folder(partial)
-            if final.exists():  # damaged, or of a step that this run has done again
-                final.rename(self.path / f".{name_of(step)}.replaced")
             partial.rename(final)
-            flush_folder(self.path)
-            write_durably(self.path / LATEST_FILE, name_of(step) + "\n")
             flush_folder(self.path)
         except OSError as error:
             raise self._cannot("complete", final, error) from error
-        shutil.rmtree(self.path / f".{name_of(step)}.replaced", ignore_errors=True)
+        self._point_at(final)
         if keep:
             for old in self.candidates()[keep:]:
                 self._remove(old.folder)
@@ -110,32 +134,26 @@ class CheckpointFolder:
 
     def last_good(self) -> str:
         """In words, for messages: the checkpoint that is there."""
-        candidates = self.candidates()
-        return f"the checkpoint in {candidates[0].folder} is complete" if candidates else "there is none before it"
+        try:
+            complete = [found.folder for found in self.candidates() if (found.folder / MANIFEST_FILE).is_file()]
+        except CheckpointError as error:
+            return str(error)
+        return f"the checkpoint in {complete[0]} is complete" if complete else "there is none before it"
 
-    def _latest(self) -> int | None:
-        with suppress(FileNotFoundError):
-            text = (self.path / LATEST_FILE).read_text(encoding="utf-8").strip()
-            if found := STEP_NAME.fullmatch(text):
-                return int(found[1])
-            raise CheckpointError(
-                f"{self.path / LATEST_FILE} holds {text!r}; expected the name of a checkpoint such as {name_of(10)}"
-            )
-        return None
-
-    def _complete(self) -> list[Resumed]:
-        """All, newest first."""
-        found = [(STEP_NAME.fullmatch(folder.name), folder) for folder in self.path.iterdir()]
-        complete = [Resumed(folder, int(name[1])) for name, folder in found if name and folder.is_dir()]
-        return sorted(complete, key=lambda checkpoint: -checkpoint.step)
+    def _point_at(self, newest: Path) -> None:
+        """Nothing here follows `latest`, so that no run ends because it cannot be written."""
+        try:
+            write_durably(self.path / LATEST_FILE, newest.name + "\n")
+            flush_folder(self.path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s; %s is complete", self.path / LATEST_FILE, error.strerror, newest)
 
     def _remove(self, folder: Path) -> None:
         """As far as that can be done; never in parts that could be taken for a checkpoint."""
         beside = folder.with_name(f".{folder.name}.removed")
-        shutil.rmtree(beside, ignore_errors=True)
         with suppress(OSError):
             folder.rename(beside)
-        shutil.rmtree(beside, ignore_errors=True)
+            _delete(beside)
 
     def _cannot(self, what: str, path: Path, error: OSError) -> CheckpointError:
         return CheckpointError(f"checkpoint.dir: cannot {what} {path}: {error.strerror or error}")
@@ -156,9 +174,16 @@ def checkpoint_at(path: Path) -> Resumed:
     elif path.is_dir() and (candidates := CheckpointFolder(path).candidates()):
         return candidates[0]
     raise CheckpointError(
-        f"checkpoint.resume: {path} is not a checkpoint of a run: expected a folder {name_of(10)} with a "
-        f"{MANIFEST_FILE}, or a folder of such with a file {LATEST_FILE}"
+        f"checkpoint.resume: {path} is not a checkpoint of a run: expected auto, none, a folder {name_of(10)} with a "
+        f"{MANIFEST_FILE}, or a folder of such"
     )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

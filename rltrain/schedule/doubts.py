@@ -1,0 +1,21 @@
+"""What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job."""
+
+from collections.abc import Iterator
+
+from rltrain.cluster.placement import Placement, format_ranks
+from rltrain.config.schema import Config
+
+
+def doubts(config: Config, placement: Placement) -> Iterator[str]:
+    """One sentence each, with the config key and what to do."""
+    if idle := placement.idle:
+        who = f"ranks {format_ranks(idle)} host" if len(idle) > 1 else f"rank {idle[0]} hosts"
+        yield (
+            f"placement: {who} no role and will do nothing; expected a role on every rank: name more ranks for one, or "
+            f"start {len(placement.hosting)} ranks"
+        )
+    if config.evaluation.interval and config.data.eval is None:
+        yield (
+            f"evaluation.interval: got {config.evaluation.interval} without data.eval, so nothing will be evaluated; "
+            "expected held-out prompts in data.eval, or 0"
+        )

@@ -1,0 +1,135 @@
+"""The ranks that have something to save complete a checkpoint; those without a role are not waited for."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.checkpoint.run.files import Contents, read_manifest, write_files
+from rltrain.checkpoint.run.folder import Resumed, name_of
+from rltrain.checkpoint.run.random_states import random_states
+from rltrain.checkpointing import Checkpointing
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.schema import Config
+from rltrain.resuming import restore
+from rltrain.schedule.steps import build_order
+from tests.unit.shared_store import Jobs, ShortPatience, open_store
+
+NUM_RANKS = 4
+PLACEMENT = {"actor, reference": 1, "rollout, reward": 3}
+CPU = torch.device("cpu")
+
+
+class Patience(ShortPatience):
+    """Notes whom it waits for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[Sequence[int]] = []
+
+    def until(self, arrived: Any, what: str, ranks: Sequence[int], serve: Any = None) -> None:
+        self.awaited.append(ranks)
+        super().until(arrived, what, ranks, serve)
+
+
+class Nothing:
+    """Transfers and a reporter that have nothing to save."""
+
+    def save(self, position: int) -> Mapping[str, Any]:
+        return {}
+
+    def unfinished(self, step: int) -> Mapping[str, Any]:
+        return {}
+
+    def collect(self) -> None:
+        """Nothing to collect."""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    with open_store() as store:
+        yield Jobs(store, NUM_RANKS)
+
+
+def checkpointing(output: Path, rank: int, store: dist.Store) -> Checkpointing:
+    config = Config.model_validate(
+        {
+            "steps": 3,
+            "output_dir": str(output),
+            "placement": PLACEMENT,
+            "model": {"path": "model"},
+            "data": {"train": {"path": "train.jsonl"}},
+            "checkpoint": {"save_interval": 1, "keep": 0},
+        }
+    )
+    placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
+    job = SimpleNamespace(
+        config=config,
+        world=SimpleNamespace(rank=rank, size=NUM_RANKS, store=store, device=CPU),
+        placement=placement,
+        patience=Patience(),
+        architectures={},
+        stop=None,
+        leader_of=lambda role: placement.ranks(role)[0],
+    )
+    nothing: Any = Nothing()
+    return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_complete_once_all_that_host_a_role_have_written(jobs: Jobs, tmp_path: Path) -> None:
+    stores = jobs.start(NUM_RANKS)
+    idle, leader, first_idle, other = (checkpointing(tmp_path, rank, store) for rank, store in enumerate(stores))
+    for step in (1, 2):
+        leader.at_boundary(step, 0)
+        leader.writer.join()
+        leader.look()
+        assert not (leader.folder.path / name_of(step)).exists(), "another rank has yet to write"
+        other.at_boundary(step, 0)
+        for rank in (idle, first_idle, other, leader):
+            rank.finish()
+        files = [name for name in read_manifest(leader.folder.path / name_of(step)) if name.startswith("ranks/")]
+        assert files == ["ranks/rank_00001.safetensors", "ranks/rank_00003.safetensors"]
+
+
+def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jobs, tmp_path: Path) -> None:
+    stores = jobs.start(NUM_RANKS)
+    leader, other = (checkpointing(tmp_path, rank, stores[rank]) for rank in (1, 3))
+    leader.at_boundary(1, 0)
+    leader.writer.join()
+    wait = leader.job.patience.until
+
+    def until(arrived: Any, what: str, ranks: Sequence[int], serve: Any = None) -> None:
+        other.at_boundary(1, 0)
+        wait(arrived, what, ranks, serve)
+
+    leader.job.patience.until = until  # type: ignore[method-assign]
+    leader.finish()
+    assert leader.job.patience.awaited == [[3]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_a_rank_gets_its_own_random_states_back(tmp_path: Path, rank: int) -> None:
+    """Not those of the rank that wrote as many files before."""
+    expected = {}
+    for saved in (1, 3):
+        torch.manual_seed(saved)
+        tensors, states = random_states(CPU)
+        texts = {"random": states, "metrics": json.dumps({"7": {f"of {saved}": 1.0}})}
+        write_files(tmp_path, {f"ranks/rank_{saved:05d}.safetensors": Contents(tensors, texts)})
+        expected[saved] = torch.rand(()).item()
+    torch.manual_seed(100)
+    expected.setdefault(rank, torch.rand(()).item())
+    torch.manual_seed(100)
+    adopted: list[Any] = []
+    job = SimpleNamespace(
+        resumed=Resumed(tmp_path, 7, continues=False),
+        world=SimpleNamespace(rank=rank, device=CPU),
+        leader_of=lambda role: 1,
+    )
+    restore(job, Nothing(), SimpleNamespace(adopt=adopted.append))  # type: ignore[arg-type]
+    assert torch.rand(()).item() == expected[rank]
+    assert adopted == ([{7: {"of 1": 1.0}}, {7: {"of 3": 1.0}}] if rank == 1 else [])

@@ -1,0 +1,45 @@
+"""What a config may ask for but hardly means is said, once, by the dry run and by the job."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.dry_run.description import describe_job
+from rltrain.schedule.doubts import doubts
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SHIPPED = CONFIGS / "quickstart.yaml"
+BOTH_ON = ["placement={'actor, reference': 1, 'rollout, reward': 3}", "actor.parallel.tp=1"]
+
+
+def doubts_about(*overrides: str, world_size: int = 4) -> list[str]:
+    config: Config = load_config(SHIPPED, overrides)
+    return [*doubts(config, resolve_placement(config.placement, world_size, world_size))]
+
+
+def test_the_shipped_config_is_beyond_doubt() -> None:
+    assert doubts_about() == []
+
+
+@pytest.mark.parametrize("world_size, who", [(5, "ranks 0,2,4 host"), (4, "ranks 0,2 host")])
+def test_ranks_without_a_role_are_named(world_size: int, who: str) -> None:
+    (doubt,) = doubts_about(*BOTH_ON, world_size=world_size)
+    assert doubt.startswith(f"placement: {who} no role and will do nothing; expected a role on every rank")
+    assert doubt.endswith("or start 2 ranks")
+    assert "placement: rank 4 hosts no role" in doubts_about(world_size=5)[0]
+
+
+def test_evaluations_without_prompts_are_doubted() -> None:
+    assert doubts_about("data.eval=null", "evaluation.interval=0") == []
+    (doubt,) = doubts_about("data.eval=null", "evaluation.interval=5")
+    assert doubt.startswith("evaluation.interval: got 5 without data.eval")
+
+
+def test_the_dry_run_ends_with_them() -> None:
+    text = describe_job(SHIPPED, ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"], 4, 4)
+    warnings = text.split("\n\n")[-1].splitlines()
+    assert warnings[0] == "Warnings" and len(warnings) == 3
+    assert "Warnings" not in describe_job(SHIPPED, ["model.path=nowhere"], 4, 4)
