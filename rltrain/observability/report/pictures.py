@@ -80,11 +80,13 @@ def _draw_timeline(timeline: Timeline) -> Figure:
     colours, used = [], []
     names = [name for name, _ in COLOURS]
     for i, row in enumerate(timeline.rows):
-        for span in (span for lane in row.lanes for span in lane.spans if not lane.label and not lane.depth):
+        shown = [(lane, span) for lane in row.lanes for span in lane.spans if not lane.label and not lane.depth]
+        for lane, span in shown:
             left, right = max(span.start_us, start_us), min(span.end_us, end_us)
             if left < right:
                 x0, x1 = (left - timeline.start_us) / 1e6, (right - timeline.start_us) / 1e6
-                boxes.append([(x0, i - 0.38), (x1, i - 0.38), (x1, i + 0.38), (x0, i + 0.38)])
+                bottom = i + (0.28 if lane.shades else 0.38)
+                boxes.append([(x0, i - 0.38), (x1, i - 0.38), (x1, bottom), (x0, bottom)])
                 colours.append(_SPAN_COLOURS[names.index(colour(span))])
                 used.append(colour(span))
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.2))
@@ -93,8 +95,8 @@ def _draw_timeline(timeline: Timeline) -> Figure:
     axes.set_yticks(range(len(timeline.rows)), [f"rank {row.rank}\n{', '.join(row.roles)}" for row in timeline.rows])
     axes.set_xlabel("s", fontsize=8)
     _tidy(axes)
-    shown = [Patch(color=_SPAN_COLOURS[i], label=name) for i, name in enumerate(names) if name in used]
-    figure.legend(handles=shown, loc="outside upper left", ncols=8, fontsize=8, frameon=False)
+    patches = [Patch(color=_SPAN_COLOURS[i], label=name) for i, name in enumerate(names) if name in used]
+    figure.legend(handles=patches, loc="outside upper left", ncols=8, fontsize=8, frameon=False)
     return figure
 
 
