@@ -92,18 +92,22 @@ def write_metrics(folder: Path, num_steps: int, seed: int = 0) -> None:
 
 
 def write_traces(folder: Path, num_steps: int, seed: int = 0) -> None:
-    """Four ranks: rollouts decode for step k+1 while the actor trains on step k."""
+    """Four ranks: rollouts decode for step k+1 while the actor trains on step k, and wait for each other."""
     noise = random.Random(seed)
     logs = {rank: RankLog(folder / "trace", rank, roles) for rank, roles in HOSTED.items()}
     updated = [0.0] * 2
     for step in range(num_steps):
+        drawn = [max(logs[rank].now, updated[step]) + SYNC_S + 1.6 + noise.gauss(0, 0.15) for rank in (0, 1)]
         for rank in (0, 1):
             log = logs[rank]
             log.event("B", "weight_sync", cat="task", args={"role": "actor+rollout", "step": step})
             log.wait_until(updated[step], "the others", task="weight_sync")
             log.now += SYNC_S
             log.event("E", "weight_sync", cat="task")
-            log.span("generate", "task", 1.6 + noise.gauss(0, 0.15), role="rollout", step=step)
+            log.event("B", "generate", cat="task", args={"role": "rollout", "step": step})
+            log.now = drawn[rank]
+            log.wait_until(max(drawn), "the last groups", task="generate")
+            log.event("E", "generate", cat="task")
             log.span("samples", "post", 0.004, role="rollout", step=step)
         logs[0].wait_until(logs[1].now, "samples", role="reward", step=step)
         logs[0].span("score", "task", 0.25, role="reward", step=step)

@@ -60,9 +60,14 @@ def test_waits_are_spans_within_their_task(tmp_path):
     trace = Trace(tmp_path, 0, ("actor",))
     clock = TaskClock()
     clock.span = trace.span
-    with clock.waiting("its turn"), trace.span("weight_sync", role="actor"), clock.task("weight_sync"):
-        with clock.waiting("the others"), clock.waiting("one of them"):
-            pass
+    with (
+        clock.waiting("its turn"),
+        trace.span("weight_sync", role="actor"),
+        clock.task("weight_sync"),
+        clock.waiting("the others"),
+        clock.waiting("one of them"),
+    ):
+        pass
     trace.close()
     (rank,) = read_run(tmp_path).ranks
     assert [(span.name, span.category, span.depth, span.arguments) for span in rank.spans] == [

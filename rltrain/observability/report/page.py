@@ -124,7 +124,8 @@ def _timeline_section(timeline: Timeline) -> str:
 <div class="lanes"><canvas id="axis"></canvas><canvas id="spans" tabindex="0" role="img"
  aria-label="What every rank did from when to when"></canvas></div>
 <p class="hint" id="picked">Drag to move; pinch, Ctrl+wheel or a double click to zoom; point at a span to read it.
-Where a rank waits within a task, only a line of the task’s colour is left. trace.json beside this page opens in ui.perfetto.dev.</p>
+Where a rank waits within a task, only a line of the task’s colour is left.
+trace.json beside this page opens in ui.perfetto.dev.</p>
 {notes}</section>
 """
 
