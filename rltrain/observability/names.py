@@ -104,19 +104,19 @@ _PATTERNS = tuple(re.compile(re.sub("<[a-z]+>", "[a-z_]+", metric.name)) for met
 
 def working_task(metric: str) -> str | None:
     """generate for perf/generate_s; None for a metric that is not a task's seconds of work."""
-    return None if waiting_task(metric) else _task_between("perf/", metric, "_s")
+    return None if waiting_task(metric) else _task_before("_s", metric)
 
 
 def waiting_task(metric: str) -> str | None:
     """generate for perf/generate_wait_s; None for a metric that is not a task's seconds of waiting."""
-    return _task_between("perf/", metric, "_wait_s")
+    return _task_before("_wait_s", metric)
 
 
-def _task_between(prefix: str, metric: str, suffix: str) -> str | None:
-    is_between = metric.startswith(prefix) and metric.endswith(suffix) and not metric.endswith("_per_s")
-    if not is_between or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
+def _task_before(suffix: str, metric: str) -> str | None:
+    is_task_time = metric.startswith("perf/") and metric.endswith(suffix) and not metric.endswith("_per_s")
+    if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
         return None
-    return metric.removeprefix(prefix).removesuffix(suffix)
+    return metric.removeprefix("perf/").removesuffix(suffix)
 
 
 def is_documented(name: str) -> bool:

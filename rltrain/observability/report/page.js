@@ -67,7 +67,7 @@ function lineStyle(panel, i) {
   const colour = panel.series[i].colour;
   if (colour === null) return { stroke: `var(${LINES[i % LINES.length]})`, dash: "" };
   const before = panel.series.slice(0, i).filter((s) => s.colour === colour).length;
-  return { stroke: `var(--c${colour})`, dash: ["", "6 3", "2 3"][Math.min(before, 2)] };
+  return { stroke: `var(--c${colour})`, dash: ["", "6 3", "2 3", "8 2 2 2", "12 4"][before % 5] };
 }
 
 function drawPanel(figure, panel) {
