@@ -1,7 +1,6 @@
 """The run: builds the roles that this rank hosts and executes the order of tasks."""
 
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -53,6 +52,7 @@ class Trainer:
         job.heartbeat.begin("building its roles")
         self.hosted = set(job.placement.hosts(self.rank))
         self.trace = start_trace(job.config, self.rank, job.placement.hosts(self.rank))
+        job.heartbeat.task_clock.span = self.trace.span
         self.roles, self.residency = host_roles(job, order, self.trace)
         self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
         if self.hosted & {"actor", "rollout"} and "rollout" in job.placement.roles:
@@ -142,13 +142,13 @@ class Trainer:
             self.residency.enter(position)
         if self.in_flight and self._is_in_flight(entry) and self.rank == self.job.leader_of("actor"):
             self.in_flight.announce()
-        start = time.perf_counter()
         task = self.joint_tasks.get(entry.name) or getattr(self.roles[entry.roles[0]], entry.name)
-        metrics: Metrics = task(entry.step, entry.chunk) or {}
-        if self.job.world.device.type == "cuda":
-            # A task's communication is over before the next task's begins.
-            torch.cuda.synchronize()
-        metrics[f"perf/{entry.name}_s"] = time.perf_counter() - start
+        with self.job.heartbeat.task_clock.task(entry.name) as spent:
+            metrics: Metrics = task(entry.step, entry.chunk) or {}
+            if self.job.world.device.type == "cuda":
+                # A task's communication is over before the next task's begins.
+                torch.cuda.synchronize()
+        metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
 

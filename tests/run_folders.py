@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HOSTED = {0: ("rollout", "reward"), 1: ("rollout",), 2: ("actor", "critic"), 3: ("actor", "reference")}
+SYNC_S = 0.12
 START_US = 1_795_000_000_000_000.0
 
 HOSTILE = (
@@ -65,10 +66,14 @@ def write_metrics(folder: Path, num_steps: int, seed: int = 0) -> None:
             "rollout/response_length_mean": 26 + 9 * done + noise.gauss(0, 0.6),
             "rollout/response_length_max": 36,
             "rollout/truncated_ratio": 0.02 * noise.random(),
+            "rollout/reward_errors": 0,
             "perf/step_time_s": 3.1 + noise.gauss(0, 0.1),
             "perf/generate_s": 1.6 + noise.gauss(0, 0.1),
             "perf/update_s": 0.9 + noise.gauss(0, 0.05),
-            "perf/weight_sync_s": 0.12,
+            "perf/weight_sync_s": SYNC_S,
+            "perf/weight_sync_wait_s": 0.9 + 0.1 * noise.random(),
+            "perf/generate_wait_s": 0.2 + 0.1 * noise.random(),
+            "perf/update_wait_s": 0.0,
             "perf/weight_sync_bytes": 3.1e9,
             "perf/weight_sync_wire_s": 0.08,
             "perf/weight_sync_gb_per_s": 24 + noise.gauss(0, 1),
@@ -87,16 +92,22 @@ def write_metrics(folder: Path, num_steps: int, seed: int = 0) -> None:
 
 
 def write_traces(folder: Path, num_steps: int, seed: int = 0) -> None:
-    """Four ranks: rollouts decode for step k+1 while the actor trains on step k."""
+    """Four ranks: rollouts decode for step k+1 while the actor trains on step k, and wait for each other."""
     noise = random.Random(seed)
     logs = {rank: RankLog(folder / "trace", rank, roles) for rank, roles in HOSTED.items()}
     updated = [0.0] * 2
     for step in range(num_steps):
+        drawn = [max(logs[rank].now, updated[step]) + SYNC_S + 1.6 + noise.gauss(0, 0.15) for rank in (0, 1)]
         for rank in (0, 1):
             log = logs[rank]
-            log.wait_until(updated[step], "policy", role="rollout", step=step)
-            log.span("weight_sync", "task", 0.12, role="actor+rollout", step=step)
-            log.span("generate", "task", 1.6 + noise.gauss(0, 0.15), role="rollout", step=step)
+            log.event("B", "weight_sync", cat="task", args={"role": "actor+rollout", "step": step})
+            log.wait_until(updated[step], "the others", task="weight_sync")
+            log.now += SYNC_S
+            log.event("E", "weight_sync", cat="task")
+            log.event("B", "generate", cat="task", args={"role": "rollout", "step": step})
+            log.now = drawn[rank]
+            log.wait_until(max(drawn), "the last groups", task="generate")
+            log.event("E", "generate", cat="task")
             log.span("samples", "post", 0.004, role="rollout", step=step)
         logs[0].wait_until(logs[1].now, "samples", role="reward", step=step)
         logs[0].span("score", "task", 0.25, role="reward", step=step)

@@ -17,7 +17,6 @@ from rich.console import Console
 from rltrain.errors import DataError, UserError
 from rltrain.observability.report.curves import sections
 from rltrain.observability.report.facts import facts
-from rltrain.observability.report.meetings import mark_meetings
 from rltrain.observability.report.occupation import occupations, task_seconds
 from rltrain.observability.report.page import render
 from rltrain.observability.report.run_folder import merged_trace, read_run
@@ -28,7 +27,6 @@ from rltrain.observability.report.timeline import timeline
 def report(path: Path, output: Path, console: Console) -> list[Path]:
     """Print the summary and write everything else; the files made. Errors: DataError."""
     run = read_run(path)
-    mark_meetings(run.ranks)
     roles, rows, curves = occupations(run.ranks), timeline(run.ranks), sections(run.records, run.ranks)
     known = facts(run, roles)
     print_summary(console, run, known, roles, task_seconds(run.ranks))

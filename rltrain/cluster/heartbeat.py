@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cluster.processes import this_process
 from rltrain.cluster.stacks import main_thread_communicates
+from rltrain.cluster.task_clock import TaskClock
 from rltrain.cluster.threads import JobThread
 
 INTERVAL_S = 1.0
@@ -84,6 +85,7 @@ class Heartbeat:
         self.rank = rank
         self.interval_s = interval_s
         self.sequences: Callable[[], Mapping[str, int]] | None = None
+        self.task_clock = TaskClock()
         self.board = Board(store)
         self._thread_board = Board(store.clone())  # type: ignore[attr-defined]
         self._task = Beat(rank, since=time.time())
@@ -136,7 +138,8 @@ class Heartbeat:
         entered = Wait(what, tuple(ranks), time.time())
         self._waits.append(entered)
         try:
-            yield
+            with self.task_clock.waiting(what):
+                yield
         finally:
             self._waits.remove(entered)
             self.advance()

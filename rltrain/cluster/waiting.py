@@ -59,6 +59,8 @@ class Patience:
         this rank does meanwhile, for others that need it. Raises StallError when nobody that this rank depends on has
         shown progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
         """
+        if arrived(0.0):
+            return
         look_s = min(LOOK_S, self.report_s)
         start = last_look = last_report = time.monotonic()
         with self.bulletin.heartbeat.waiting(what, ranks):

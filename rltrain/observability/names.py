@@ -52,7 +52,17 @@ METRICS = (
     Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
     Metric("perf/step_time_s", "s", "from the end of the previous step to the end of this one"),
-    Metric("perf/<task>_s", "s", "one task of the step, such as generate, score, update or weight_sync"),
+    Metric(
+        "perf/<task>_s",
+        "s",
+        "work of one task of the step, such as generate, score, update or weight_sync, on the reporting rank: without "
+        "waiting for others, and without a weight sync that an engine joins in the middle of it",
+    ),
+    Metric(
+        "perf/<task>_wait_s",
+        "s",
+        "waiting for others within the task, on the same rank; waiting inside a collective counts as work",
+    ),
     Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
     Metric(
@@ -67,7 +77,11 @@ METRICS = (
         "",
         "bytes between nodes over the least possible, each node getting what it lacks once",
     ),
-    Metric("perf/weight_sync_gb_per_s", "GB/s", "bytes moved over the seconds of the sync, 1 GB = 1e9 bytes"),
+    Metric(
+        "perf/weight_sync_gb_per_s",
+        "GB/s",
+        "bytes moved over the seconds from when all ranks had come to when all were done, 1 GB = 1e9 bytes",
+    ),
     Metric("perf/weight_sync_copy_s", "s", "local copies, on the reporting rank as all of the following"),
     Metric("perf/weight_sync_pack_s", "s", "filling buffers to send from"),
     Metric("perf/weight_sync_wire_s", "s", "having messages on the wire; overlaps with the others"),
@@ -92,12 +106,21 @@ METRICS = (
 _PATTERNS = tuple(re.compile(re.sub("<[a-z]+>", "[a-z_]+", metric.name)) for metric in METRICS)
 
 
-def timed_task(metric: str) -> str | None:
-    """generate for perf/generate_s; None for a metric that is not a task's time."""
-    is_task_time = metric.startswith("perf/") and metric.endswith("_s") and not metric.endswith("_per_s")
+def working_task(metric: str) -> str | None:
+    """generate for perf/generate_s; None for a metric that is not a task's seconds of work."""
+    return None if waiting_task(metric) else _task_before("_s", metric)
+
+
+def waiting_task(metric: str) -> str | None:
+    """generate for perf/generate_wait_s; None for a metric that is not a task's seconds of waiting."""
+    return _task_before("_wait_s", metric)
+
+
+def _task_before(suffix: str, metric: str) -> str | None:
+    is_task_time = metric.startswith("perf/") and metric.endswith(suffix) and not metric.endswith("_per_s")
     if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
         return None
-    return metric.removeprefix("perf/").removesuffix("_s")
+    return metric.removeprefix("perf/").removesuffix(suffix)
 
 
 def is_documented(name: str) -> bool:

@@ -1,32 +1,35 @@
 """The run on the terminal: a progress bar, or plain lines where the output is no terminal."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
+from rich.text import Text
 
 from rltrain.config.schema import Config
-from rltrain.observability.names import timed_task
+from rltrain.observability.names import waiting_task, working_task
 
 # Metric, label and format of what is shown, in this order. A metric that a run does not have is left out.
 SHOWN = (
     ("rollout/reward_mean", "reward", "{:.3f}"),
+    ("eval/score", "held-out", "{:.3f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("perf/rollout_tokens_per_s", "rollout tokens/s", "{:,.0f}"),
     ("perf/train_tokens_per_s", "train tokens/s", "{:,.0f}"),
-    ("eval/score", "held-out", "{:.3f}"),
 )
 
 
 class Progress:
     """Shows each step's metrics, and at the end where the time went. For one rank of the job.
 
-    On a terminal a bar at the bottom; elsewhere one line per `interval_s`, and one for every evaluation and for the
-    last step. With logging.progress: false nothing is printed.
+    On a terminal a bar at the bottom; elsewhere one line per `interval_s`, one for every evaluation, and at the close
+    one for the end. With logging.progress: false nothing is printed.
     """
 
     def __init__(
@@ -46,6 +49,9 @@ class Progress:
         self.last_line_s = self.start_s
         self.latest: dict[str, float] = {}
         self.task_seconds: dict[str, float] = {}
+        self.waited_s = 0.0
+        self.line: str | None = None
+        """Of the latest record, where it is not printed."""
         self.closed = False
         self.bar: tuple[RichProgress, TaskID] | None = None
         if self.enabled and self.console.is_terminal:
@@ -55,30 +61,36 @@ class Progress:
         """`metrics` of `step`, which counts from 0; a last record may follow the last training step."""
         self.latest.update(metrics)
         for name, seconds in metrics.items():
-            if (task := timed_task(name)) is not None:
+            if task := working_task(name):
                 self.task_seconds[task] = self.task_seconds.get(task, 0.0) + seconds
+            elif waiting_task(name):
+                self.waited_s += seconds
         if not self.enabled:
             return
         num_done = min(step + 1, self.total_steps)
-        status = self._status(num_done)
+        left, values = self._left(num_done), self._values()
         if self.bar is not None:
             bar, bar_task = self.bar
-            bar.update(bar_task, completed=num_done, status=status)
-        elif self._line_is_due(num_done, metrics):
+            bar.update(bar_task, completed=num_done, left=left, values=values)
+            return
+        self.line = "  ".join([f"step {num_done}/{self.total_steps}", *values, left])
+        if self._line_is_due(num_done, metrics):
             self.last_line_s = self.clock()
-            self._print(f"step {num_done}/{self.total_steps}  {status}")
+            self._print_line()
 
     def close(self) -> None:
-        """Leave the terminal as it was and print the seconds by task."""
+        """Leave the terminal as it was; print what has not been, and the seconds by task."""
         if self.closed:
             return
         self.closed = True
         if self.bar is not None:
             self.bar[0].stop()
+        self._print_line()
         if self.enabled and self.task_seconds:
             longest_first = sorted(self.task_seconds.items(), key=lambda item: -item[1])
             parts = ", ".join(f"{task} {seconds:.1f}" for task, seconds in longest_first)
-            self._print(f"seconds by task: {parts}; whole run {self.clock() - self.start_s:.1f}")
+            whole_s = self.clock() - self.start_s
+            self._print(f"seconds by task: {parts}; waiting in them {self.waited_s:.1f}; whole run {whole_s:.1f}")
 
     def __enter__(self) -> Self:
         return self
@@ -91,26 +103,58 @@ class Progress:
     def _start_bar(self) -> tuple[RichProgress, TaskID]:
         columns = (
             TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[status]}"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(max_width=20)),
+            TextColumn("{task.fields[left]}"),
+            FittingColumn(),
         )
         bar = RichProgress(*columns, console=self.console)
         bar.start()
-        return bar, bar.add_task("train", total=self.total_steps, status="starting")
+        return bar, bar.add_task("train", total=self.total_steps, left="starting", values=[])
 
-    def _status(self, num_done: int) -> str:
-        parts = [f"{label} {form.format(self.latest[name])}" for name, label, form in SHOWN if name in self.latest]
+    def _values(self) -> list[str]:
+        return [f"{label} {form.format(self.latest[name])}" for name, label, form in SHOWN if name in self.latest]
+
+    def _left(self, num_done: int) -> str:
         elapsed_s = self.clock() - self.start_s
-        parts.append(f"left {format_duration(elapsed_s / num_done * (self.total_steps - num_done))}")
-        return "  ".join(parts)
+        return f"left {format_duration(elapsed_s / num_done * (self.total_steps - num_done))}"
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
-        is_notable = "eval/score" in metrics or num_done == self.total_steps
-        return is_notable or self.clock() - self.last_line_s >= self.interval_s
+        """Not for the last step: a record of the last evaluation may follow, and one line is for both."""
+        is_time = "eval/score" in metrics or self.clock() - self.last_line_s >= self.interval_s
+        return is_time and num_done < self.total_steps
+
+    def _print_line(self) -> None:
+        if self.line is not None:
+            self._print(self.line)
+        self.line = None
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class FittingColumn(ProgressColumn):
+    """The first of a task's `values` that have room in what the other columns leave, none of them in part."""
+
+    def render(self, task: Task) -> "Fitting":
+        return Fitting(task.fields["values"])
+
+
+class Fitting:
+    def __init__(self, values: Sequence[str]) -> None:
+        self.values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = ""
+        for value in self.values:
+            longer = f"{text}  {value}" if text else value
+            if len(longer) > options.max_width:
+                break
+            text = longer
+        yield Text(text, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, min(len("  ".join(self.values)), options.max_width))
 
 
 def format_duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from rltrain.cluster.world import Bulletin
-from rltrain.observability.names import timed_task
+from rltrain.observability.names import waiting_task, working_task
 
 Metrics = dict[str, float]
 
@@ -52,7 +52,7 @@ class Reporter:
     def add(self, step: int, metrics: Metrics) -> None:
         """Metrics of one task of this rank. Seconds of a task that comes several times in the step add up."""
         pending = self.pending.setdefault(step, {})
-        seconds = {name for name in pending.keys() & metrics.keys() if timed_task(name)}
+        seconds = {name for name in pending.keys() & metrics.keys() if working_task(name) or waiting_task(name)}
         pending.update({name: value + pending[name] if name in seconds else value for name, value in metrics.items()})
         self.num_added[step] += 1
         if self.num_added[step] == self.expected[step][self.rank]:

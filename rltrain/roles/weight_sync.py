@@ -29,6 +29,7 @@ class WeightSync:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
         self.timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
+        self.waiting = job.heartbeat.task_clock.waiting
         self.source = job.megatron_layout("actor")
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
@@ -67,6 +68,7 @@ class WeightSync:
             device=world.device,
             ranks_per_node=world.ranks_per_node,
             timeout_s=TRANSPORT_TIMEOUT_S,
+            waiting=self.waiting,
         )
 
     def _move_planned(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
@@ -74,7 +76,8 @@ class WeightSync:
 
     def _move_golden(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
         # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
-        dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
+        with self.waiting("the others to come to a reshard"):
+            dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
         golden_sync(self.source, self.parts[part], source, destination, self.group)
         dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
         return []

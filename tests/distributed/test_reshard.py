@@ -43,6 +43,14 @@ def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any
     assert compared > 1000
 
 
+@pytest.mark.parametrize("check", ["one bucket", "shared memory, out of step"])
+def test_waiting_for_the_others_to_come_is_told_from_work(check: str, ranks: list[dict[str, Any]]) -> None:
+    for name in {name for results in ranks for name in results[check]}:
+        found = [results[check][name] for results in ranks if name in results[check]]
+        assert max(rank["came"] for rank in found) <= min(rank["met"] for rank in found), name
+        assert all(rank["without_the_wait"] for rank in found), name
+
+
 def test_large_boxes_are_sent_in_place(ranks: list[dict[str, Any]]) -> None:
     in_one_bucket, in_place = (
         sum(found["in_place"] for results in ranks for found in results[check].values())

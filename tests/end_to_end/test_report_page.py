@@ -139,6 +139,44 @@ def test_the_timeline_zooms_moves_and_tells_what_is_under_the_pointer(browser: B
     assert browser.problems == []
 
 
+# Of the generate of a step in the middle of the run, on the rank that waits for the other: where its work and where its
+# wait is on the page, from left, and the colours in both places near the top of its lane and at its bottom.
+SHADED = """(() => {
+  const [, from, to] = data.timeline.steps.find((step) => step[0] === STEP), length = to - from;
+  const box = spans.getBoundingClientRect(), pen = spans.getContext("2d");
+  const pixel = (...place) => [...pen.getImageData(...place.map((at) => at * devicePixelRatio), 1, 1).data].join();
+  const generate = data.timeline.names.indexOf("generate");
+  const found = data.timeline.rows.slice(0, 2).map(({ lanes: [tasks, waits] }) => {
+    let i = 0, j = 0;
+    while (tasks.spans[i] < from || tasks.spans[i + 2] !== generate) i += 5;
+    while (waits.spans[j] < tasks.spans[i]) j += 5;
+    return { y: tasks.y, start: tasks.spans[i], wait: waits.spans[j], length: waits.spans[j + 1] };
+  });
+  const { y, start, wait, length: waited } = found.reduce((a, b) => (a.length > b.length ? a : b));
+  return [start + (wait - start) * 0.8, wait + waited * 0.8].map((time) => {
+    const x = ((time - from + 0.03 * length) / (1.06 * length)) * box.width;
+    return [box.left + x, box.top + y + 9, pixel(x, y + 2), pixel(x, y + 17)];
+  });
+})()""".replace("STEP", str(NUM_STEPS // 2))
+
+
+def test_a_wait_within_a_task_is_shaded_and_tells_what_it_waits_for(browser: Browser, page: Path) -> None:
+    browser.open(page, *LAPTOP)
+    browser.evaluate(f"document.getElementById('step').value = {NUM_STEPS // 2}")
+    browser.evaluate("document.getElementById('step').dispatchEvent(new Event('input'))")
+    browser.settle()
+    task, wait = browser.evaluate(
+        "['--c0', '--c10'].map(c => cssColour(c).match(/[0-9a-f]{2}/g).map(h => parseInt(h, 16)).join() + ',255')"
+    )
+    for (x, y, *colours), told, expected in zip(
+        browser.evaluate(SHADED), ("generate", "the last groups"), ([task, task], [wait, task]), strict=True
+    ):
+        assert colours == expected, told
+        browser.mouse("mouseMoved", x, y)
+        browser.settle()
+        assert browser.evaluate("tip.textContent").startswith(told)
+
+
 def test_a_curve_tells_its_values(browser: Browser, page: Path) -> None:
     browser.open(page, *LAPTOP)
     browser.evaluate("document.querySelector('figure').scrollIntoView()")

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.run_folders import RankLog
+from tools.benchmarks import orders
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "tools/benchmarks"
 
@@ -166,3 +169,24 @@ def test_gpu_check_tests_sglang_where_there_is_one(tmp_path: Path) -> None:
         *2 * ["tests/gpu --ignore tests/gpu/test_sglang.py"],
         "tests/gpu/test_sglang.py",
     ]
+
+
+def test_orders_take_a_sync_for_its_work_and_tell_the_wait_for_engines_apart(tmp_path: Path) -> None:
+    actor, engine = (RankLog(tmp_path / "trace", rank, (role,)) for rank, role in enumerate(("actor", "rollout")))
+    at = {"step": 5, "chunk": 0}
+    for log, waited_s in ((actor, 0.75), (engine, 0.25)):
+        log.event("B", "generate", cat="task", args=at)
+        log.now += 1.0
+        log.event("B", "weight_sync", cat="task", args=at)
+        log.span("the others", "wait", waited_s)
+        log.now += 0.125
+        log.event("E", "weight_sync", cat="task")
+        log.span("the last groups", "wait", 2.0)
+        log.event("E", "generate", cat="task")
+        log.write()
+    spans = orders.task_spans(tmp_path)
+    for by_rank in (spans["generate", 5, 0], spans["weight_sync", 5, 0]):
+        assert by_rank.keys() == {0, 1}
+    assert [span.own_s for span in spans["generate", 5, 0].values()] == pytest.approx([1.0, 1.0])
+    assert [span.own_s for span in spans["weight_sync", 5, 0].values()] == pytest.approx([0.125, 0.125])
+    assert orders.sync_waits(spans) == pytest.approx({"sync_wait_s": 0.75, "sync_wait_max_s": 0.75})

@@ -1,6 +1,7 @@
 """The progress bar and its plain-line form."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -45,7 +46,7 @@ def test_plain_lines_come_at_intervals_and_at_the_end() -> None:
     lines = output.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines[:-1]] == ["step 10/30", "step 20/30", "step 30/30"]
     assert lines[0] == "step 10/30  reward 0.900  rollout tokens/s 12,346  left 0:20"
-    assert lines[-1] == "seconds by task: generate 15.0; whole run 30.0"
+    assert lines[-1] == "seconds by task: generate 15.0; waiting in them 0.0; whole run 30.0"
 
 
 def test_an_evaluation_is_always_shown_and_stays() -> None:
@@ -60,13 +61,18 @@ def test_an_evaluation_is_always_shown_and_stays() -> None:
     assert "reward 0.500" in second and "held-out 0.314" in second
 
 
-def test_the_record_after_the_last_step_does_not_count_as_one() -> None:
+@pytest.mark.parametrize("after_the_last", [None, {"eval/score": 0.75}, {"perf/save_hf_s": 1.0}])
+def test_one_line_is_for_the_last_step_and_the_record_that_may_follow_it(after_the_last) -> None:
     output, clock = io.StringIO(), Clock()
-    progress = Progress(config(steps=2), console=Console(file=output), clock=clock)
-    for step in range(3):
-        clock.now += 1
-        progress.write(step, {"eval/score": 0.5})
-    assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == ["step 1/2", "step 2/2", "step 2/2"]
+    with Progress(config(steps=2), console=Console(file=output), interval_s=1, clock=clock) as progress:
+        for step in range(2):
+            clock.now += 1
+            progress.write(step, {"eval/score": 0.5})
+        if after_the_last:
+            progress.write(2, after_the_last)
+    lines = [line for line in output.getvalue().splitlines() if line.startswith("step")]
+    last_score = 0.75 if after_the_last and "eval/score" in after_the_last else 0.5
+    assert lines == ["step 1/2  held-out 0.500  left 0:01", f"step 2/2  held-out {last_score:.3f}  left 0:00"]
 
 
 def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
@@ -81,6 +87,44 @@ def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
     hide_cursor, show_cursor = "\x1b[?25l", "\x1b[?25h"
     assert text.count(hide_cursor) == text.count(show_cursor) == 1
     assert text.count("seconds by task") == 1
+
+
+ALL_VALUES = {
+    "rollout/reward_mean": 0.5,
+    "eval/score": 0.25,
+    "train/loss": 0.01,
+    "perf/rollout_tokens_per_s": 123456.0,
+    "perf/train_tokens_per_s": 33333.0,
+}
+
+
+def bar_of_width(width: int) -> str:
+    """The last line of a bar, as a terminal of `width` columns shows it."""
+    output, clock = io.StringIO(), Clock()
+    console = Console(file=output, force_terminal=True, width=width)
+    with Progress(config(steps=1600), console=console, clock=clock) as progress:
+        clock.now += 3600
+        progress.write(799, ALL_VALUES)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    return next(line for line in reversed(re.split(r"[\r\n]+", shown)) if line.startswith("step")).rstrip()
+
+
+@pytest.mark.parametrize(
+    ("width", "values"),
+    [
+        (160, ["reward 0.500", "held-out 0.250", "loss 0.0100", "rollout tokens/s 123,456", "train tokens/s 33,333"]),
+        (80, ["reward 0.500", "held-out 0.250"]),
+        (60, ["reward 0.500"]),
+        (40, []),
+    ],
+)
+def test_on_a_narrow_terminal_step_bar_and_time_left_stay_and_values_go_whole(width: int, values: list[str]) -> None:
+    bar = bar_of_width(width)
+    assert len(bar) <= width
+    match = re.fullmatch(r"step +800/1600 ([━╸╺]+) left 1:00:00 ?(.*)", bar)
+    assert match, bar
+    assert len(match[1]) >= 4
+    assert match[2] == "  ".join(values)
 
 
 def test_the_bar_is_taken_down_when_the_run_fails() -> None:
@@ -107,11 +151,14 @@ def test_only_task_times_are_summed() -> None:
         "perf/weight_sync_wire_s": 5.0,
         "perf/rollout_tokens_per_s": 5.0,
         "perf/weight_sync_s": 3.0,
+        "perf/weight_sync_wait_s": 40.0,
+        "perf/update_wait_s": 0.5,
     }
     with Progress(config(), console=Console(file=output), clock=clock) as progress:
         progress.write(0, metrics)
         progress.write(1, metrics)
-    assert output.getvalue().splitlines()[-1] == "seconds by task: weight_sync 6.0, update 4.0; whole run 0.0"
+    expected = "seconds by task: weight_sync 6.0, update 4.0; waiting in them 81.0; whole run 0.0"
+    assert output.getvalue().splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])

@@ -20,8 +20,7 @@ from rltrain.observability.names import METRICS
 from rltrain.observability.report import occupation, page, run_folder
 from rltrain.observability.report.curves import documentation, sections, thinned
 from rltrain.observability.report.facts import facts, number
-from rltrain.observability.report.meetings import mark_meetings
-from rltrain.observability.report.timeline import MAX_RANKS, timeline
+from rltrain.observability.report.timeline import COLOURS, MAX_RANKS, timeline
 from rltrain.observability.trace import Trace
 from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
 from tools.report import report
@@ -170,39 +169,27 @@ class TestOccupation:
         (found,) = occupation.occupations(run_folder.read_run(tmp_path).ranks)
         assert found.ranks == (0, 1)
         assert found.idle_fraction == pytest.approx((3 + 3) / 16)
-        assert occupation.task_seconds(run_folder.read_run(tmp_path).ranks) == {"update": pytest.approx(10.0)}
 
-
-class TestMeetings:
-    def test_a_joint_task_is_waiting_until_the_last_rank_comes(self, tmp_path: Path) -> None:
-        early, late = (RankLog(tmp_path / "trace", rank, (role,)) for rank, role in enumerate(("rollout", "actor")))
-        early.span("weight_sync", "task", 5.0, role="rollout", step=1, chunk=0)
-        early.span("generate", "task", 5.0, role="rollout", step=1, chunk=0)
-        late.span("update", "task", 4.0, role="actor", step=0, chunk=0)
-        late.span("weight_sync", "task", 1.0, role="actor", step=1, chunk=0)
-        late.span("update", "task", 5.0, role="actor", step=1, chunk=0)
-        for log in (early, late):
-            log.write()
+    def test_seconds_by_task_are_work_wherever_the_task_is_done(self, tmp_path: Path) -> None:
+        """As an engine that joins a sync in the middle of its generate."""
+        log = RankLog(tmp_path / "trace", 0, ("rollout",))
+        log.event("B", "generate", cat="task", args={"role": "rollout"})
+        log.now += 5.0
+        log.event("B", "weight_sync", cat="task", args={"role": "rollout"})
+        log.span("the others", "wait", 30.0)
+        log.span("a round", "part", 2.0)
+        log.event("E", "weight_sync", cat="task")
+        log.span("the last groups", "wait", 70.0)
+        log.event("E", "generate", cat="task")
+        log.event("B", "leaving", cat="part")
+        log.span("generate", "task", 1.0, role="rollout")
+        log.event("E", "leaving", cat="part")
+        log.write()
         ranks = run_folder.read_run(tmp_path).ranks
-        mark_meetings(ranks)
-        rollout, actor = occupation.occupations(ranks)
-        assert rollout.seconds[occupation.WAITING] == pytest.approx(4.0)
-        assert rollout.seconds[occupation.OWN] == pytest.approx(6.0)
-        assert actor.seconds[occupation.WAITING] == pytest.approx(0.0, abs=1e-6)
-        assert [(s.name, s.depth) for s in ranks[0].spans] == [("weight_sync", 0), ("the others", 1), ("generate", 0)]
-
-    def test_a_task_that_tells_its_waits_itself_is_left_as_it_is(self, tmp_path: Path) -> None:
-        early, late = (RankLog(tmp_path / "trace", rank, ("actor",)) for rank in range(2))
-        early.event("B", "weight_sync", cat="task", args={"role": "actor", "step": 1})
-        early.span("meeting", "wait", 3.0)
-        early.event("E", "weight_sync", cat="task")
-        late.now = 3.0
-        late.span("weight_sync", "task", 1.0, role="actor", step=1)
-        for log in (early, late):
-            log.write()
-        ranks = run_folder.read_run(tmp_path).ranks
-        mark_meetings(ranks)
-        assert [[span.name for span in rank.spans] for rank in ranks] == [["weight_sync", "meeting"], ["weight_sync"]]
+        assert occupation.task_seconds(ranks) == {"generate": pytest.approx(6.0), "weight_sync": pytest.approx(2.0)}
+        (rollout,) = occupation.occupations(ranks)
+        assert rollout.seconds[occupation.WAITING] == pytest.approx(100.0)
+        assert rollout.seconds[occupation.OWN] == pytest.approx(8.0)
 
 
 class TestCurves:
@@ -210,13 +197,15 @@ class TestCurves:
     @given(st.lists(st.text("abc_/<>", min_size=1, max_size=12), max_size=5))
     def test_every_metric_is_drawn_exactly_once(self, others: list[str]) -> None:
         documented = [re.sub(r"<\w+>", "actor", metric.name) for metric in METRICS]
-        values = {name: float(i) for i, name in enumerate({*documented, *others} - {"step", "time_s"})}
+        values = {name: float(i) for i, name in enumerate({*documented, *others} - {"step", "time_s"}, start=1)}
         found = sections([{"step": 0, "time_s": 1.0, **values}])
         drawn = [s.points[0][1] for section in found for panel in section.panels for s in panel.series]
         assert sorted(value for value in drawn if value is not None) == sorted(values.values())
 
     def test_what_is_compared_shares_a_panel(self) -> None:
         records = [{"step": 0, "perf/generate_s": 1.0, "perf/weight_sync_s": 2.0, "perf/step_time_s": 4.0,
+                    "perf/generate_wait_s": 1.0, "perf/weight_sync_wait_s": 2.0, "perf/decode_step_max_s": 0.1,
+                    "rollout/response_length_mean": 9.0, "eval/response_length_mean": 8.0,
                     "perf/weight_sync_wire_s": 3.0, "memory/actor_resident_bytes": 5, "memory/critic_resident_bytes": 6,
                     "mine/a": 1, "mine/b": 2, "lonely/c": 3}]  # fmt: skip
         panels = {
@@ -225,10 +214,26 @@ class TestCurves:
             for panel in section.panels
         }
         assert panels["Speed", "Seconds by task"] == ["generate", "weight sync"]
+        assert panels["Speed", "Seconds of waiting by task"] == ["generate", "weight sync"]
+        assert panels["Speed", "Longest decode step"] == ["longest"]
+        assert panels["Learning", "Response length"] == ["training, mean", "held-out, mean"]
         assert panels["Speed", "Step time"] == ["step"]
         assert panels["Weight sync", "Seconds by part"] == ["wire"]
         assert panels["Memory", "Peak per role"] == ["actor", "critic"]
         assert ("mine", "A") in panels and ("mine", "B") in panels and ("Other", "lonely/c") in panels
+
+    def test_what_is_zero_throughout_is_named_and_not_drawn(self) -> None:
+        names = ("rollout/reward_errors", "perf/update_wait_s", "perf/generate_wait_s", "eval/score", "train/loss")
+        records = [
+            {"step": step, **dict(zip(names, values, strict=True))}
+            for step, values in enumerate([(0, 0.0, 0.0, 0.0, None), (0, 0.0, 2.0, 0.1, None)])
+        ]
+        found = {section.title: section for section in sections(records)}
+        assert found["Rollout"].panels == () and found["Rollout"].zeros == ("Reward errors",)
+        assert found["Speed"].zeros == ("Seconds of waiting by task (update)",)
+        assert [panel.title for panel in found["Speed"].panels] == ["Seconds of waiting by task: generate"]
+        assert {panel.title for panel in found["Learning"].panels} == {"Reward", "Loss"}
+        assert found["Learning"].zeros == ()
 
     def test_a_null_is_a_gap_and_a_missing_value_is_none(self) -> None:
         records = [{"step": 0, "x": 1}, {"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": 4}]
@@ -249,10 +254,8 @@ class TestCurves:
 
     def test_units_come_from_the_table_or_from_the_name(self) -> None:
         assert documentation("perf/weight_sync_gb_per_s")[0] == "GB/s"
-        assert documentation("perf/generate_s") == (
-            "s",
-            "one task of the step, such as generate, score, update or weight_sync",
-        )
+        assert documentation("perf/generate_s")[1].startswith("work of one task of the step")
+        assert documentation("perf/generate_wait_s")[1].startswith("waiting for others within the task")
         assert documentation("new/thing_bytes") == ("bytes", "")
 
 
@@ -275,6 +278,25 @@ class TestTimeline:
             for before, after in zip(lane.spans, lane.spans[1:], strict=False):
                 assert before.end_us <= after.start_us
         assert [step for step, _, _ in drawn.steps] == list(range(20))
+
+    def test_a_wait_within_a_task_shades_the_lane_of_the_task(self, tmp_path: Path) -> None:
+        log = RankLog(tmp_path / "trace", 0, ("rollout",))
+        log.span("samples", "wait", 1.0)
+        log.event("B", "generate", cat="task")
+        log.event("B", "weight_sync", cat="task")
+        log.span("the others", "wait", 1.0)
+        log.event("E", "weight_sync", cat="task")
+        log.span("the last groups", "wait", 1.0)
+        log.event("E", "generate", cat="task")
+        log.write()
+        drawn = timeline(run_folder.read_run(tmp_path).ranks)
+        assert drawn is not None
+        assert [(lane.depth, lane.shades, [span.name for span in lane.spans]) for lane in drawn.rows[0].lanes] == [
+            (0, False, ["samples", "generate"]),
+            (0, True, ["the last groups"]),
+            (1, False, ["weight_sync"]),
+            (1, True, ["the others"]),
+        ]
 
     def test_a_page_that_would_be_too_large_lacks_short_spans_but_none_in_the_middle(self, run: run_folder.Run) -> None:
         drawn = timeline(run.ranks, max_spans=100)
@@ -314,6 +336,13 @@ class Elements(HTMLParser):
             self.scripts[-1] += text
 
 
+def page_colours(text: str) -> dict[str, str]:
+    """By purpose of the time of ranks, what of the timeline has its colour, or nothing."""
+    used = re.findall(r"\.purpose(\d) \{ background: var\(--(\w+)\); \}", text)
+    timeline_colours = {f"c{i}": name for i, (name, _) in enumerate(COLOURS)}
+    return {occupation.PURPOSES[int(number)]: timeline_colours.get(colour, "") for number, colour in used}
+
+
 @pytest.fixture(scope="module")
 def text(run: run_folder.Run) -> str:
     """The page of `run`."""
@@ -332,6 +361,25 @@ class TestPage:
         assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
         data = json.loads(elements.scripts[0])
         assert any(sample["response"].startswith(HOSTILE) for sample in data["samples"])
+
+    def test_what_is_zero_throughout_is_said(self, text: str) -> None:
+        assert "Zero throughout: Reward errors." in text
+        assert "Zero throughout: Seconds of waiting by task (update)." in text
+
+    def test_a_colour_means_one_thing(self, text: str) -> None:
+        """A task has that of the timeline in curves too, and a share of the run one of its own but for waits."""
+        assert {name: shared for name, shared in page_colours(text).items() if shared} == {
+            "waiting": "wait",
+            "memory moves": "memory move",
+        }
+        panels = json.loads(Elements(text).scripts[0])["panels"]
+        (seconds,) = [panel for panel in panels if panel["title"] == "Seconds by task"]
+        names = [name for name, _ in COLOURS]
+        drawn = {series["label"]: names[series["colour"]] for series in seconds["series"]}
+        assert drawn == {"generate": "generate", "update": "actor update", "weight sync": "weight sync"}
+        assert {series["colour"] for panel in panels if panel["title"] == "Reward" for series in panel["series"]} == {
+            None
+        }
 
     def test_nothing_is_loaded(self, text: str) -> None:
         loading = [(tag, attributes) for tag, attributes in Elements(text).found if {"src", "href"} & attributes.keys()]

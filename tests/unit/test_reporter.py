@@ -87,10 +87,10 @@ def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporte
 def test_seconds_of_a_task_that_comes_in_parts_add_up_and_the_rest_is_the_last_one(reporters):
     (first, second), written, _ = reporters
     second.add(0, {"reward": 0.5})
-    first.add(0, {"perf/score_s": 1.5, "perf/train_tokens_per_s": 100.0, "loss": 3.0})
-    first.add(0, {"perf/score_s": 0.25, "perf/train_tokens_per_s": 50.0, "loss": 2.0})
+    first.add(0, {"perf/score_s": 1.5, "perf/score_wait_s": 4.0, "perf/train_tokens_per_s": 100.0, "loss": 3.0})
+    first.add(0, {"perf/score_s": 0.25, "perf/score_wait_s": 3.0, "perf/train_tokens_per_s": 50.0, "loss": 2.0})
     metrics = written[0][1]
-    assert metrics["perf/score_s"] == 1.75
+    assert (metrics["perf/score_s"], metrics["perf/score_wait_s"]) == (1.75, 7.0)
     assert (metrics["perf/train_tokens_per_s"], metrics["loss"]) == (50.0, 2.0)
 
 

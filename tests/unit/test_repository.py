@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rewards": BASE,
     "algorithms": (*BASE, "data"),
     "cluster": (*BASE, "data"),
-    "reshard": (*BASE, "cluster.grid", "cluster.processes", "cluster.shared_memory"),
+    "reshard": (*BASE, "cluster.grid", "cluster.processes", "cluster.shared_memory", "cluster.task_clock"),
     "checkpoint": (*BASE, "reshard", "cluster.grid", "cluster.threads"),
     "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),

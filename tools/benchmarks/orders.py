@@ -18,13 +18,14 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rltrain.cluster.placement import resolve_placement  # noqa: E402
 from rltrain.config.loader import load_config  # noqa: E402
+from rltrain.observability.report.occupation import own_seconds  # noqa: E402
 from rltrain.observability.report.run_folder import Span, read_run  # noqa: E402
 from rltrain.schedule.bound import timetable  # noqa: E402
 from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order  # noqa: E402
@@ -91,7 +92,7 @@ def measure(start: Path, output: Path, overrides: list[str]) -> dict[str, float]
     first, last = (update(order, step) for step in (WARM_UP_STEPS - 1, config.steps - 1))
     num_steps = config.steps - WARM_UP_STEPS
     ended = {entry: max(span.end_us for span in spans[key_of(entry)].values()) / 1e6 for entry in (first, last)}
-    possible = timetable(order, placement, lambda entry, rank: own_seconds(spans, entry, rank))
+    possible = timetable(order, placement, lambda entry, rank: spans[key_of(entry)][rank].own_s)
     step_s = (ended[last] - ended[first]) / num_steps
     bound_s = (possible[last].end - possible[first].end) / num_steps
     return {
@@ -115,39 +116,36 @@ def update(order: Order, step: int) -> Entry:
     return next(entry for entry in order if entry.name == "update" and entry.step == step)
 
 
-def task_spans(output: Path) -> dict[Key, dict[int, Any]]:
-    """Spans of tasks by name, step and chunk, and by rank; each with `own_us`, what it took without tasks inside it."""
-    spans: dict[Key, dict[int, Any]] = defaultdict(dict)
+class TimedSpan(NamedTuple):
+    """`own_s`: what a task took without its waits and without tasks inside it."""
+
+    end_us: float
+    own_s: float
+    wait_s: float
+
+
+def task_spans(output: Path) -> dict[Key, dict[int, TimedSpan]]:
+    """By name, step and chunk, and by rank."""
+    spans: dict[Key, dict[int, TimedSpan]] = defaultdict(dict)
     for rank in read_run(output).ranks:
-        tasks = [span for span in rank.spans if span.category == "task"]
-        for span in tasks:
-            key = (span.name, span.arguments["step"], span.arguments["chunk"])
-            spans[key][rank.rank] = TimedSpan(span, [other for other in tasks if is_inside(other, span)])
+        timed = list(own_seconds(rank.spans, lambda span: span.category in ("task", "wait")))
+        waits = [(span, own_s) for span, own_s in timed if span.category == "wait"]
+        for task, own_s in timed:
+            if task.category == "task":
+                wait_s = sum(seconds for span, seconds in waits if is_directly_inside(span, task))
+                key = (task.name, task.arguments["step"], task.arguments["chunk"])
+                spans[key][rank.rank] = TimedSpan(task.end_us, own_s, wait_s)
     return spans
 
 
-class TimedSpan:
-    def __init__(self, span: Span, inside: list[Span]) -> None:
-        self.end_us = span.end_us
-        self.own_us = span.end_us - span.start_us - sum(other.end_us - other.start_us for other in inside)
-
-
-def is_inside(span: Span, other: Span) -> bool:
-    return span.depth > other.depth and other.start_us <= span.start_us and span.end_us <= other.end_us
-
-
-def own_seconds(spans: dict[Key, dict[int, TimedSpan]], entry: Entry, rank: int) -> float:
-    """A sync takes what it took on the rank that came last: the others' time has their wait in it."""
-    by_rank = spans[key_of(entry)]
-    if entry.name == WEIGHT_SYNC:
-        return min(span.own_us for span in by_rank.values()) / 1e6
-    return by_rank[rank].own_us / 1e6
+def is_directly_inside(span: Span, other: Span) -> bool:
+    return span.depth == other.depth + 1 and other.start_us <= span.start_us and span.end_us <= other.end_us
 
 
 def sync_waits(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
     """How long a training rank waited at a sync for engines to join it, the transfer itself not counted."""
     syncs = [by_rank for (name, step, _), by_rank in spans.items() if name == WEIGHT_SYNC and step >= WARM_UP_STEPS]
-    waits = [(by_rank[0].own_us - min(span.own_us for span in by_rank.values())) / 1e6 for by_rank in syncs]
+    waits = [by_rank[0].wait_s for by_rank in syncs]
     return {"sync_wait_s": statistics.median(waits), "sync_wait_max_s": max(waits)} if waits else {}
 
 
@@ -162,7 +160,7 @@ def mean_seconds(spans: dict[Key, dict[int, TimedSpan]]) -> dict[str, float]:
     steps: dict[str, set[int]] = defaultdict(set)
     for (name, step, _), by_rank in spans.items():
         if step >= WARM_UP_STEPS:
-            totals[name] += min(span.own_us for span in by_rank.values()) / 1e6
+            totals[name] += min(span.own_s for span in by_rank.values())
             steps[name].add(step)
     return {name: total / len(steps[name]) for name, total in sorted(totals.items())}
 

@@ -3,9 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rltrain.observability.names import METRICS
+from rltrain.observability.names import METRICS, waiting_task, working_task
 from rltrain.observability.report.run_folder import RankTrace, Record
 
 MAX_POINTS = 600
@@ -15,10 +15,16 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """`points` are (step or seconds, value); None where the value was not finite."""
+    """`points` are (step or seconds, value); None where the value was not finite. `task`: whose seconds they are."""
 
     label: str
     points: Points
+    task: str | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Throughout."""
+        return all(value == 0 for _, value in self.points)
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
+    """`zeros` names what is zero throughout, which no panel draws."""
+
     title: str
     panels: tuple[Panel, ...]
+    zeros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,11 @@ DRAWN = (
     Drawn(
         "Learning",
         "Response length",
-        (("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "max")),
+        (
+            ("rollout/response_length_mean", "training, mean"),
+            ("rollout/response_length_max", "training, max"),
+            ("eval/response_length_mean", "held-out, mean"),
+        ),
     ),
     Drawn("Learning", "Loss", (("train/loss", "loss"), ("train/pg_loss", "policy"))),
     Drawn(
@@ -74,7 +87,9 @@ DRAWN = (
     Drawn("Memory", "Left after offload", ((r"memory/(\w+)_residue_bytes", ""),)),
     Drawn("Memory", "Moves", (("memory/offload_s", "offload"), ("memory/onload_s", "onload"))),
     Drawn("Speed", "Step time", (("perf/step_time_s", "step"),)),
-    Drawn("Speed", "Seconds by task", ((r"perf/(?!step_time|weight_sync_\w+_s)(?!\w+_per_s)(\w+)_s", ""),)),
+    Drawn("Speed", "Longest decode step", (("perf/decode_step_max_s", "longest"),)),
+    Drawn("Speed", "Seconds by task", ((r"perf/(?!step_time|weight_sync_\w+_s|\w+_wait_s|\w+_per_s)(\w+)_s", ""),)),
+    Drawn("Speed", "Seconds of waiting by task", ((r"perf/(\w+)_wait_s", ""),)),
     Drawn(
         "Speed",
         "Throughput",
@@ -106,13 +121,14 @@ _SECTION_OF_PREFIX = {
 _DOCUMENTED = {metric.name: (metric.unit, metric.meaning) for metric in METRICS}
 _DOCUMENTED_PATTERNS = [
     (re.compile(r"\w+".join(re.escape(part) for part in re.split(r"<\w+>", name))), entry)
-    for name, entry in _DOCUMENTED.items()
+    for name, entry in sorted(_DOCUMENTED.items(), key=lambda item: -len(item[0]))  # <task>_wait_s before <task>_s
     if "<" in name
 ]
 
 
 def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list[Section]:
-    """All metrics of `records` and counters of `ranks`: each in exactly one panel, in the order of SECTIONS."""
+    """All metrics of `records` and counters of `ranks`, each in exactly one panel or among the zeros of its section; in
+    the order of SECTIONS."""
     remaining = sorted({name for record in records for name in record} - {"step", "time_s"})
     found: dict[str, list[Panel]] = {section: [] for section in SECTIONS}
     for drawn in DRAWN:
@@ -127,7 +143,21 @@ def sections(records: Sequence[Record], ranks: Iterable[RankTrace] = ()) -> list
         found.setdefault(section, []).append(_panel(title, [(name, name)], records))
     if counters := _counter_panels(list(ranks)):
         found["Over time"] = counters
-    return [Section(title, tuple(panels)) for title, panels in found.items() if panels]
+    return [_without_zeros(title, panels) for title, panels in found.items() if panels]
+
+
+def _without_zeros(title: str, panels: Sequence[Panel]) -> Section:
+    kept, zeros = [], []
+    for panel in panels:
+        rest = tuple(series for series in panel.series if not series.is_zero)
+        left_out = [series.label for series in panel.series if series.is_zero]
+        if rest:
+            alone = f": {rest[0].label}" if len(rest) == 1 < len(panel.series) else ""  # one line has no legend
+            kept.append(replace(panel, title=panel.title + alone, series=rest))
+            zeros += [f"{panel.title} ({', '.join(left_out)})"] if left_out else []
+        else:
+            zeros.append(panel.title)
+    return Section(title, tuple(kept), tuple(zeros))
 
 
 def _place(name: str, num_alike: int) -> tuple[str, str]:
@@ -157,7 +187,10 @@ def _position(drawn: Drawn, name: str) -> int:
 
 
 def _panel(title: str, metrics: list[tuple[str, str]], records: Sequence[Record]) -> Panel:
-    series = tuple(Series(label, thinned(_points(name, records))) for name, label in metrics)
+    series = tuple(
+        Series(label, thinned(_points(name, records)), working_task(name) or waiting_task(name))
+        for name, label in metrics
+    )
     unit, meaning = documentation(metrics[0][0])
     if any(documentation(name)[0] != unit for name, _ in metrics):
         unit = ""

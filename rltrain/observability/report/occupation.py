@@ -1,6 +1,6 @@
 """What the ranks of each role spend the run on, from their traces."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rltrain.observability.report.run_folder import MAIN_THREAD, RankTrace, Span
@@ -62,20 +62,27 @@ def _total(role: str, hosting: list[RankTrace], run_s: float) -> dict[str, float
 
 
 def _seconds_by_purpose(spans: Iterable[Span], role: str) -> dict[str, float]:
-    """Of one rank's main thread: a span counts whole to its purpose, and is taken from that of the span around it."""
+    """Of one rank's main thread."""
     seconds = dict.fromkeys(PURPOSES, 0.0)
-    around: list[str] = []
-    for span in spans:
-        if span.thread != MAIN_THREAD:
-            continue
-        del around[span.depth :]
-        purpose = _purpose(span, role) or (around[-1] if around else IDLE)
-        duration_s = (span.end_us - span.start_us) / 1e6
-        seconds[purpose] += duration_s
-        if around:
-            seconds[around[-1]] -= duration_s
-        around.append(purpose)
+    for span, own_s in own_seconds(spans, lambda span: _purpose(span, role) is not None):
+        seconds[_purpose(span, role) or IDLE] += own_s
     return seconds
+
+
+def own_seconds(spans: Iterable[Span], counts: Callable[[Span], bool]) -> Iterator[tuple[Span, float]]:
+    """The spans of a rank's main thread that count, with their seconds less those of others that count within them."""
+    around: list[tuple[Span, float]] = []
+    for span in spans:
+        if span.thread != MAIN_THREAD or not counts(span):
+            continue
+        while around and around[-1][0].end_us <= span.start_us:
+            yield around.pop()
+        seconds = (span.end_us - span.start_us) / 1e6
+        if around:
+            outer, own_s = around.pop()
+            around.append((outer, own_s - seconds))
+        around.append((span, seconds))
+    yield from around
 
 
 def _purpose(span: Span, role: str) -> str | None:
@@ -86,10 +93,10 @@ def _purpose(span: Span, role: str) -> str | None:
 
 
 def task_seconds(ranks: list[RankTrace]) -> dict[str, float]:
-    """Seconds by task, all ranks together, longest first."""
+    """Seconds of work by task, all ranks together, longest first: without waits, memory moves and tasks within it."""
     seconds: dict[str, float] = {}
     for rank in ranks:
-        for span in rank.spans:
-            if span.depth == 0 and span.category == "task":
-                seconds[span.name] = seconds.get(span.name, 0.0) + (span.end_us - span.start_us) / 1e6
+        for span, own_s in own_seconds(rank.spans, lambda span: span.category in ("task", *_PURPOSE_OF_CATEGORY)):
+            if span.category == "task":
+                seconds[span.name] = seconds.get(span.name, 0.0) + own_s
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))

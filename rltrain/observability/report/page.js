@@ -61,7 +61,14 @@ function showTip(event, text) {
 /* Curves */
 
 const LINES = ["--c0", "--c7", "--c8", "--c2", "--c3", "--c1", "--c5", "--c9", "--c4", "--c6"];
-const lineColour = (i) => `var(${LINES[i % LINES.length]})`;
+
+/* A task has its colour of the timeline; where tasks of one panel share it, the later ones are dashed. */
+function lineStyle(panel, i) {
+  const colour = panel.series[i].colour;
+  if (colour === null) return { stroke: `var(${LINES[i % LINES.length]})`, dash: "" };
+  const before = panel.series.slice(0, i).filter((s) => s.colour === colour).length;
+  return { stroke: `var(--c${colour})`, dash: ["", "6 3", "2 3", "8 2 2 2", "12 4"][before % 5] };
+}
 
 function drawPanel(figure, panel) {
   figure.querySelector("svg")?.remove();
@@ -87,8 +94,10 @@ function drawPanel(figure, panel) {
       path += `${pen}${X(x).toFixed(1)} ${Y(series.y[j]).toFixed(1)}`;
       pen = "L";
     });
-    drawing("path", svg, { d: path }).style.stroke = lineColour(i);
-    if (series.x.length < 3) series.x.forEach((x, j) => series.y[j] !== null && (drawing("circle", svg, { cx: X(x), cy: Y(series.y[j]), r: 3 }).style.fill = lineColour(i)));
+    const { stroke, dash } = lineStyle(panel, i), line = drawing("path", svg, { d: path });
+    line.style.stroke = stroke;
+    line.style.strokeDasharray = dash;
+    if (series.x.length < 3) series.x.forEach((x, j) => series.y[j] !== null && (drawing("circle", svg, { cx: X(x), cy: Y(series.y[j]), r: 3 }).style.fill = stroke));
   });
   const cross = drawing("line", svg, { class: "cross", y1: top, y2: height - bottom, visibility: "hidden" });
   svg.onpointermove = (event) => {
@@ -109,7 +118,8 @@ for (const figure of document.querySelectorAll("figure[data-panel]")) {
     const legend = element("ul", figure, "", { class: "legend" });
     panel.series.forEach((series, i) => {
       const item = element("li", legend);
-      element("i", item).style.background = lineColour(i);
+      const { stroke, dash } = lineStyle(panel, i);
+      element("i", item).style.background = dash ? `repeating-linear-gradient(90deg, ${stroke} 0 3px, transparent 3px 5px)` : stroke;
       item.append(`${series.label} ${number(series.y[series.y.length - 1], panel.unit)}`);
     });
   }
@@ -130,7 +140,12 @@ function startTimeline(timeline) {
   for (const row of timeline.rows) {
     row.y = y;
     y += TITLE;
-    for (const lane of row.lanes) { lane.y = y; y += height(lane) + 2; }
+    for (const lane of row.lanes) {
+      const tall = height(lane);
+      lane.y = lane.shades ? y - tall - 2 : y;
+      lane.tall = lane.shades ? Math.round(tall * 0.75) : tall;
+      y = lane.y + tall + 2;
+    }
     y += GAP;
   }
   const total = y;
@@ -176,12 +191,12 @@ function startTimeline(timeline) {
       pen.fillText(row.label, 6, row.y + TITLE / 2 + 1);
       pen.fillStyle = soft;
       pen.fillText(row.roles, 14 + pen.measureText(row.label).width, row.y + TITLE / 2 + 1);
-      for (const lane of row.lanes) drawLane(pen, lane, colours, (colour) => (colour === pale ? onPale : onDark));
+      row.lanes.forEach((lane, i) => drawLane(pen, lane, row.lanes[i + 1]?.shades ? row.lanes[i + 1].spans : [], colours, (colour) => (colour === pale ? onPale : onDark)));
     }
     if (hovered) {
       pen.strokeStyle = ink;
       pen.lineWidth = 1.5;
-      pen.strokeRect(toX(hovered.start), hovered.lane.y, Math.max(toX(hovered.start + hovered.length) - toX(hovered.start), 2), height(hovered.lane));
+      pen.strokeRect(toX(hovered.start), hovered.lane.y, Math.max(toX(hovered.start + hovered.length) - toX(hovered.start), 2), hovered.lane.tall);
     }
     byId("window").textContent = `${duration(view[1] - view[0])} of ${duration(timeline.duration)}`;
   }
@@ -197,20 +212,23 @@ function startTimeline(timeline) {
     return low * 5;
   }
 
-  function drawLane(pen, lane, colours, textColour) {
-    const spans = lane.spans, right = width();
+  /* `shades` will be drawn over this lane. They are never drawn wider than they are, so that work stays to be seen. */
+  function drawLane(pen, lane, shades, colours, textColour) {
+    const spans = lane.spans, right = width(), least = lane.shades ? 0 : 0.7;
     let drawnTo = -1;
     for (let i = firstEndingAfter(spans, view[0]); i < spans.length && spans[i] < view[1]; i += 5) {
       const x = toX(spans[i]), end = toX(spans[i] + spans[i + 1]);
       if (end < drawnTo + 0.4) continue;
-      const from = Math.max(x, 0), wide = Math.max(Math.min(end, right) - from, 0.7);
+      const from = Math.max(x, 0), wide = Math.max(Math.min(end, right) - from, least);
       pen.fillStyle = colours[spans[i + 3]];
-      pen.fillRect(from, lane.y, wide > 3 ? wide - 0.6 : wide, height(lane));
+      pen.fillRect(from, lane.y, wide > 3 ? wide - 0.6 : wide, lane.tall);
       drawnTo = end;
-      if (wide > 34 && !lane.depth) {
-        const text = timeline.names[spans[i + 2]], room = Math.floor((wide - 8) / 6);
+      const shade = firstEndingAfter(shades, Math.max(spans[i], view[0]));
+      const free = shade < shades.length ? Math.min(toX(shades[shade]) - from, wide) : wide;
+      if (free > 34 && !lane.depth) {
+        const text = timeline.names[spans[i + 2]], room = Math.floor((free - 8) / 6);
         pen.fillStyle = textColour(spans[i + 3]);
-        if (room > 2) pen.fillText(pen.measureText(text).width < wide - 8 ? text : text.slice(0, room - 1) + "…", from + 4, lane.y + height(lane) / 2 + 0.5);
+        if (room > 2) pen.fillText(pen.measureText(text).width < free - 8 ? text : text.slice(0, room - 1) + "…", from + 4, lane.y + lane.tall / 2 + 0.5);
       }
     }
   }
@@ -221,10 +239,10 @@ function startTimeline(timeline) {
     let found = null;
     for (const row of timeline.rows)
       for (const lane of row.lanes) {
-        if (at < lane.y || at > lane.y + height(lane)) continue;
+        if (at < lane.y || at > lane.y + lane.tall) continue;
         for (let i = firstEndingAfter(lane.spans, time - slack); i < lane.spans.length && lane.spans[i] < time + slack; i += 5) {
           const start = lane.spans[i], length = lane.spans[i + 1], distance = Math.max(start - time, time - start - length, 0);
-          if (found && distance >= found.distance) continue;
+          if (found && distance > found.distance) continue;
           found = { distance, start, length, name: lane.spans[i + 2], detail: lane.spans[i + 4], lane, row };
         }
       }

@@ -12,13 +12,14 @@ from rltrain.observability.report.curves import Panel, Section
 from rltrain.observability.report.facts import Fact
 from rltrain.observability.report.occupation import PURPOSES, Occupation
 from rltrain.observability.report.run_folder import Record, Run
-from rltrain.observability.report.timeline import COLOURS, Row, Timeline, colour, description
+from rltrain.observability.report.timeline import COLOURS, Row, Timeline, colour, colour_of_task, description
 
 MAX_SAMPLES = 400
 MAX_CHARACTERS = 8000
 SAMPLE_KEYS = ("step", "prompt", "response", "label", "reward", "length", "policy_version_min", "policy_version_max")
 
 _FOLDER = Path(__file__).parent
+_COLOUR_NUMBERS = {name: i for i, (name, _) in enumerate(COLOURS)}
 
 
 def render(
@@ -123,6 +124,7 @@ def _timeline_section(timeline: Timeline) -> str:
 <div class="lanes"><canvas id="axis"></canvas><canvas id="spans" tabindex="0" role="img"
  aria-label="What every rank did from when to when"></canvas></div>
 <p class="hint" id="picked">Drag to move; pinch, Ctrl+wheel or a double click to zoom; point at a span to read it.
+Where a rank waits within a task, only a line of the task’s colour is left.
 trace.json beside this page opens in ui.perfetto.dev.</p>
 {notes}</section>
 """
@@ -173,7 +175,9 @@ def _curve_sections(sections: Sequence[Section]) -> str:
                 + "</figure>"
             )
             index += 1
-        text.append(f'<section class="curves"><h2>{escape(section.title)}</h2><div>{"".join(figures)}</div></section>')
+        zeros = f'<p class="hint">Zero throughout: {escape("; ".join(section.zeros))}.</p>' if section.zeros else ""
+        drawn = f"<div>{''.join(figures)}</div>{zeros}"
+        text.append(f'<section class="curves"><h2>{escape(section.title)}</h2>{drawn}</section>')
     return "".join(text)
 
 
@@ -206,7 +210,6 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _row_data(row: Row, origin_us: float, names: dict[str, int], details: dict[str, int]) -> dict[str, Any]:
-    colours = {name: i for i, (name, _) in enumerate(COLOURS)}
     lanes = []
     for lane in row.lanes:
         flat: list[float] = []
@@ -215,10 +218,10 @@ def _row_data(row: Row, origin_us: float, names: dict[str, int], details: dict[s
                 _rounded(span.start_us - origin_us),
                 _rounded(span.end_us - span.start_us),
                 names.setdefault(span.name, len(names)),
-                colours[colour(span)],
+                _COLOUR_NUMBERS[colour(span)],
                 details.setdefault(description(span), len(details)),
             )
-        lanes.append({"label": lane.label, "depth": lane.depth, "spans": flat})
+        lanes.append({"label": lane.label, "depth": lane.depth, "shades": lane.shades, "spans": flat})
     return {"label": f"rank {row.rank}", "roles": ", ".join(row.roles), "lanes": lanes}
 
 
@@ -234,6 +237,7 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
         "series": [
             {
                 "label": series.label,
+                "colour": series.task and _COLOUR_NUMBERS[colour_of_task(series.task)],
                 "x": [float(f"{x:.6g}") if panel.x != "step" else x for x, _ in series.points],
                 "y": [None if y is None else float(f"{y:.5g}") for _, y in series.points],
             }

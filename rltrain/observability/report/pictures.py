@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rltrain.observability.report.curves import Panel, Section
-from rltrain.observability.report.timeline import COLOURS, Timeline, colour
+from rltrain.observability.report.timeline import COLOURS, Timeline, colour, colour_of_task
 
 COLUMNS = 3
 MAX_STEPS = 6
@@ -64,12 +64,25 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         xs = [x for x, _ in series.points]
         ys = [float("nan") if y is None else y for _, y in series.points]
         marker = "o" if len(xs) < 3 else ""
-        axes.plot(xs, ys, color=LINES[i % len(LINES)], linewidth=1.4, marker=marker, markersize=3, label=series.label)
+        paint, style = _line(panel, i)
+        axes.plot(xs, ys, style, color=paint, linewidth=1.4, marker=marker, markersize=3, label=series.label)
     if len(panel.series) > 1:
         axes.legend(fontsize=7, frameon=False)
     _tidy(axes)
     axes.grid(axis="y", color="#e9ecf1")
     axes.set_xlabel("s" if panel.x == "s" else "step", fontsize=8, color="#5c6576")
+
+
+def _line(panel: Panel, i: int) -> tuple[str, str]:
+    """Colour and style of a series: a task's of the timeline, and where tasks share it the later ones are not solid."""
+    if not (task := panel.series[i].task):
+        return LINES[i % len(LINES)], "-"
+    alike = [series for series in panel.series[:i] if series.task and _task_colour(series.task) == _task_colour(task)]
+    return _task_colour(task), ("-", "--", ":", "-.")[len(alike) % 4]
+
+
+def _task_colour(task: str) -> str:
+    return _SPAN_COLOURS[[name for name, _ in COLOURS].index(colour_of_task(task))]
 
 
 def _draw_timeline(timeline: Timeline) -> Figure:
@@ -80,11 +93,13 @@ def _draw_timeline(timeline: Timeline) -> Figure:
     colours, used = [], []
     names = [name for name, _ in COLOURS]
     for i, row in enumerate(timeline.rows):
-        for span in (span for lane in row.lanes for span in lane.spans if not lane.label and not lane.depth):
+        shown = [(lane, span) for lane in row.lanes for span in lane.spans if not lane.label and not lane.depth]
+        for lane, span in shown:
             left, right = max(span.start_us, start_us), min(span.end_us, end_us)
             if left < right:
                 x0, x1 = (left - timeline.start_us) / 1e6, (right - timeline.start_us) / 1e6
-                boxes.append([(x0, i - 0.38), (x1, i - 0.38), (x1, i + 0.38), (x0, i + 0.38)])
+                bottom = i + (0.28 if lane.shades else 0.38)
+                boxes.append([(x0, i - 0.38), (x1, i - 0.38), (x1, bottom), (x0, bottom)])
                 colours.append(_SPAN_COLOURS[names.index(colour(span))])
                 used.append(colour(span))
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.2))
@@ -93,8 +108,8 @@ def _draw_timeline(timeline: Timeline) -> Figure:
     axes.set_yticks(range(len(timeline.rows)), [f"rank {row.rank}\n{', '.join(row.roles)}" for row in timeline.rows])
     axes.set_xlabel("s", fontsize=8)
     _tidy(axes)
-    shown = [Patch(color=_SPAN_COLOURS[i], label=name) for i, name in enumerate(names) if name in used]
-    figure.legend(handles=shown, loc="outside upper left", ncols=8, fontsize=8, frameon=False)
+    patches = [Patch(color=_SPAN_COLOURS[i], label=name) for i, name in enumerate(names) if name in used]
+    figure.legend(handles=patches, loc="outside upper left", ncols=8, fontsize=8, frameon=False)
     return figure
 
 

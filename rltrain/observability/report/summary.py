@@ -47,7 +47,7 @@ def print_summary(
     if occupations:
         console.print(_occupation_table(occupations))
         longest = ", ".join(f"{name} {seconds:.1f}" for name, seconds in task_seconds.items())
-        console.print(Text(f"seconds by task, all ranks: {longest}"))
+        console.print(Text(f"seconds of work by task, all ranks: {longest}"))
     for note in run.notes:
         console.print(Text(f"note: {note}"))
 

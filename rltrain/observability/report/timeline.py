@@ -37,10 +37,14 @@ _COLOUR_OF_CATEGORY = {
 
 @dataclass
 class Lane:
-    """Spans that do not overlap. `label` names the thread where it is not the main one."""
+    """Spans that do not overlap. `label` names the thread where it is not the main one.
+
+    One that `shades` is drawn over the lane before it: the waits within that one's spans.
+    """
 
     label: str
     depth: int
+    shades: bool = False
     spans: list[Span] = field(default_factory=list)
 
 
@@ -64,7 +68,12 @@ class Timeline:
 
 def colour(span: Span) -> str:
     """One of COLOURS."""
-    return _COLOUR_OF_CATEGORY.get(span.category) or _COLOUR_OF_NAME.get(span.name, "other")
+    return _COLOUR_OF_CATEGORY.get(span.category) or colour_of_task(span.name)
+
+
+def colour_of_task(name: str) -> str:
+    """One of COLOURS."""
+    return _COLOUR_OF_NAME.get(name, "other")
 
 
 def description(span: Span) -> str:
@@ -82,7 +91,7 @@ def timeline(ranks: list[RankTrace], max_spans: int = MAX_SPANS) -> Timeline | N
     if len(ranks) > MAX_RANKS:
         notes.append(f"The first {MAX_RANKS} of {len(ranks)} ranks are drawn; trace.json has all of them.")
     shown = ranks[:MAX_RANKS]
-    spans = [span for rank in shown for span in rank.spans if span.depth < MAX_DEPTH]
+    spans = [span for rank in shown for span in rank.spans if _depth(span) < MAX_DEPTH]
     origin_us = min(span.start_us for span in spans)
     detail = _detail(spans, max_spans) if len(spans) > max_spans else Detail()
     if len(spans) > max_spans:
@@ -124,13 +133,24 @@ def _detail(spans: list[Span], max_spans: int) -> Detail:
 
 
 def _lanes(spans: list[Span], detail: Detail) -> list[Lane]:
-    lanes: dict[tuple[bool, str, int], Lane] = {}
+    lanes: dict[tuple[bool, str, int, bool], Lane] = {}
     for span in spans:
-        if span.depth < MAX_DEPTH and detail.keeps(span):
+        depth, shades = _depth(span), _shades(span)
+        if depth < MAX_DEPTH and detail.keeps(span):
             is_main = span.thread == MAIN_THREAD
-            key = (not is_main, span.thread, span.depth)
-            lanes.setdefault(key, Lane("" if is_main else span.thread, span.depth)).spans.append(span)
+            key = (not is_main, span.thread, depth, shades)
+            lanes.setdefault(key, Lane("" if is_main else span.thread, depth, shades)).spans.append(span)
     return [lanes[key] for key in sorted(lanes)]
+
+
+def _shades(span: Span) -> bool:
+    """Whether it is a wait within something else, which it is drawn over."""
+    return span.category == "wait" and span.depth > 0
+
+
+def _depth(span: Span) -> int:
+    """Of the lane that it is drawn in."""
+    return span.depth - _shades(span)
 
 
 def _steps(spans: list[Span]) -> list[tuple[int, float, float]]:

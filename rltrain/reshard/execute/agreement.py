@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rltrain.cluster.task_clock import Waiting, unnoted
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.rounds import Rounds, Streams, checksums, choose_rounds
 from rltrain.reshard.execute.stages import StageStreams
@@ -22,23 +23,27 @@ Result = TypeVar("Result")
 class Agreement:
     """Talks over `group` (gloo), which holds the ranks of both layouts; None where that is this rank alone.
 
-    Every method is collective over: `group`.
+    `waiting` is entered where ranks that came early wait for the others. Every method is collective over: `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout_s: float | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, timeout_s: float | None, waiting: Waiting = unnoted
+    ) -> None:
         if group is not None and dist.get_backend(group) != "gloo":
             raise ValueError(f"cpu_group has backend {dist.get_backend(group)}; expected gloo")
         self.rank = rank
         self.ranks = [rank] if group is None else dist.get_process_group_ranks(group)
         self._group = group
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._waiting = waiting
 
     def meet(self) -> None:
         """Return when all ranks have come. Raises SyncError, which on one of them names those that have not."""
         if self._group is None:
             return
         try:
-            dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
+            with self._waiting("the others to come to a reshard"):
+                dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise SyncError(
                 f"rank {self.rank} waits at a reshard for all of ranks {self.ranks}, but: {error}. Look for what "

@@ -15,7 +15,7 @@ class SyncReport:
     buffers. `wire_seconds` are those during which messages of this rank were on the wire: from when they were handed to
     the transport to when all that it receives had arrived, or what it sends had left where it receives nothing. Over
     NCCL they are of rounds, on the device; over gloo of whole stages, until the host sees the end. These parts overlap,
-    so they do not add up to `seconds`, the length of the whole call with the wait for the other ranks.
+    so they do not add up to `seconds`, from when all ranks had come to when all were done.
     """
 
     bytes_local: int
@@ -47,7 +47,7 @@ class SyncReport:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """Achieved by all ranks together, over the length of the whole call."""
+        """Achieved by all ranks together, from when all had come to when all were done."""
         return self.bytes_moved / self.seconds
 
 

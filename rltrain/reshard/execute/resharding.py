@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.cluster.task_clock import Waiting, unnoted
 from rltrain.reshard.element_types import wire_types
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
@@ -61,6 +62,7 @@ class Resharding:
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
     `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
     other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
+    `waiting` is entered where ranks that came early wait for the others to come.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
     Collective over: the ranks of both layouts.
@@ -78,13 +80,14 @@ class Resharding:
         magnitudes: Magnitudes | None = None,
         timeout_s: float | None = None,
         share_memory: bool = True,
+        waiting: Waiting = unnoted,
     ) -> None:
         if (group is None) != (cpu_group is None):
             raise ValueError("one of group and cpu_group was given; expected both, over the same ranks, or neither")
         self.plan = plan
         self._group, self._device = group, device
         self._ranks_per_node, self._magnitudes = ranks_per_node, magnitudes
-        self._agreement = Agreement(cpu_group, plan.rank, timeout_s)
+        self._agreement = Agreement(cpu_group, plan.rank, timeout_s, waiting)
         self._agreement.meet()
         neighbours = Neighbours(self._agreement, self._ranks_of_node() if share_memory and device.type == "cpu" else ())
         exchanged = stage_streams(plan, neighbours.ranks)
@@ -118,9 +121,9 @@ class Resharding:
 
         Collective over: the ranks of both layouts, from their main threads.
         """
+        self._agreement.meet()
         begin = time.perf_counter()
         launches = self._num_launches
-        self._agreement.meet()
         self._num_runs += 1
         self._agreement.together(lambda: self._check(source_tensors, destination_tensors))
         if self._magnitudes:

@@ -1,0 +1,138 @@
+"""Seconds of work are told from seconds of waiting, in whatever way tasks and waits lie within each other."""
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.task_clock import TaskClock, TaskTime
+from rltrain.cluster.waiting import Patience
+from rltrain.cluster.world import Bulletin, World
+from rltrain.observability.report.run_folder import read_run
+from rltrain.observability.trace import NullTrace, Trace
+from rltrain.schedule.order import Entry
+from rltrain.trainer import Trainer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_every_second_counts_once_to_the_innermost_task_or_wait():
+    now = Clock()
+    clock = TaskClock(now)
+    with clock.waiting("its turn"):
+        now.now += 1000
+    with clock.task("generate") as generate:
+        now.now += 1
+        with clock.waiting("the last groups"):
+            now.now += 20
+            with clock.task("weight_sync") as sync:
+                with clock.waiting("the others"), clock.waiting("one of them"):
+                    now.now += 300
+                now.now += 4000
+            now.now += 30
+        now.now += 2
+    now.now += 1000
+    assert generate == TaskTime(work_s=3, wait_s=50)
+    assert sync == TaskTime(work_s=4000, wait_s=300)
+
+
+def test_a_task_or_wait_that_fails_is_over():
+    now = Clock()
+    clock = TaskClock(now)
+    with pytest.raises(KeyError), clock.task("update"), clock.waiting("the others"):
+        raise KeyError
+    with clock.task("score") as score:
+        now.now += 1
+    assert score == TaskTime(work_s=1)
+
+
+def test_waits_are_spans_within_their_task(tmp_path):
+    trace = Trace(tmp_path, 0, ("actor",))
+    clock = TaskClock()
+    clock.span = trace.span
+    with (
+        clock.waiting("its turn"),
+        trace.span("weight_sync", role="actor"),
+        clock.task("weight_sync"),
+        clock.waiting("the others"),
+        clock.waiting("one of them"),
+    ):
+        pass
+    trace.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert [(span.name, span.category, span.depth, span.arguments) for span in rank.spans] == [
+        ("weight_sync", "task", 0, {"role": "actor"}),
+        ("the others", "wait", 1, {"task": "weight_sync"}),
+    ]
+
+
+@pytest.fixture
+def bulletin() -> Bulletin:
+    store = dist.TCPStore("localhost", 0, is_master=True)
+    return Bulletin(World(0, 2, 0, 2, torch.device("cpu"), store, timeout_s=60.0))
+
+
+def test_waits_by_name_are_counted_and_what_is_there_already_is_not_waited_for(bulletin):
+    clock, noted = bulletin.heartbeat.task_clock, []
+
+    @contextmanager
+    def note(what: str, category: str, task: str):
+        noted.append((what, category, task))
+        yield
+
+    clock.span = note
+    there, arrived, patience = threading.Event(), threading.Event(), Patience(bulletin, report_s=60)
+    there.set()
+    bulletin.put("verdict", True)
+    with clock.task("score") as spent:
+        patience.until(there.wait, "what is there", [1])
+        bulletin.get("verdict", waiting_for="a verdict that is there")
+        assert noted == []
+        threading.Timer(0.1, arrived.set).start()
+        patience.until(arrived.wait, "rewards", [1])
+        threading.Timer(0.1, bulletin.put, ("late", True)).start()
+        bulletin.get("late", waiting_for="a late verdict")
+    assert noted == [("rewards", "wait", "score"), ("a late verdict", "wait", "score")]
+    assert spent.wait_s >= 0.15
+
+
+def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_joins_in_the_middle(bulletin):
+    now, reported = Clock(), {}
+    clock = bulletin.heartbeat.task_clock = TaskClock(now)
+    order = [Entry("task", "generate", ("rollout",), 1), Entry("task", "weight_sync", ("actor", "rollout"), 2)]
+
+    def generate(step: int, chunk: int) -> dict[str, float]:
+        now.now += 1
+        trainer._join_sync(1)
+        with clock.waiting("the last groups"):
+            now.now += 20
+        return {"rollout/response_tokens": 7}
+
+    def weight_sync(step: int, chunk: int) -> None:
+        with clock.waiting("the others"):
+            now.now += 300
+        now.now += 4000
+
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, NullTrace()
+    trainer.job = SimpleNamespace(heartbeat=bulletin.heartbeat, world=bulletin.world, leader_of=lambda role: 0)
+    trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
+    trainer.residency = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
+    trainer.in_flight = SimpleNamespace(announce=lambda: None)
+    trainer.reporter = SimpleNamespace(add=lambda step, metrics: reported.update({step: metrics}))
+    trainer.transfers = SimpleNamespace(post=None, wait=None)
+    cast(Trainer, trainer)._execute(0)
+    assert reported == {
+        1: {"perf/generate_s": 1, "perf/generate_wait_s": 20, "rollout/response_tokens": 7},
+        2: {"perf/weight_sync_s": 4000, "perf/weight_sync_wait_s": 300},
+    }
