@@ -10,7 +10,8 @@ from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt,
 DEFAULT_CHUNKS = 4
 
 Offload = Literal["auto"] | bool
-"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory."""
+"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
+and the device is not the host."""
 
 
 class Parallel(Section):
