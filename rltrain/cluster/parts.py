@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rltrain.cluster.device_memory import copy_bytes
-from rltrain.cluster.host_memory import HostRegion, aligned
+from rltrain.cluster.host_memory import HostRegion, aligned, new_on_host
 from rltrain.cluster.storage_memory import ResizedStorages, SizedStorages, StorageMemory
 
 
@@ -125,11 +125,15 @@ class Part:
         if self.place == "dropped":
             raise RuntimeError("a part that was dropped cannot be read")
         count = tensor.numel() - first if count is None else count
+        copy = new_on_host(count, tensor.dtype)
         if not self.host_is_current:
-            return tensor.detach().view(-1)[first : first + count].to("cpu", copy=True)
+            return copy.copy_(tensor.detach().view(-1)[first : first + count])
         begin = self._begin_on_host(tensor.untyped_storage()) + (int(tensor.storage_offset()) + first) * tensor.itemsize
-        pieces = self._region.pieces(begin, count * tensor.itemsize) if self._region else ()
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).view(tensor.dtype)
+        at = 0
+        for piece in self._region.pieces(begin, copy.nbytes) if self._region else ():
+            copy.view(torch.uint8)[at : at + piece.numel()] = piece
+            at += piece.numel()
+        return copy
 
     def _begin_on_host(self, wanted: UntypedStorage) -> int:
         begin = 0

@@ -107,3 +107,15 @@ def test_what_is_asked_for_at_publishing_is_asked_once_a_step():
     for step in (0, 0, 1, 1):
         reporter.add(step, {"loss": 1.0})
     assert [metrics["memory/host_bytes"] for _, metrics in written] == [1, 2]
+
+
+def test_of_a_task_that_several_ranks_time_the_longest_counts(reporters):
+    (first, second), written, _ = reporters
+    second.add(0, {"perf/checkpoint_s": 0.0, "reward": 1.0})
+    first.add(0, {"perf/checkpoint_s": 7.0, "reward": 2.0})
+    first.add(0, {})
+    assert written[0][1]["perf/checkpoint_s"] == 7.0
+    second.add(1, {"perf/checkpoint_s": 8.0, "reward": 1.0})
+    first.add(1, {"perf/checkpoint_s": 0.0, "reward": 2.0})
+    first.add(1, {})
+    assert (written[1][1]["perf/checkpoint_s"], written[1][1]["reward"]) == (8.0, 1.0)
