@@ -1,8 +1,5 @@
 """Host memory that what leaves the device is copied to: allocated once, reused at every move, pinned beside CUDA."""
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -12,9 +9,6 @@ SLAB_BYTES = 256 * 2**20
 """Pinned memory comes in powers of two from torch's allocator: one large buffer would waste up to half of itself."""
 SMALLEST_SLAB_BYTES = 2**20
 ALIGNMENT_BYTES = 64
-HUGE_PAGE_BYTES = 2 * 2**20
-
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
 class HostRegion:
@@ -50,19 +44,6 @@ class HostRegion:
             return missing
         power_of_two = 1 << (missing - 1).bit_length()
         return min(max(power_of_two, SMALLEST_SLAB_BYTES), SLAB_BYTES)
-
-
-def new_on_host(count: int, dtype: torch.dtype) -> Tensor:
-    """[count] undefined values, in huge pages where the system has them.
-
-    Being given new memory by pages of 4 KiB takes several times as long as copying to it.
-    """
-    tensor = torch.empty(count, dtype=dtype)
-    begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if _madvise is not None and begin < end:  # whether it is followed does not matter
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
-    return tensor
 
 
 def aligned(num_bytes: int) -> int:

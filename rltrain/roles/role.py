@@ -118,7 +118,8 @@ class Role:
         return self.grid.coordinates(self.job.world.rank).dp
 
     def save_state(self) -> Mapping[str, Contents]:
-        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written later.
+        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written until
+        the next call.
 
         Called between two steps. Collective over: the role's ranks.
         """

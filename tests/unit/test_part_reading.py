@@ -1,12 +1,9 @@
 """A part's tensors can be read where they lie: on the device or on the host."""
 
-import ctypes
-
 import pytest
 import torch
 
-from rltrain.cluster import host_memory
-from rltrain.cluster.host_memory import HUGE_PAGE_BYTES, HostRegion
+from rltrain.cluster.host_memory import HostRegion
 from rltrain.cluster.parts import Part
 
 BUFFER = torch.arange(24.0)
@@ -29,6 +26,8 @@ class Held:
         assert torch.equal(self.part.read(self.tail, 2), BUFFER[12:])
         assert self.part.read(self.matrix, 3, 0).shape == (0,)
         assert self.part.read(self.steps).tolist() == [3.0]
+        kept = torch.zeros(7)
+        assert self.part.read(self.matrix, 5, 7, into=kept) is kept and torch.equal(kept, BUFFER[5:12])
 
 
 @pytest.fixture
@@ -92,20 +91,3 @@ def test_a_foreign_tensor_is_refused(held: Held) -> None:
     leave(held.part)
     with pytest.raises(RuntimeError, match="none of the part's storages"):
         held.part.read(torch.zeros(3))
-
-
-def test_copies_ask_for_huge_pages_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def note(address: ctypes.c_void_p, num_bytes: ctypes.c_size_t, advice: int) -> None:
-        asked.append((address.value or 0, num_bytes.value))
-
-    monkeypatch.setattr(host_memory, "_madvise", note)
-    large, small = torch.randn(3 * HUGE_PAGE_BYTES // 4), torch.randn(100)
-    part = Part(lambda: [large, small])
-    copy = part.read(large)
-    assert torch.equal(copy, large) and torch.equal(part.read(small), small)
-    ((begin, num_bytes),) = asked
-    assert begin % HUGE_PAGE_BYTES == num_bytes % HUGE_PAGE_BYTES == 0
-    assert copy.data_ptr() <= begin and begin + num_bytes <= copy.data_ptr() + copy.nbytes
-    assert num_bytes >= 2 * HUGE_PAGE_BYTES
