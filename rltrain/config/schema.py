@@ -216,8 +216,8 @@ class WeightSync(Section):
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False
-    """After every sync compare checksums of what both sides hold; the job ends if a tensor differs. An SGLang server
-    compares what it has copied too, and is replaced where it differs."""
+    """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
+    differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
 
 
 class Schedule(Section):

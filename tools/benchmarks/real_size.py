@@ -14,9 +14,10 @@ Checkpoint and tokenizer, whose vocabulary is full, are made at run time. Every 
 Weights are bfloat16 where the processor multiplies that. Where it does not torch's products of it take some fifty times
 as long as those of float32, which is then used.
 
-Seconds are medians over the steps after the first; with a checkpoint, those of steps that have it and of those that do
-not. `must_gb` is what weights, gradients and optimizer of a rank's roles take, and the tensors of no layer that are as
-large as one; `peak_gb` the most that its process held. The last line is one JSON object.
+Seconds are medians over the steps after the first, which counts to the start; with a checkpoint, those of steps that
+have it and of those that do not. `must_gb` is what weights, gradients and optimizer of a rank's roles take, without
+Python (0.4 GB) and what a micro-batch needs, of which logits and the vocabulary's gradients are most; `peak_gb` the most
+that its process held. The last line is one JSON object.
 """
 
 import argparse
@@ -36,11 +37,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools")]
+
+from make_tiny_model import INIT_STD, Size, qwen3_config  # noqa: E402
 
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile  # noqa: E402
 from rltrain.reshard.families import canonical_tensors, read_architecture  # noqa: E402
-from tools.make_tiny_model import INIT_STD, Size, qwen3_config  # noqa: E402
 
 VOCABULARY = 151_936
 SIZES = {
@@ -158,7 +160,7 @@ def run(case: str, model: Path, folder: Path, overrides: list[str]) -> dict[str,
         sys.exit(f"{case}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "start_s": round(seconds - sum(record["perf/step_time_s"] for record in records[1:]), 1),
+        "start_and_first_step_s": round(seconds - sum(record["perf/step_time_s"] for record in records[1:]), 1),
         **measured(records),
         "peak_gb": {rank: round(most / 1e9, 2) for rank, most in sorted(memory.peak_bytes.items())},
     }
