@@ -16,8 +16,8 @@ as long as those of float32, which is then used.
 
 Seconds are medians over the steps after the first, which counts to the start; with a checkpoint, those of steps that
 have it and of those that do not. `must_gb` is what weights, gradients and optimizer of a rank's roles take, without
-Python (0.4 GB) and what a micro-batch needs, of which logits and the vocabulary's gradients are most; `peak_gb` the most
-that its process held. The last line is one JSON object.
+Python (0.4 GB) and what a micro-batch needs, of which logits and the vocabulary's gradients are most; `peak_gb` is the
+most that its process held. The last line is one JSON object.
 """
 
 import argparse

@@ -99,9 +99,9 @@ class _Checksums:
         pairs, entries = np.unique(keys.astype(np.int64), axis=0, return_inverse=True)
         summed = self._summed(boxes, entries.reshape(-1), held.prefix)
         sums = checksums(summed[held.in_place], held.flats, len(pairs))
-        for number in np.flatnonzero(~held.in_place):
+        for number in np.flatnonzero(~held.in_place).tolist():
             assert held.values is not None, "boxes that are not read in place are converted"
-            self._add_converted(sums, summed[number], lambda first, rows, n=number: held.values(n, first, rows))
+            self._add_converted(sums, summed[number], number, held.values)
         records = np.zeros(len(pairs), dtype=RECORD)
         records["peer"], records["tensor"], records["checksum"] = pairs[:, 0], pairs[:, 1], sums
         return records
@@ -117,11 +117,11 @@ class _Checksums:
         summed["exact"] = self._same_type[boxes["tensor"]]
         return summed
 
-    def _add_converted(self, sums: IntArray, box: np.void, values: Callable[[int, int], Tensor]) -> None:
-        """`values` gives rows of the box: (first row, number of rows)."""
+    def _add_converted(self, sums: IntArray, box: np.void, number: int, values: Values) -> None:
+        """`box`, which is number `number` for `values`."""
         step = max(MAX_ELEMENTS // max(int(box["cols"]), 1), 1)
         for first in range(0, int(box["rows"]), step):
-            part = values(first, min(step, int(box["rows"]) - first)).contiguous()
+            part = values(number, first, min(step, int(box["rows"]) - first)).contiguous()
             summed = np.array([box], dtype=BOX)
             summed["base"] = summed["offset"] = 0
             summed["rows"], summed["stride"] = len(part), box["cols"]
