@@ -97,12 +97,14 @@ class SafetensorsFile:
         self.num_bytes += len(data)
         self._cached_bytes += len(data)
         if self._most_cached_bytes is not None and self._cached_bytes >= self._most_cached_bytes:
-            self._empty_cache()
+            self._flush()
 
-    def _empty_cache(self) -> None:
+    def _flush(self) -> None:
+        """Have the disk take what was written, and where asked for no memory keep it."""
         self._file.flush()
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.fsync(self._file.fileno())
+        if self._most_cached_bytes is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._cached_bytes = 0
 
     def _drop_finished(self) -> None:
@@ -118,10 +120,7 @@ class SafetensorsFile:
                     f"{self.path}: {len(self._remaining)} tensors were not written, the first is {name}, which lacks "
                     f"{elements} elements"
                 )
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            if self._most_cached_bytes is not None:
-                self._empty_cache()
+            self._flush()
 
     def __enter__(self) -> Self:
         return self
