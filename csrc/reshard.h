@@ -1,4 +1,4 @@
-// Copies of many strided two-dimensional slices in one call: the pack and unpack of a reshard.
+// Copies of many strided two-dimensional slices in one call: the pack and unpack of a reshard. And their checksums.
 //
 // Shared by reshard_cpu.cpp and reshard_cuda.cu. A plain C interface, no torch and no Python, loaded by ctypes
 // (rltrain/reshard/kernels/native.py), which compares the version and the struct sizes below with its own.
@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define RS_ABI_VERSION 2
+#define RS_ABI_VERSION 3
 
 // As ElementType in rltrain/reshard/element_types.py.
 enum rs_type { RS_FLOAT32 = 0, RS_BFLOAT16 = 1, RS_FLOAT16 = 2, RS_FLOAT8_E4M3 = 3 };
@@ -49,6 +49,37 @@ enum {
   RS_NAN_FLOAT8 = 0x7f,
   RS_NAN_AMAX = 0x7fc00000,
 };
+
+// The checksum of a slice is a sum over its elements, modulo 2^64, of a number that an element's bits and its place in a
+// tensor give, so that it does not matter how a tensor is cut. Here a slice has no destination: element (i, j) is number
+// dst_offset + i * dst_stride + j of the tensor, and the sum is added to entry amax_offset of the uint64 at
+// bases[amax_base]. Both types are that of the source. Where row_phase is not 0 every NaN has the bits of infinity + 1.
+//
+//   rs_run_key(place / RS_RUN) * (rs_place_key(place % RS_RUN) * (bits ^ RS_PRESENT))
+//
+// The inner product does not wrap around and place keys differ from each other, so a single element that changes and two
+// of a run that change places are always noticed; all else but for one case in about 2^32.
+enum { RS_RUN = 1024 };
+#define RS_PRESENT 0xffa5c3e7u  // a NaN of no operation: a zero that is missing is noticed too
+
+#ifdef __CUDACC__
+#define RS_INLINE __host__ __device__ __forceinline__
+#else
+#define RS_INLINE inline
+#endif
+
+RS_INLINE uint32_t rs_place_key(uint32_t place) {  // a permutation of 32 bits
+  uint32_t x = place + 0x9e3779b9u;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+RS_INLINE uint64_t rs_run_key(uint64_t run) {  // odd
+  uint64_t x = (run + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 32)) * 0xb4b82f3a5f574e53u;
+  return (x ^ (x >> 32)) | 1;
+}
 
 // What a library was made from, to be found among its bytes by setup.py.
 #ifdef RS_SOURCES

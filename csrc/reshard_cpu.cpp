@@ -48,6 +48,10 @@ template <int type>
 AVX512 uint32_t amax_avx512(const void* source, int64_t n) {
   return amax_loop<type>(source, n);
 }
+template <int type, bool alike>
+AVX512 uint64_t keyed_sum_avx512(const void* source, int64_t n, const uint32_t* keys) {
+  return keyed_sum_loop<type, alike>(source, n, keys);
+}
 constexpr Routines kAvx512 = ROUTINES_OF(avx512);
 #endif
 
@@ -152,6 +156,32 @@ void amax_tile(const rs_slice& s, const Tile& t, void* const* bases) {
   });
 }
 
+struct PlaceKeys {
+  uint32_t keys[RS_RUN];
+  PlaceKeys() {
+    for (uint32_t place = 0; place < RS_RUN; ++place) keys[place] = rs_place_key(place);
+  }
+};
+const PlaceKeys place_keys;
+
+void checksum_tile(const rs_slice& s, const Tile& t, void* const* bases) {
+  Part p = part_of(s, t, bases);
+  const KeyedSum keyed_sum = routines->keyed_sum[s.row_phase != 0][s.src_type];
+  const int64_t item = item_bytes(s.src_type);
+  uint64_t sum = 0;
+  for (int64_t row = 0; row < t.rows; ++row, p.source += p.source_stride) {
+    fetch_ahead(p, row);
+    const int64_t place = s.dst_offset + (t.row + row) * s.dst_stride + t.col;
+    for (int64_t col = 0, n; col < t.cols; col += n) {
+      const int64_t within = (place + col) % RS_RUN;
+      n = std::min(t.cols - col, RS_RUN - within);
+      sum += rs_run_key((uint64_t)(place + col) / RS_RUN) *
+             keyed_sum(p.source + col * item, n, place_keys.keys + within);
+    }
+  }
+  __atomic_fetch_add((uint64_t*)bases[s.amax_base] + s.amax_offset, sum, __ATOMIC_RELAXED);
+}
+
 }  // namespace
 
 extern "C" {
@@ -182,6 +212,15 @@ int rs_cpu_copy(const rs_slice* slices, int64_t n, void* const* bases, int threa
 int rs_cpu_amax(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
   const Work work(slices, n, true);
   work.run(threads, [&](const Tile& tile) { amax_tile(slices[tile.slice], tile, bases); });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Adds the checksums of n slices to their sums. Returns as rs_cpu_copy does.
+int rs_cpu_checksum(const rs_slice* slices, int64_t n, void* const* bases, int threads) try {
+  const Work work(slices, n, false);
+  work.run(threads, [&](const Tile& tile) { checksum_tile(slices[tile.slice], tile, bases); });
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;

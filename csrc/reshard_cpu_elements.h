@@ -108,3 +108,22 @@ ALWAYS_INLINE uint32_t amax_loop(const void* source, int64_t n) {
   for (int64_t i = 0; i < n; ++i) result = std::max<Bits>(result, s[i] & kMagnitude);
   return result;
 }
+
+// See KeyedSum. With `alike` every NaN has the same bits.
+template <int type, bool alike>
+ALWAYS_INLINE uint64_t keyed_sum_loop(const void* source, int64_t n, const uint32_t* __restrict keys) {
+  using Bits = typename Element<type>::Bits;
+  constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1);
+  constexpr uint32_t kLargest = type == RS_FLOAT32    ? kInfinity
+                                : type == RS_BFLOAT16 ? kInfinity >> 16
+                                : type == RS_FLOAT16  ? 0x7c00u
+                                                      : RS_NAN_FLOAT8 - 1u;
+  auto* s = (const Bits*)source;
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t x = s[i];
+    if constexpr (alike) x = (x & (kSign - 1)) > kLargest ? kLargest + 1 : x;
+    sum += (uint64_t)keys[i] * (x ^ RS_PRESENT);
+  }
+  return sum;
+}

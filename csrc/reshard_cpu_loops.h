@@ -44,6 +44,10 @@ ALWAYS_INLINE void copy_part_loop(const Part& part, Stream stream) {
   template <int type>                                                                 \
   attributes uint32_t amax_##name(const void* source, int64_t n) {                    \
     return amax_loop<type>(source, n);                                                \
+  }                                                                                   \
+  template <int type, bool alike>                                                     \
+  attributes uint64_t keyed_sum_##name(const void* source, int64_t n, const uint32_t* keys) { \
+    return keyed_sum_loop<type, alike>(source, n, keys);                              \
   }
 
 // Copies of the same type are of bytes, which RS_FLOAT8_E4M3 stands for.
@@ -56,5 +60,11 @@ ALWAYS_INLINE void copy_part_loop(const Part& part, Stream stream) {
     copy_part_##name<2, 3, nontemporal>},                                                                    \
    {nullptr, nullptr, nullptr, copy_part_##name<3, 3, nontemporal>}}
 
-#define ROUTINES_OF(name) \
-  { {TABLE_OF(name, false), TABLE_OF(name, true)}, {amax_##name<0>, amax_##name<1>, amax_##name<2>} }
+#define KEYED_SUMS_OF(name, alike) \
+  { keyed_sum_##name<0, alike>, keyed_sum_##name<1, alike>, keyed_sum_##name<2, alike>, keyed_sum_##name<3, alike> }
+
+#define ROUTINES_OF(name)                                                                                      \
+  {                                                                                                            \
+    {TABLE_OF(name, false), TABLE_OF(name, true)}, {amax_##name<0>, amax_##name<1>, amax_##name<2>},           \
+        {KEYED_SUMS_OF(name, false), KEYED_SUMS_OF(name, true)}                                                \
+  }

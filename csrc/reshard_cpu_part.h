@@ -23,7 +23,11 @@ inline __attribute__((always_inline)) void fetch_ahead(const Part& part, int64_t
 using CopyPart = void (*)(const Part&);
 using Amax = uint32_t (*)(const void* source, int64_t n);  // the bits of the largest magnitude among n elements
 
+// The sum of keys[i] * (bits of element i ^ RS_PRESENT) over n elements.
+using KeyedSum = uint64_t (*)(const void* source, int64_t n, const uint32_t* keys);
+
 struct Routines {
-  CopyPart copy[2][4][4];  // [bypassing the caches][from][to]; null for pairs that are not supported
-  Amax amax[3];            // [type]
+  CopyPart copy[2][4][4];    // [bypassing the caches][from][to]; null for pairs that are not supported
+  Amax amax[3];              // [type]
+  KeyedSum keyed_sum[2][4];  // [NaNs alike][type]
 };

@@ -71,4 +71,10 @@ int rs_cuda_amax(const void* tiles, const void* slices, const void* bases, int64
   return launch<rs::Amax>(tiles, slices, bases, first, last, num_blocks, device, stream);
 }
 
+// Adds the checksums of the slices of tiles[first:last] to their sums; all else as rs_cuda_copy.
+int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last,
+                     int num_blocks, int device, void* stream) {
+  return launch<rs::Checksum>(tiles, slices, bases, first, last, num_blocks, device, stream);
+}
+
 }  // extern "C"

@@ -19,6 +19,7 @@ namespace rs {
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
+constexpr int kChecksumUnroll = 4;  // of kUnroll: what is done with an element takes registers too
 
 // A tile's memory. Strides are in bytes.
 struct Window {
@@ -229,6 +230,92 @@ RS_DEVICE void amax_tile(const rs_tile& tile, const rs_slice& slice, void* const
   raise_entry(static_cast<uint32_t*>(bases[slice.amax_base]) + amax_index(tile, slice), bits, lane);
 }
 
+// ---- Checksums ----
+
+// As they count in a checksum; with `alike` every NaN has the same.
+template <typename Element>
+RS_DEVICE uint32_t counted_bits(Element x, uint32_t largest, bool alike) {
+  constexpr uint32_t kUnsigned = (1u << (8 * sizeof(Element) - 1)) - 1;
+  return alike && (x.bits & kUnsigned) > largest ? largest + 1 : x.bits;
+}
+
+// The lane's share of a tile's sum; its first element is number `place` of its tensor, which is `width` wide.
+template <typename Element, int kWidth>
+RS_DEVICE uint64_t lane_checksum(const Window& window, uint64_t place, int64_t width, uint32_t largest, bool alike,
+                                 int lane) {
+  typedef Vector<Element, kWidth> Source;
+  const int cols = window.cols / kWidth, num = window.rows * cols;
+  Walk source(window.source, window.source_stride, cols, sizeof(Source), lane);
+  int row = lane / cols, col = lane % cols;
+  const int step_rows = kWarp / cols, step_cols = kWarp % cols;
+  uint64_t result = 0;
+#pragma unroll 1
+  for (int first = 0; first < num; first += kWarp * kChecksumUnroll) {
+    // Load
+    Words<sizeof(Source)> loaded[kChecksumUnroll] = {};
+#pragma unroll
+    for (int u = 0; u < kChecksumUnroll; ++u) {
+      if (first + u * kWarp + lane < num) load_words(source.place, loaded[u]);
+      source.advance();
+    }
+    // Sum
+#pragma unroll
+    for (int u = 0; u < kChecksumUnroll; ++u) {
+      Source vector;
+      memcpy(&vector, &loaded[u], sizeof(vector));
+      if (first + u * kWarp + lane < num) {
+        const uint64_t begin = place + row * width + col * kWidth;
+        uint64_t run_key = rs_run_key(begin / RS_RUN);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const uint32_t within = static_cast<uint32_t>(begin + i) % RS_RUN;
+          if (i > 0 && within == 0) run_key = rs_run_key((begin + i) / RS_RUN);
+          const uint32_t bits = counted_bits(vector.items[i], largest, alike) ^ RS_PRESENT;
+          result += run_key * (static_cast<uint64_t>(rs_place_key(within)) * bits);
+        }
+      }
+      row += step_rows, col += step_cols;
+      if (col >= cols) col -= cols, ++row;
+    }
+  }
+  return result;
+}
+
+template <typename Element>
+RS_DEVICE uint64_t lane_checksum(const rs_tile& tile, const rs_slice& slice, void* const* bases, uint32_t largest,
+                                 int lane) {
+  constexpr int kWidth = kVectorBytes / sizeof(Element);
+  const Window window = window_of(tile, slice, bases);
+  const uint64_t place = slice.dst_offset + tile.row * slice.dst_stride + tile.col;
+  const int64_t width = slice.dst_stride;
+  const bool alike = slice.row_phase != 0;
+  const bool fits =
+      window.cols % kWidth == 0 && aligned(window.source, window.source_stride, window.rows, kVectorBytes);
+  return fits ? lane_checksum<Element, kWidth>(window, place, width, largest, alike, lane)
+              : lane_checksum<Element, 1>(window, place, width, largest, alike, lane);
+}
+
+// All lanes of a warp together.
+RS_DEVICE void add_to_sum(uint64_t* sum, uint64_t share, [[maybe_unused]] int lane) {
+#ifdef __CUDACC__
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) share += __shfl_down_sync(0xffffffffu, share, distance);
+  if (lane == 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(share));
+#else
+  *sum += share;
+#endif
+}
+
+RS_DEVICE void checksum_tile(const rs_tile& tile, const rs_slice& slice, void* const* bases, int lane) {
+  uint64_t share;
+  switch (slice.src_type) {
+    case RS_FLOAT32: share = lane_checksum<Float32>(tile, slice, bases, kInfinity, lane); break;
+    case RS_BFLOAT16: share = lane_checksum<Bfloat16>(tile, slice, bases, kInfinity >> 16, lane); break;
+    case RS_FLOAT16: share = lane_checksum<Float16>(tile, slice, bases, 0x7c00, lane); break;
+    default: share = lane_checksum<Float8>(tile, slice, bases, RS_NAN_FLOAT8 - 1, lane);
+  }
+  add_to_sum(static_cast<uint64_t*>(bases[slice.amax_base]) + slice.amax_offset, share, lane);
+}
+
 // ---- Threads ----
 
 struct Table {
@@ -246,6 +333,12 @@ struct Copy {
 struct Amax {
   RS_DEVICE void operator()(const rs_tile& tile, const rs_slice& slice, void* const* bases, int lane) const {
     amax_tile(tile, slice, bases, lane);
+  }
+};
+
+struct Checksum {
+  RS_DEVICE void operator()(const rs_tile& tile, const rs_slice& slice, void* const* bases, int lane) const {
+    checksum_tile(tile, slice, bases, lane);
   }
 };
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from rltrain.checkpoint.run.files import Contents, FileRecord
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.checkpoint.run.writer import FilesWriter, Written
 from rltrain.cluster.polling import poll
 from rltrain.errors import CheckpointError
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
-from rltrain.roles.role import Job, Role
+from rltrain.roles.role import Job, Metrics, Role
 from rltrain.schedule.order import Order
 from rltrain.transfers import Transfers
 
@@ -56,6 +57,7 @@ class Checkpointing:
         self._boundary: int | None = None
         self._incomplete: int | None = None
         """The step of a checkpoint that this rank has yet to complete."""
+        self._metrics: Metrics = {}
 
     def at_boundary(self, step: int, chunk: int) -> None:
         """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
@@ -64,9 +66,16 @@ class Checkpointing:
         self._boundary = step
         reason = self.stop.verdict(step) if self.stop else None
         if reason or step in self.order.saves:
+            begin = time.perf_counter()
             self.finish()  # with the checkpoint before, for which nothing is stopped
+            self._metrics["perf/checkpoint_wait_s"] = time.perf_counter() - begin
             self.stopped_by = reason
             self._save(step)
+
+    def metrics(self) -> Metrics:
+        """perf/checkpoint_* since the last call; see observability.names."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def look(self) -> None:
         """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
@@ -94,7 +103,7 @@ class Checkpointing:
             poll(self.job.patience, lambda: self.store.check(awaited) or None, what, [*missing])
 
     def _save(self, step: int) -> None:
-        rank, cut = self.job.world.rank, self.order.boundaries[step]
+        rank, cut, begin = self.job.world.rank, self.order.boundaries[step], time.perf_counter()
         files: dict[str, Contents] = {}
         for name, role in self.roles.items():
             files |= {f"{name}/{file}": contents for file, contents in role.save_state().items()}
@@ -103,6 +112,7 @@ class Checkpointing:
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
         if rank == self.leader:
             self._incomplete = step
+        self._metrics["perf/checkpoint_copy_s"] = time.perf_counter() - begin
         self.writer.start(self.folder.begin(step), files, self._report(step))
 
     def _of_rank(self, step: int) -> Contents:
@@ -111,11 +121,11 @@ class Checkpointing:
         texts = {"random": states, "metrics": json.dumps(self.reporter.unfinished(step)), "logs": json.dumps(logs)}
         return Contents(tensors, texts)
 
-    def _report(self, step: int) -> Callable[[dict[str, FileRecord], str | None], None]:
+    def _report(self, step: int) -> Callable[[Written], None]:
         key = self._reports(step)[self.job.world.rank]
 
-        def report(records: dict[str, FileRecord], problem: str | None) -> None:
-            self.store.set(key, json.dumps({"files": records, "problem": problem}))
+        def report(written: Written) -> None:
+            self.store.set(key, json.dumps(asdict(written)))
 
         return report
 
@@ -125,6 +135,7 @@ class Checkpointing:
 
     def _complete(self, step: int) -> None:
         files: dict[str, FileRecord] = {}
+        seconds: list[float] = []
         for rank, key in self._reports(step).items():
             report = json.loads(self.store.get(key))
             self.store.delete_key(key)
@@ -136,6 +147,9 @@ class Checkpointing:
                     "checkpoint.dir, and start the job again with checkpoint.resume: auto"
                 )
             files |= {name: FileRecord(*record) for name, record in report["files"].items()}
+            seconds.append(report["seconds"])
+        self._metrics["perf/checkpoint_write_s"] = max(seconds)
+        self._metrics["perf/checkpoint_bytes"] = sum(record.num_bytes for record in files.values())
         self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
         self.folder.complete(step, files, self._run(step), self.settings.keep)
         if self.stopped_by:

@@ -41,7 +41,7 @@ def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
     on_device = [name for name in job.placement.hosts(job.world.rank) if ROLES[name].uses_device]
     return Residency(
         order,
-        {name: getattr(job.config, name).offload for name in on_device},
+        {name: job.offload_of(name) for name in on_device},
         device_memory(job.world.device),
         guests=("reference",) if uses_actor_modules(job) else (),
         prefetch=settings.prefetch,
@@ -58,4 +58,4 @@ def _communicators(job: Job, order: Order) -> Communicators:
 
 
 def _may_leave(job: Job, role: str) -> bool:
-    return getattr(job.config, role).offload is not False
+    return job.offload_of(role) is not False

@@ -64,7 +64,7 @@ class Trainer:
         for role in self.roles.values():
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
-        self.reporter = build_reporter(job, order, self._memory_metrics)
+        self.reporter = build_reporter(job, order, self._metrics_of_rank)
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
@@ -156,12 +156,13 @@ class Trainer:
         """Whether engines may come to it at another place than the order's."""
         return self.in_flight is not None and entry.name == WEIGHT_SYNC
 
-    def _memory_metrics(self) -> Metrics:
+    def _metrics_of_rank(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
         of_rank = {"host", "offload", "onload"} if "actor" in leads else set()
-        metrics = self.residency.metrics()
-        return {name: metrics[name] for name in metrics if re.split("[/_]", name)[1] in leads | of_rank}
+        memory = self.residency.metrics()
+        metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
+        return metrics | (self.checkpointing.metrics() if "actor" in leads else {})
 
     def _in_flight(self) -> InFlightSync | None:
         """For the actor, which announces syncs, and for engines, which join them between decode steps."""

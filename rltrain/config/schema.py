@@ -10,7 +10,8 @@ from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt,
 DEFAULT_CHUNKS = 4
 
 Offload = Literal["auto"] | bool
-"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory."""
+"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
+and the device is not the host."""
 
 
 class Parallel(Section):
@@ -226,8 +227,8 @@ class WeightSync(Section):
     transport: Literal["planned", "golden"] = "planned"
     """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False
-    """After every sync compare checksums of what both sides hold; the job ends if a tensor differs. An SGLang server
-    compares what it has copied too, and is replaced where it differs."""
+    """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
+    differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
 
 
 class Schedule(Section):

@@ -16,6 +16,7 @@ PARTS = (*TRAINED_PARTS, "kv_cache")
 LEGEND = (
     "used: needed by the task; stays: on the device all the same",
     "host: copied away; dropped: gone, since it is rewritten before it is read again",
+    "without a GPU there is nothing to leave: only roles with offload: true do",
 )
 
 

@@ -112,8 +112,14 @@ class Reporter:
             self.uncollected.pop(0)
             merged: Metrics = {}
             for key in present:
-                merged |= self.bulletin.get(key, waiting_for=key)
+                _merge(merged, self.bulletin.get(key, waiting_for=key))
                 self.bulletin.forget(key)
             if merged:
                 for sink in self.sinks:
                     sink.write(step, merged)
+
+
+def _merge(merged: Metrics, metrics: Metrics) -> None:
+    """Of a task that several ranks time, such as a checkpoint, the longest counts."""
+    longest = {name: max(merged[name], metrics[name]) for name in metrics.keys() & merged.keys() if timed_task(name)}
+    merged |= metrics | longest

@@ -145,7 +145,7 @@ def parts_of_server(
 def _offload(job: Job) -> dict[str, bool | str]:
     """What the roles of this rank that use its device chose."""
     hosted = job.placement.hosts(job.world.rank)
-    return {role: getattr(job.config, role).offload for role in hosted if role in DEVICE_ROLES}
+    return {role: job.offload_of(role) for role in hosted if role in DEVICE_ROLES}
 
 
 def _server_spec(

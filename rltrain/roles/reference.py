@@ -15,8 +15,14 @@ from rltrain.training.model import LanguageModel
 
 
 def uses_actor_modules(job: Job) -> bool:
-    """Whether the reference needs no model of its own."""
-    return reference_uses_actor_modules(job.config, job.grids, job.architectures)
+    """Whether the reference needs no model of its own.
+
+    Where the device is the host it has one unless reference.offload is true: the actor's weights that would make room
+    for the reference's would take as much memory there as a second model.
+    """
+    has_device = job.world.device.type != "cpu"
+    takes_turns = has_device or job.config.reference.offload is True
+    return takes_turns and reference_uses_actor_modules(job.config, job.grids, job.architectures)
 
 
 class Reference(Role):

@@ -16,7 +16,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.stopping import StopRequest
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.world import Bulletin, World
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, Offload
 from rltrain.reshard.families import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -58,6 +58,11 @@ class Job:
     def leader_of(self, role: str) -> int:
         """The rank that reports for a role: its metrics are those of the whole role."""
         return self.grids[role].owner(0)
+
+    def offload_of(self, role: str) -> Offload:
+        """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""
+        offload: Offload = getattr(self.config, role).offload
+        return False if offload == "auto" and self.world.device.type == "cpu" else offload
 
     @property
     def architecture(self) -> Architecture:
@@ -113,7 +118,8 @@ class Role:
         return self.grid.coordinates(self.job.world.rank).dp
 
     def save_state(self) -> Mapping[str, Contents]:
-        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written later.
+        """What this rank keeps of the role for a run that goes on from here: files by name, safe to be written until
+        the next call.
 
         Called between two steps. Collective over: the role's ranks.
         """

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.roles.models import load_model
@@ -26,10 +28,12 @@ class TrainedRole(Role):
         self.parameters = local_parameters(model)
         self.model = TrainableModel(model, settings, total_updates=total_updates, objective=objective)
         self.parts = training_parts(self.model)
+        self._copies: dict[str, Tensor] = {}
         if job.resumed:
             load_state(self.model, self.layout, job.world.rank, job.resumed.files(self.name))
 
     def save_state(self) -> Mapping[str, Contents]:
-        """This rank's share of weights and optimizer."""
+        """This rank's share of weights and optimizer, in memory that is kept and written over by the next call."""
         rank = self.job.world.rank
-        return {f"rank_{rank:05d}.safetensors": save_state(self.model, self.parts, self.layout, rank)}
+        state = save_state(self.model, self.parts, self.layout, rank, self._copies)
+        return {f"rank_{rank:05d}.safetensors": state}

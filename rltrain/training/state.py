@@ -4,7 +4,7 @@ Every element is saved by one rank, so a state can be loaded in any other layout
 optimizer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,17 @@ Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""
 
 
-def save_state(trainable: TrainableModel, parts: Mapping[str, Part], layout: Layout, rank: int) -> Contents:
+def save_state(
+    trainable: TrainableModel,
+    parts: Mapping[str, Part],
+    layout: Layout,
+    rank: int,
+    copies: MutableMapping[str, Tensor] | None = None,
+) -> Contents:
     """The share of the training state that `rank` answers for, read where it lies: on the device or on the host.
 
-    `parts` are the model's `training_parts`, `layout` is where its weights lie. Between optimizer steps: RuntimeError
+    `parts` are the model's `training_parts`, `layout` is where its weights lie. `copies` is empty at the first save and
+    given again at the next, which writes over the tensors of the one before. Between optimizer steps: RuntimeError
     where gradients wait for one, and where a part was dropped. Not collective.
     """
     if trainable.has_gradients:
@@ -38,13 +45,19 @@ def save_state(trainable: TrainableModel, parts: Mapping[str, Part], layout: Lay
     shares = {name: _share(one, *replica_of(layout, rank)) for name, one in optimized.items()}
     pieces = within(answered_for(layout, rank), *_limits(names, shares))
     flats: dict[str, Tensor] = {}
+
+    def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
+        flat = flat_name(kind, name)
+        flats[flat] = parts[part].read(values, first, count, into=copies.get(flat) if copies else None)
+
     for name in (names[number] for number in np.unique(pieces["parameter"])):
         one, (start, stop) = optimized[name], shares[name]
         first, count = start - one.first, stop - start
-        flats[flat_name(MASTER, name)] = parts[one.part].read(one.master, first, count)
+        copy(MASTER, name, one.part, one.master, first, count)
         for moment in MOMENTS if one.master in optimizer.state else ():
-            values = optimizer.state[one.master][moment]
-            flats[flat_name(moment, name)] = parts["optimizer"].read(values, first, count)
+            copy(moment, name, "optimizer", optimizer.state[one.master][moment], first, count)
+    if copies is not None:
+        copies.update(flats)
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))

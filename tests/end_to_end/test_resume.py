@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rltrain.checkpoint.run.files import read_manifest
+from rltrain.checkpoint.run.folder import RUN_FILE
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 
 STEPS, SAVED = 10, 5
@@ -90,6 +92,19 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
     assert rest_ids == after(whole_ids)
     assert column([*rest.values()], "train/grad_norm")
     assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
+    assert_checkpoint_is_in_the_metrics(tmp_path / "first")
+
+
+def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
+    """What of it the step waited for, and what it took beside the step."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    copied = next(record for record in records if "perf/checkpoint_copy_s" in record)
+    assert copied["step"] == SAVED
+    assert 0 < copied["perf/checkpoint_copy_s"] <= copied["perf/checkpoint_s"] and "perf/checkpoint_wait_s" in copied
+    written = next(record for record in records if "perf/checkpoint_bytes" in record)
+    sizes = read_manifest(output / "checkpoints" / f"step_{SAVED:07d}")
+    assert written["perf/checkpoint_bytes"] == sum(size.num_bytes for name, size in sizes.items() if name != RUN_FILE)
+    assert written["step"] >= SAVED and written["perf/checkpoint_write_s"] > 0
 
 
 @pytest.mark.slow

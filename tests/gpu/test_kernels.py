@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.checksums import BOX, checksums
 from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
 from rltrain.reshard.kernels.quantize import quantize_blocks, scales_of
 from rltrain.reshard.kernels.slices import PAIRS, quantises
@@ -37,6 +38,18 @@ def run(example: Example, device: torch.device, first: int, last: int) -> list[T
     table.amax(first, last)
     table.launch(first, last)
     return [base.cpu() for base in bases]
+
+
+@pytest.mark.parametrize("kind", ElementType)
+@pytest.mark.parametrize(("cols", "gap"), [(4096, 0), (96, 4000), (33, 1)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_checksums_equal_those_of_the_cpu(kind: ElementType, cols: int, gap: int, exact: bool) -> None:
+    values = torch.randint(0, 256, (2**24,), dtype=torch.uint8).view(DTYPES[kind])
+    boxes = np.zeros(2, BOX)
+    boxes["cols"], boxes["stride"], boxes["width"], boxes["exact"] = cols, cols + gap, 3 * cols, exact
+    boxes["rows"], boxes["entry"] = len(values) // (cols + gap) - 2, [0, 2]
+    boxes["offset"], boxes["place"] = [0, 5], [7, 2**40]
+    assert checksums(boxes, [values.to(DEVICE)], 3).tolist() == checksums(boxes, [values], 3).tolist()
 
 
 def one_slice(**fields: int) -> Array:

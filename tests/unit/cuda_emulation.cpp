@@ -38,6 +38,11 @@ int rs_cuda_amax(const void* tiles, const void* slices, const void* bases, int64
   return run<rs::Amax>(tiles, slices, bases, first, last, num_blocks);
 }
 
+int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, int64_t first, int64_t last,
+                     int num_blocks, int, void*) {
+  return run<rs::Checksum>(tiles, slices, bases, first, last, num_blocks);
+}
+
 // Float32 bits [count] as those of bfloat16, float16 and e4m3; bits of all float16 [2^16] as those of float32.
 void rs_cuda_narrow(const uint32_t* bits, int64_t count, uint16_t* bfloat16, uint16_t* float16, uint8_t* float8) {
   for (int64_t i = 0; i < count; ++i) {

@@ -105,6 +105,19 @@ weight_sync.main()
     assert '"milliseconds"' not in done.stdout
 
 
+@pytest.mark.slow
+def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -> None:
+    options = ["--size", "tiny", "--vocabulary", "151936", "--cases", "colocated,checkpoint", "--steps", "5"]
+    found = result_of("real_size.py", *options)
+    assert found["num_parameters"] == pytest.approx(151_936 * 64, rel=0.02)
+    for case in found["cases"].values():
+        assert case["step_s"] > 0 and case["moves_s"] == 0
+        assert all(case["peak_gb"][rank] > gb for rank, gb in case["must_gb"].items())
+    assert found["cases"]["colocated"]["verify_s"] > 0
+    # Master weights and two moments, in four bytes each.
+    assert found["cases"]["checkpoint"]["checkpoint_bytes"] == pytest.approx(12 * found["num_parameters"], rel=0.02)
+
+
 def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
     script, output = str(REPOSITORY / "tools/gpu_check.sh"), tmp_path / "out"
     done = run(["bash", script, str(output)], RLTRAIN_PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")

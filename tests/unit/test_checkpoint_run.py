@@ -1,8 +1,10 @@
 """A run's checkpoints on disk: whatever happens while one is written, the newest complete one is there and intact."""
 
 import json
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -15,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.checkpoint.run import files
 from rltrain.checkpoint.run.files import (
     MANIFEST_FILE,
     RUN_FILE,
     Contents,
     FileRecord,
+    checksum,
     find_damage,
     read_contents,
     read_manifest,
@@ -27,7 +31,7 @@ from rltrain.checkpoint.run.files import (
 )
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, checkpoint_at, name_of
 from rltrain.checkpoint.run.random_states import random_states, set_random_states
-from rltrain.checkpoint.run.writer import FilesWriter
+from rltrain.checkpoint.run.writer import NICENESS, FilesWriter, Written
 from rltrain.errors import CheckpointError
 
 
@@ -270,18 +274,45 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronous: bool) -> None:
-    writer, reports = FilesWriter(asynchronous=asynchronous), list[tuple[list[str], str | None]]()
+    writer, reports = FilesWriter(asynchronous=asynchronous), list[tuple[list[str], str | None, bool]]()
 
-    def report(records: dict[str, FileRecord], problem: str | None) -> None:
-        reports.append((sorted(records), problem))
+    def report(written: Written) -> None:
+        reports.append((sorted(written.files), written.problem, written.seconds > 0))
 
     (tmp_path / "taken").touch()
     writer.start(tmp_path, {"a/0": contents(1), "a/1": contents(2)}, report)
     writer.start(tmp_path / "taken", {"b": contents(3)}, report)
     writer.start(tmp_path, {"c": contents(4, num_values=10**6)}, report)
     writer.join()
-    assert reports == [(["a/0", "a/1"], None), ([], "File exists"), (["c"], None)]
+    assert reports == [(["a/0", "a/1"], None, True), ([], "File exists", False), (["c"], None, True)]
     assert read_contents(tmp_path / "c").tensors["values"].sum() == 4 * 10**6
+
+
+def test_a_writing_thread_leaves_the_processors_to_training(tmp_path: Path) -> None:
+    niceness: list[int] = []
+
+    def report(written: Written) -> None:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer = FilesWriter(asynchronous=True)
+    writer.start(tmp_path, {"a": contents(1)}, report)
+    writer.join()
+    assert niceness == [max(before, NICENESS)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_a_file_is_written_once_and_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checksum is made on the way, and equals that of what lies on the disk; little of it stays in memory."""
+    flushed: list[int] = []
+    monkeypatch.setattr(files, "MOST_CACHED_BYTES", 3 * 2**20)
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    tensors = {"a": torch.randn(2**20), "b": torch.randn(2**20 + 5), "c": torch.tensor([True])}
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "checksum", None)
+        records = write_files(tmp_path, {"file": Contents(tensors, {})})
+    assert records == {"file": checksum(tmp_path / "file")}
+    assert [size // 2**20 for size in flushed if size > 2**20] == [3, 6, 8]
 
 
 def test_random_numbers_go_on_where_they_were() -> None:

@@ -15,7 +15,7 @@ from rltrain.reshard.kernels.slices import SLICE
 from rltrain.reshard.kernels.tiles import TILE
 
 REPOSITORY = Path(__file__).parents[2]
-KERNELS = {"Copy", "Amax"}
+KERNELS = {"Copy", "Amax", "Checksum"}
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def emulated(emulation: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """Makes tables on the CPU use the CUDA kernels' code."""
     monkeypatch.setattr(native, "cuda_library", lambda: emulation)
-    monkeypatch.setattr(copy_table, "_backend_class", lambda device: EmulatedCopies)
+    monkeypatch.setattr(copy_table, "backend_class", lambda device: EmulatedCopies)
     return emulation
 
 

@@ -7,7 +7,8 @@ import torch
 from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.execute.golden import converted, golden_sync
-from rltrain.reshard.execute.verify import MAX_ELEMENTS, bits_of, checksum, verify
+from rltrain.reshard.execute.verify import verify
+from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
@@ -69,34 +70,6 @@ def test_conversions_have_the_prescribed_nans() -> None:
     assert converted(kept, torch.float32).view(torch.int32).tolist() == [0x7FC10000]
 
 
-def test_a_checksum_is_the_sum_of_those_of_its_parts() -> None:
-    generator = torch.Generator().manual_seed(3)
-    whole = torch.randint(-(2**31), 2**31, (70, 33), generator=generator)
-    expected = checksum(whole, 0, 33)
-    for row, col in ((1, 1), (69, 32), (40, 20)):
-        parts = [
-            (whole[:row, :col], 0),
-            (whole[:row, col:], col),
-            (whole[row:, :col], row * 33),
-            (whole[row:, col:], row * 33 + col),
-        ]
-        assert sum(checksum(part, place, 33) for part, place in parts) == expected
-    assert sum(checksum(torch.full_like(whole, i), 0, 33) != checksum(whole, 0, 33) for i in range(3)) == 3
-
-
-def test_a_checksum_depends_on_every_bit_and_place() -> None:
-    values = torch.arange(40).reshape(5, 8)
-    sums = {int(checksum(values, 0, 8)), int(checksum(values, 1, 8)), int(checksum(values, 0, 9))}
-    for bit in range(32):
-        changed = values.clone()
-        changed[2, 3] ^= 1 << bit
-        sums.add(int(checksum(changed, 0, 8)))
-    for row in range(4):
-        sums.add(int(checksum(values[[row + 1 if i == row else row if i == row + 1 else i for i in range(5)]], 0, 8)))
-    assert len(sums) == 3 + 32 + 4
-    assert int(checksum(torch.zeros(1, 1, dtype=torch.int64), 0, 1)) != 0, "a missing zero is noticed"
-
-
 def test_bits_of_nan_count_only_where_they_must_be_kept() -> None:
     for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         nans = torch.tensor([[torch.nan, -torch.nan, torch.inf, -torch.inf, -1.0]]).to(dtype)
@@ -109,14 +82,15 @@ def test_bits_of_nan_count_only_where_they_must_be_kept() -> None:
     assert loose[0] == loose[1] and loose[2:] == [0x7E, 0xFE]
 
 
-def test_large_boxes_are_taken_in_steps() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_boxes_are_read_in_place_and_converted_in_steps(dtype: str) -> None:
     """A vector longer than a step, and a matrix of several: checked with a plan that copies them."""
     width = MAX_ELEMENTS // 3
     architecture = tiny_architecture("llama", num_layers=1, hidden_size=width, num_heads=1, num_kv_heads=1, head_dim=2,
                                      ffn_hidden_size=5, vocab_size=7)  # fmt: skip
-    source, destination = megatron_layout(architecture, ONE_RANK), engine_layout(architecture, ONE_RANK)
+    source, destination = megatron_layout(architecture, ONE_RANK), engine_layout(architecture, ONE_RANK, dtype=dtype)
     held = {name: torch.arange(float(np.prod(s))).reshape(s) for name, s in source.on(0).parameters}
-    wanted = {name: torch.zeros(shape) for name, shape in destination.on(0).parameters}
+    wanted = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in destination.on(0).parameters}
     golden_sync(source, destination, held, wanted, None)
     made = plan(source, destination, 0, 1)
     verify(made, source, destination, held, wanted, group=None)

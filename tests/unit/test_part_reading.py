@@ -26,6 +26,8 @@ class Held:
         assert torch.equal(self.part.read(self.tail, 2), BUFFER[12:])
         assert self.part.read(self.matrix, 3, 0).shape == (0,)
         assert self.part.read(self.steps).tolist() == [3.0]
+        kept = torch.zeros(7)
+        assert self.part.read(self.matrix, 5, 7, into=kept) is kept and torch.equal(kept, BUFFER[5:12])
 
 
 @pytest.fixture

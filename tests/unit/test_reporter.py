@@ -116,3 +116,15 @@ def test_a_rank_without_a_role_waits_for_the_logging_rank_to_close(reporters):
     second.close()
     first.close()
     second.await_end()
+
+
+def test_of_a_task_that_several_ranks_time_the_longest_counts(reporters):
+    (first, second), written, _ = reporters
+    second.add(0, {"perf/checkpoint_s": 0.0, "reward": 1.0})
+    first.add(0, {"perf/checkpoint_s": 7.0, "reward": 2.0})
+    first.add(0, {})
+    assert written[0][1]["perf/checkpoint_s"] == 7.0
+    second.add(1, {"perf/checkpoint_s": 8.0, "reward": 1.0})
+    first.add(1, {"perf/checkpoint_s": 0.0, "reward": 2.0})
+    first.add(1, {})
+    assert (written[1][1]["perf/checkpoint_s"], written[1][1]["reward"]) == (8.0, 1.0)

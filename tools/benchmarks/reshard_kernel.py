@@ -10,7 +10,8 @@ where half of about 1,800 slices are column windows of 96 columns. Everything is
 GB/s are of (bytes read + bytes written) / 2, which for a copy is its payload counted once, so that a cast can be held
 against the same bound: one contiguous copy of as many bytes, on the CPU with non-temporal stores, on CUDA from device
 to device. `of_bound` is the ratio; `of_torch` is to the faster of torch's ways: `_foreach_copy_` and a loop of `copy_`
-over narrowed tensors. FP8 has no counterpart in torch; `amax` is the pass before it, which only reads.
+over narrowed tensors. FP8 has no counterpart in torch; `amax` is the pass before it, which only reads. So does
+`checksum`, by which weight_sync.verify compares: RLTRAIN_NATIVE=off shows what it is by torch operations.
 
 Each repeat times all rivals of a case one after the other, so that other load on the machine meets all alike; reported
 are medians. The last line is one JSON object.
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.checksums import BOX, checksums
 from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
 from rltrain.reshard.layout import Array
 
@@ -141,7 +143,7 @@ class Bench:
         self.scratch = torch.zeros(scratch_bytes, dtype=torch.uint8, device=device)
 
     def rivals(self) -> dict[str, Rival]:
-        ours = {"ours": lambda: self.table.launch(0, len(self.slices))}
+        ours: dict[str, Rival] = {"ours": lambda: self.table.launch(0, len(self.slices)), "checksum": self.checksum}
         if self.case.destination == ElementType.FLOAT8_E4M3:
             return {"bound": self.bound, **ours, "amax": lambda: self.table.amax(0, len(self.slices))}
         sources, destinations = self.views(self.source, "src"), self.views(self.bucket, "dst")
@@ -156,6 +158,13 @@ class Bench:
             "foreach_copy": lambda: torch._foreach_copy_(destinations, sources),
             "copy_loop": loop,
         }
+
+    def checksum(self) -> None:
+        boxes = np.zeros(len(self.slices), BOX)
+        boxes["offset"], boxes["stride"] = self.slices["src_offset"], self.slices["src_stride"]
+        boxes["place"], boxes["width"] = self.slices["src_offset"], self.slices["src_stride"]
+        boxes["rows"], boxes["cols"], boxes["exact"] = self.slices["rows"], self.slices["cols"], True
+        checksums(boxes, [self.source], 1)
 
     def bound(self) -> None:
         source = self.source.view(torch.uint8)[: self.traffic // 2]
@@ -199,8 +208,8 @@ def measure(case: Case, num_bytes: int, device: torch.device, repeats: int) -> d
             if repeat > 1:  # the first rounds warm up
                 samples[name].append(seconds)
     median = {name: statistics.median(times) for name, times in samples.items()}
-    # The amax pass writes nothing to speak of.
-    moved = {name: bench.read_bytes if name == "amax" else bench.traffic / 2 for name in median}
+    # Some passes write nothing to speak of.
+    moved = {name: bench.read_bytes if name in ("amax", "checksum") else bench.traffic / 2 for name in median}
     torch_seconds = [median[name] for name in ("foreach_copy", "copy_loop") if name in median]
     return {
         "case": case.name,

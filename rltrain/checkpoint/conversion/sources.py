@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
-from rltrain.checkpoint.safetensors_file import TYPE_NAMES
+from rltrain.checkpoint.safetensors_file import WEIGHT_TYPE_NAMES
 from rltrain.reshard.families import Architecture, canonical_tensors, read_architecture
 from rltrain.reshard.layout import CanonicalTensors
 
 LISTED_NAMES = 8
-TYPES_BY_NAME = {name: dtype for dtype, name in TYPE_NAMES.items() if dtype.is_floating_point}
+TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}
 
 
 class Source(Protocol):

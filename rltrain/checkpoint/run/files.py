@@ -1,4 +1,7 @@
-"""The files of a checkpoint: written to last, with checksums that tell whether they still are what was written."""
+"""The files of a checkpoint: written to last, with checksums that tell whether they still are what was written.
+
+Checksums are made of what is written while it is, so no file is read again.
+"""
 
 import json
 import os
@@ -9,15 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 WEIGHTS_SUFFIX = ".safetensors"
 READ_BYTES = 16 * 2**20
+MOST_CACHED_BYTES = 256 * 2**20
+"""Of a file that is written, in the system's memory: a training state may be as large as what is free there."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,12 @@ def write_files(folder: Path, files: Mapping[str, Contents]) -> dict[str, FileRe
     for name, contents in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(dict(contents.tensors), path, dict(contents.metadata))
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
-        _flush(path)
-        records[name] = checksum(path)
+        path.unlink(missing_ok=True)
+        entries = [Entry(tensor, values.dtype, tuple(values.shape)) for tensor, values in contents.tensors.items()]
+        with SafetensorsFile(path, entries, contents.metadata, most_cached_bytes=MOST_CACHED_BYTES) as file:
+            for entry in file.entries:
+                file.append(entry.name, contents.tensors[entry.name])
+        records[name] = FileRecord(file.num_bytes, file.crc32)
     for parent in {(folder / name).parent for name in files}:
         flush_folder(parent)
     return records

@@ -1,13 +1,31 @@
 """Writes one rank's files of a checkpoint, from a thread where training is to go on meanwhile."""
 
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
 from rltrain.cluster.threads import JobThread
 
-Report = Callable[[dict[str, FileRecord], str | None], None]
-"""(what was written, why not all of it), called once all of it is durable or has failed, from the writing thread."""
+NICENESS = 10
+"""Of the writing thread: it takes what training leaves of the processors."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Of one rank's files: what was written, in how many seconds, and why not all of it."""
+
+    files: Mapping[str, FileRecord]
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+Report = Callable[[Written], None]
+"""Called once all of it is durable or has failed, from the writing thread."""
 
 
 class FilesWriter:
@@ -24,7 +42,7 @@ class FilesWriter:
             _write(folder, files, report)
             return
         # Not a daemon: what was begun is written even where the run ends right after it.
-        self._thread = JobThread(target=_write, args=(folder, files, report), name="checkpoint writer")
+        self._thread = JobThread(target=_write_aside, args=(folder, files, report), name="checkpoint writer")
         self._thread.start()
 
     def join(self) -> None:
@@ -34,12 +52,19 @@ class FilesWriter:
             self._thread = None
 
 
+def _write_aside(folder: Path, files: Mapping[str, Contents], report: Report) -> None:
+    with suppress(OSError):  # a system may forbid it, or know it for processes only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    _write(folder, files, report)
+
+
 def _write(folder: Path, files: Mapping[str, Contents], report: Report) -> None:
+    begin = time.perf_counter()
     try:
         records = write_files(folder, files)
     except OSError as error:
-        report({}, error.strerror or str(error))
+        report(Written({}, problem=error.strerror or str(error)))
     except Exception as error:  # whoever completes the checkpoint waits for a word, and ends the job with this one
-        report({}, f"{type(error).__name__}: {error}")
+        report(Written({}, problem=f"{type(error).__name__}: {error}"))
     else:
-        report(records, None)
+        report(Written(records, time.perf_counter() - begin))

@@ -1,42 +1,34 @@
 """Whether every destination rank holds what the source ranks hold, by checksums of canonical tensors.
 
 A checksum is a sum over elements, modulo 2**64, of a number that the element's bits and its place in the canonical
-tensor give. So the checksum of what a rank holds of a tensor is the sum of those of the boxes that it was sent,
-whoever sent them. A sender works them out from its own memory by torch operations, not by the kernels that packed the
-boxes; a destination from the pieces of its layout, not from what the plan says that it gets.
+tensor give (csrc/reshard.h). So the checksum of what a rank holds of a tensor is the sum of those of the boxes that it
+was sent, whoever sent them. A sender works them out from its own memory, not from what was packed of it, and converts
+by torch operations; a destination from the pieces of its layout, not from what the plan says that it gets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rltrain.errors import SyncMismatchError
 from rltrain.reshard.element_types import ElementType
 from rltrain.reshard.execute.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
 from rltrain.reshard.execute.blocks import SCALES_PARAMETER
+from rltrain.reshard.kernels.checksums import BOX, checksums
+from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements, scales_of
 from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, IntArray, Layout
 from rltrain.reshard.plan.rank_plan import RankPlan
 
-MAX_ELEMENTS = 2**18
-"""Elements looked at at a time: few enough for the caches of a CPU. Each takes some tens of bytes meanwhile."""
-
 RECORD = np.dtype([("peer", np.int64), ("tensor", np.int64), ("checksum", np.int64)])
 """The checksum of what is between this rank and `peer` of one tensor."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float8_e4m3fn: 0x7E}
-"""The bits of the largest magnitude that is not a NaN."""
-
-_LOW_HALF = 0xFFFFFFFF
-_FIRST_FACTOR, _SECOND_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5A0A8B1AD
-"""Odd, with about as many bits set as not."""
 
 Values = Callable[[int, int, int], Tensor]
 """(number of a box, first row, number of rows) -> those rows of the box, as the destination is to hold them."""
@@ -58,7 +50,7 @@ def verify(
     `plan` is this rank's, for these layouts. With layouts of `blocks.quantized`, `blocks` is this rank's table and
     `source_tensors` are without scales, which are worked out anew. Bits of NaN may differ where a tensor's type does;
     everything else must be equal bit for bit. What was fanned out is compared with what the rank that passed it on
-    holds. Slow, a debugging aid; boxes are taken one at a time, so that it needs little memory.
+    holds. What is not converted is read once, where it lies.
 
     Raises SyncMismatchError, on every rank alike, about the lowest tensor that differs anywhere. Collective over:
     `group`, which is gloo's and holds the ranks of both layouts; None where that is this rank alone.
@@ -73,12 +65,25 @@ def verify(
         (plan.direct.sends, plan.direct.sends["peer"], held.converted(plan.direct.sends)),
         (plan.fan_out.sends, plan.fan_out.sends["peer"], _as_held(wanted, plan.fan_out.sends)),
     )
-    sent = np.concatenate([checksums.of(boxes, peer, values) for boxes, peer, values in stages])
+    sent = np.concatenate([checksums.of(boxes, peer, memory) for boxes, peer, memory in stages])
     received = _exchange(sent, plan.rank, group)
     totals = np.zeros((2, len(source.tensors.names)), dtype=np.int64)
     for total, records in zip(totals, (found, received), strict=True):
         np.add.at(total, records["tensor"], records["checksum"])
     _compare(np.flatnonzero(totals[0] != totals[1]), sent, source.tensors, plan.rank, group)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Memory that boxes lie in, at the places that their fields with `prefix` say.
+
+    Those that `in_place` marks are read as they are, the others are what `values` gives of them.
+    """
+
+    flats: Sequence[Tensor]
+    prefix: str
+    in_place: NDArray[np.bool_]
+    values: Values | None = None
 
 
 class _Checksums:
@@ -88,47 +93,40 @@ class _Checksums:
         self._widths = source.tensors.matrix_shapes[:, 1]
         self._same_type = source.types == destination.types
 
-    def of(self, boxes: Array, peer: IntArray | int, values: Values) -> Array:
+    def of(self, boxes: Array, peer: IntArray | int, held: _Held) -> Array:
         """[RECORD], one per peer and tensor among `boxes`."""
         keys = np.stack([np.broadcast_to(peer, len(boxes)), boxes["tensor"]], axis=1)
-        pairs, slots = np.unique(keys.astype(np.int64), axis=0, return_inverse=True)
-        sums: dict[int, Tensor] = {}
-        for number, (box, slot) in enumerate(zip(boxes, slots.reshape(-1).tolist(), strict=True)):
-            tensor, row, col, rows, cols = (int(box[name]) for name in ("tensor", "row", "col", "rows", "cols"))
-            step = max(MAX_ELEMENTS // max(cols, 1), 1)
-            for first in range(0, rows, step):
-                part = values(number, first, min(step, rows - first))
-                bits = bits_of(part, exact=bool(self._same_type[tensor]))
-                place = (row + first) * int(self._widths[tensor]) + col
-                sums[slot] = sums.get(slot, 0) + checksum(bits, place, int(self._widths[tensor]))
+        pairs, entries = np.unique(keys.astype(np.int64), axis=0, return_inverse=True)
+        summed = self._summed(boxes, entries.reshape(-1), held.prefix)
+        sums = checksums(summed[held.in_place], held.flats, len(pairs))
+        for number in np.flatnonzero(~held.in_place).tolist():
+            assert held.values is not None, "boxes that are not read in place are converted"
+            self._add_converted(sums, summed[number], number, held.values)
         records = np.zeros(len(pairs), dtype=RECORD)
-        records["peer"], records["tensor"] = pairs[:, 0], pairs[:, 1]
-        if sums:
-            records["checksum"][list(sums)] = torch.stack(list(sums.values())).cpu().numpy()
+        records["peer"], records["tensor"], records["checksum"] = pairs[:, 0], pairs[:, 1], sums
         return records
 
+    def _summed(self, boxes: Array, entries: IntArray, prefix: str) -> Array:
+        """[BOX]"""
+        summed = np.zeros(len(boxes), dtype=BOX)
+        summed["base"] = boxes[prefix + "parameter"]
+        summed["offset"], summed["stride"] = boxes[prefix + "offset"], boxes[prefix + "stride"]
+        summed["rows"], summed["cols"], summed["entry"] = boxes["rows"], boxes["cols"], entries
+        summed["width"] = self._widths[boxes["tensor"]]
+        summed["place"] = boxes["row"] * summed["width"] + boxes["col"]
+        summed["exact"] = self._same_type[boxes["tensor"]]
+        return summed
 
-def bits_of(values: Tensor, *, exact: bool) -> Tensor:
-    """int64: the bits of `values`; unless `exact`, every NaN has the same ones."""
-    bits = values.view(_BITS[values.dtype.itemsize]).to(torch.int64)
-    if not exact:
-        sign = 1 << (8 * values.dtype.itemsize - 1)
-        bits = bits.masked_fill((bits & (sign - 1)) > _INFINITY[values.dtype], _INFINITY[values.dtype] + 1)
-    return bits
-
-
-def checksum(bits: Tensor, place: int, width: int) -> Tensor:
-    """int64, no dimensions: of `bits` [rows, cols], which begin at element `place` of a tensor `width` wide."""
-    rows, cols = (torch.arange(size, device=bits.device) for size in bits.shape)
-    places = place + rows[:, None] * width + cols
-    return (_mixed(bits) * (_mixed(places) | 1)).sum()
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """int64 numbers, spread over all of 64 bits; products and sums wrap around."""
-    mixed = (numbers + 1) * _FIRST_FACTOR
-    mixed = (mixed ^ ((mixed >> 32) & _LOW_HALF)) * _SECOND_FACTOR
-    return mixed ^ ((mixed >> 32) & _LOW_HALF)
+    def _add_converted(self, sums: IntArray, box: np.void, number: int, values: Values) -> None:
+        """`box`, which is number `number` for `values`."""
+        step = max(MAX_ELEMENTS // max(int(box["cols"]), 1), 1)
+        for first in range(0, int(box["rows"]), step):
+            part = values(number, first, min(step, int(box["rows"]) - first)).contiguous()
+            summed = np.array([box], dtype=BOX)
+            summed["base"] = summed["offset"] = 0
+            summed["rows"], summed["stride"] = len(part), box["cols"]
+            summed["place"] += first * box["width"]
+            sums += checksums(summed, [part], len(sums))
 
 
 def _flats(parameters: Sequence[tuple[str, tuple[int, ...]]], tensors: Mapping[str, Tensor] | None) -> list[Tensor]:
@@ -141,9 +139,9 @@ def _rows(flat: Tensor, box: np.void, prefix: str, first: int, rows: int) -> Ten
     return flat[int(box[prefix + "offset"]) + first * stride :].as_strided((rows, int(box["cols"])), (stride, 1))
 
 
-def _as_held(flats: list[Tensor], boxes: Array) -> Values:
+def _as_held(flats: list[Tensor], boxes: Array) -> _Held:
     """What the memory of the destination holds of `boxes`."""
-    return lambda number, first, rows: _rows(flats[boxes["parameter"][number]], boxes[number], "", first, rows)
+    return _Held(flats, "", np.ones(len(boxes), dtype=bool))
 
 
 class _Source:
@@ -174,7 +172,7 @@ class _Source:
         if blocks.num_entries:
             self._flats[0] = scales_of(self._amax)
 
-    def converted(self, boxes: Array, prefix: str = "") -> Values:
+    def converted(self, boxes: Array, prefix: str = "") -> _Held:
         """Of `boxes`, which lie at the places that their fields with `prefix` say."""
         to_float8, from_float8 = (
             types[boxes["tensor"]] == ElementType.FLOAT8_E4M3 for types in (self._types, self._source_types)
@@ -196,7 +194,8 @@ class _Source:
             inverse = _entries(self._inverse, place, phases[0] + rows, phases[1] + part.shape[1])
             return quantize_elements(part, per_element(inverse, part.shape, row_phase=phases[0], col_phase=phases[1]))
 
-        return values
+        as_it_is = self._types[boxes["tensor"]] == self._source_types[boxes["tensor"]]
+        return _Held(self._flats, prefix, as_it_is, values)
 
     def _measure(self, blocks: BlockTable) -> None:
         """Write the largest magnitudes of this rank's blocks, as far as it holds them."""

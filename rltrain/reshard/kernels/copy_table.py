@@ -40,6 +40,9 @@ class NativeCopies(Protocol):
         """Raise the amax entries of those of slices[first:last] that quantise to the magnitudes of their elements; the
         other slices are skipped."""
 
+    def checksum(self, first: int, last: int) -> None:
+        """Add the checksums of slices[first:last], which have no destination, to their sums: see checksums.py."""
+
 
 class CopyTable:
     """Copies between the tensors last bound, as `slices` [SLICE] say; `device` is where all of them are.
@@ -56,7 +59,7 @@ class CopyTable:
         self._bound: list[Tensor] | None = None
         self._checked: list[tuple[torch.dtype, int]] | None = None
         self._alignment: list[int] = []
-        self._copies = _backend_class(device)(self._slices, device)
+        self._copies = backend_class(device)(self._slices, device)
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Number i becomes base i: contiguous, of any shape, in memory that the table's device can address.
@@ -131,7 +134,8 @@ class CopyTable:
         self._checked = sizes
 
 
-def _backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
+def backend_class(device: torch.device) -> type[NativeCopies] | type[TorchCopies]:
+    """What goes through slices on `device`. UserError as `native.backend`."""
     match native.backend(device.type):
         case "cuda":
             from rltrain.reshard.kernels.cuda import CudaCopies  # only where there is a device to use it

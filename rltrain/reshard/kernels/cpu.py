@@ -24,6 +24,7 @@ class CpuCopies:
         library = native.cpu_library()
         self._copy = _typed(library.rs_cpu_copy)
         self._amax = _typed(library.rs_cpu_amax)
+        self._checksum = _typed(library.rs_cpu_checksum)
 
     def bind(self, pointers: list[int]) -> None:
         self._bases = np.array(pointers, dtype=np.uint64)
@@ -35,10 +36,13 @@ class CpuCopies:
     def amax(self, first: int, last: int) -> None:
         self._run(self._amax, first, last)
 
+    def checksum(self, first: int, last: int) -> None:
+        self._run(self._checksum, first, last)
+
     def _run(self, function: Callable[[int, int, int, int], int], first: int, last: int) -> None:
         table = self._table + first * SLICE.itemsize
         if function(table, last - first, self._pointers, torch.get_num_threads()):
-            raise RuntimeError(f"the native library could not copy slices {first}:{last}: out of memory")
+            raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
 
 
 def _typed(function: Callable[..., int]) -> Callable[[int, int, int, int], int]:

@@ -38,6 +38,7 @@ class CudaCopies:
         library = native.cuda_library()
         self._copy = _typed(library.rs_cuda_copy)
         self._amax = _typed(library.rs_cuda_amax)
+        self._checksum = _typed(library.rs_cuda_checksum)
         self._error_string = library.rs_cuda_error_string
         self._error_string.restype = ctypes.c_char_p
         self._device = device
@@ -67,6 +68,9 @@ class CudaCopies:
     def amax(self, first: int, last: int) -> None:
         self._run(self._amax, first, last)
 
+    def checksum(self, first: int, last: int) -> None:
+        self._run(self._checksum, first, last)
+
     def _run(self, kernel: _Kernel, first: int, last: int) -> None:
         tiles = int(self._first_tile[first]), int(self._first_tile[last])
         if tiles[0] == tiles[1]:
@@ -75,7 +79,7 @@ class CudaCopies:
         with self._current_stream() as stream:
             error = kernel(*tables, *tiles, self.num_blocks, self._ordinal, stream)
         if error:
-            raise RuntimeError(f"slices {first}:{last} cannot be copied on {self._device}: {self._reason(error)}")
+            raise RuntimeError(f"slices {first}:{last} cannot be gone through on {self._device}: {self._reason(error)}")
 
     def _reason(self, error: int) -> str:
         return f"{self._error_string(error).decode()} (CUDA error {error})"

@@ -93,11 +93,11 @@ def check_bounds(slices: Array, bases: Bases) -> None:
     """Refuse slices [SLICE] that leave their bases or meet another element type there: ValueError that names the slice
     and the base."""
     for side in ("src", "dst"):
-        _check_side(slices, side, slices[f"{side}_type"], slices["rows"], slices["cols"], bases)
+        check_side(slices, side, slices[f"{side}_type"], slices["rows"], slices["cols"], bases)
     quantised = quantises(slices) & ~is_empty(slices)
     rows = np.where(quantised, blocks_spanned(slices["row_phase"], slices["rows"]), 0)
     cols = np.where(quantised, blocks_spanned(slices["col_phase"], slices["cols"]), 0)
-    _check_side(slices, "amax", np.full(len(slices), ElementType.FLOAT32, dtype=np.uint8), rows, cols, bases)
+    check_side(slices, "amax", np.full(len(slices), ElementType.FLOAT32, dtype=np.uint8), rows, cols, bases)
 
 
 def alignment(slices: Array, num_bases: int) -> NDArray[np.int64]:
@@ -116,7 +116,8 @@ def blocks_spanned(phase: Numbers, length: Numbers) -> NDArray[np.int64]:
     return result
 
 
-def _check_side(slices: Array, side: str, kinds: Numbers, rows: Numbers, cols: Numbers, bases: Bases) -> None:
+def check_side(slices: Array, side: str, kinds: Numbers, rows: Numbers, cols: Numbers, bases: Bases) -> None:
+    """`check_bounds` on one side ("src", "dst", "amax"), where slices have `rows` and `cols` of types `kinds`."""
     used = np.flatnonzero((rows > 0) & (cols > 0))
     base = slices[f"{side}_base"][used]
     stranger = (base < 0) | (base >= len(bases.types))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.reshard.element_types import ElementType
+from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of, keyed_sum
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
 from rltrain.reshard.kernels.slices import blocks_spanned, is_empty, quantises
 from rltrain.reshard.kernels.torch_types import DTYPES
@@ -40,6 +41,19 @@ class TorchCopies:
     def amax(self, first: int, last: int) -> None:
         for number in first + np.flatnonzero(self._quantises[first:last] & ~self._empty[first:last]):
             self._raise_amax(self._slices[number])
+
+    @torch.no_grad()
+    def checksum(self, first: int, last: int) -> None:
+        for number in first + np.flatnonzero(~self._empty[first:last]):
+            self._add_checksum(self._slices[number])
+
+    def _add_checksum(self, summed: np.void) -> None:
+        sums = self._as(int(summed["amax_base"]), torch.int64)
+        source, place, width = self._box(summed, "src"), int(summed["dst_offset"]), int(summed["dst_stride"])
+        for row in range(0, len(source), step := max(MAX_ELEMENTS // source.shape[1], 1)):
+            for col in range(0, source.shape[1], MAX_ELEMENTS):
+                part = bits_of(source[row : row + step, col : col + MAX_ELEMENTS], exact=not summed["row_phase"])
+                sums[int(summed["amax_offset"])] += keyed_sum(part, place + row * width + col, width)
 
     def _copy(self, copy: np.void, *, quantised: bool) -> None:
         source, destination = self._box(copy, "src"), self._box(copy, "dst")

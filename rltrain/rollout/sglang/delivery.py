@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.reshard.execute.verify import MAX_ELEMENTS, bits_of, checksum
+from rltrain.reshard.kernels.checksums import checksum_of
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.sglang.courier import Call, Courier
 from rltrain.rollout.sglang.gathering import from_first, gather_bytes
@@ -272,16 +272,6 @@ class Delivery:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def checksum_of(tensor: Tensor) -> int:
-    """As the server's side works it out of a parameter (server/rltrain_weight_loader.py)."""
-    flat = tensor.view(1, -1)
-    parts = [
-        checksum(bits_of(flat[:, first : first + MAX_ELEMENTS], exact=True), first, 0)
-        for first in range(0, flat.shape[1], MAX_ELEMENTS)
-    ]
-    return int(torch.stack(parts).sum()) if parts else 0
 
 
 def _reply_file() -> int:

@@ -27,6 +27,7 @@ Message = dict[str, Any]
 Reply = dict[str, Any]
 
 CHUNK_ELEMENTS = 2**18
+RUN, PRESENT, LOW_HALF = 1024, 0xFFA5C3E7, 0xFFFFFFFF
 IPC_HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
 
@@ -189,21 +190,32 @@ def _own_parameters(model: torch.nn.Module) -> dict[str, float]:
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """A sum over elements, modulo 2**64, of a number that the bits and the place of each give."""
+    """That of rltrain (csrc/reshard.h): a sum over elements of a number that the bits and the place of each give."""
     bits_type = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
     flat = tensor.detach().view(-1).view(bits_type)
+    place_keys = _place_keys(torch.arange(RUN, device=flat.device))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(0, flat.numel(), CHUNK_ELEMENTS):
-        bits = flat[first : first + CHUNK_ELEMENTS].to(torch.int64)
-        places = torch.arange(first, first + bits.numel(), device=flat.device)
-        total += (_mixed(bits) * (_mixed(places) | 1)).sum()
+    for first in range(0, flat.numel(), CHUNK_ELEMENTS):  # whole runs, but for the last
+        bits = (flat[first : first + CHUNK_ELEMENTS].to(torch.int64) & ((1 << 8 * flat.itemsize) - 1)) ^ PRESENT
+        whole = bits.numel() // RUN
+        runs = _run_keys(torch.arange(first // RUN, first // RUN + whole + 1, device=flat.device))
+        total += (runs[:whole] * (bits[: whole * RUN].view(whole, RUN) * place_keys).sum(1)).sum()
+        rest = bits[whole * RUN :]
+        total += runs[whole] * (rest * place_keys[: rest.numel()]).sum()
     return int(total)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    mixed = (numbers + 1) * -0x61C8864680B583EB
-    mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * -0x4B47D0C5A0A8B1AD
-    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+def _place_keys(places: Tensor) -> Tensor:
+    mixed = (places + 0x9E3779B9) & LOW_HALF
+    mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & LOW_HALF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & LOW_HALF
+    return mixed ^ (mixed >> 16)
+
+
+def _run_keys(runs: Tensor) -> Tensor:
+    mixed = (runs + 1) * -0x61C8864680B583EB
+    mixed = (mixed ^ ((mixed >> 32) & LOW_HALF)) * -0x4B47D0C5A0A8B1AD
+    return (mixed ^ ((mixed >> 32) & LOW_HALF)) | 1
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -1,0 +1,79 @@
+"""Checksums of boxes of tensors: sums over elements, so that boxes may be cut in any way (csrc/reshard.h)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.reshard.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.kernels import copy_table
+from rltrain.reshard.kernels.slices import SLICE, Bases, check_side
+from rltrain.reshard.kernels.torch_operations import TorchCopies
+from rltrain.reshard.kernels.torch_types import DTYPES
+from rltrain.reshard.layout import Array, IntArray
+
+_TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
+_TYPE_OF_SIZE = {
+    ITEM_BYTES[kind]: kind for kind in (ElementType.FLOAT8_E4M3, ElementType.BFLOAT16, ElementType.FLOAT32)
+}
+
+BOX = np.dtype(
+    [
+        ("base", np.int64),
+        ("offset", np.int64),
+        ("stride", np.int64),
+        ("rows", np.int64),
+        ("cols", np.int64),
+        ("place", np.int64),
+        ("width", np.int64),
+        ("entry", np.int64),
+        ("exact", np.bool_),
+    ]
+)
+"""Elements (i, j), i < rows and j < cols, at offset + i * stride + j of tensor number `base`. Each is number
+place + i * width + j of what the checksum is of, which is added to `entry`. Unless `exact`, all NaNs are alike."""
+
+
+def checksums(boxes: Array, tensors: Sequence[Tensor], num_entries: int) -> IntArray:
+    """[num_entries] int64: the checksums of `boxes` [BOX] in contiguous `tensors`, all on one device.
+
+    The same on every device and with or without native code. ValueError where a box leaves its tensor.
+    """
+    if not len(boxes):
+        return np.zeros(num_entries, dtype=np.int64)
+    device = tensors[0].device
+    flats = [tensor.detach().view(-1) for tensor in tensors]
+    slices = _slices(boxes, np.array([_TYPES[flat.dtype] for flat in flats], dtype=np.uint8))
+    sizes = np.array([flat.nbytes for flat in flats], dtype=np.int64)
+    bases = Bases(np.array([_TYPES[flat.dtype] for flat in flats], dtype=np.int64), sizes)
+    check_side(slices, "src", slices["src_type"], slices["rows"], slices["cols"], bases)
+    sums = torch.zeros(num_entries, dtype=torch.int64, device=device)
+    copies = copy_table.backend_class(device)(slices, device)
+    if isinstance(copies, TorchCopies):
+        copies.bind_tensors([*flats, sums])
+    else:
+        copies.bind([tensor.data_ptr() for tensor in (*flats, sums)])
+    copies.checksum(0, len(slices))
+    found: IntArray = sums.cpu().numpy()
+    return found
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """Of a contiguous tensor of any type of 1, 2 or 4 bytes, by its bits."""
+    flat = tensor.detach().view(-1).view(DTYPES[_TYPE_OF_SIZE[tensor.dtype.itemsize]])
+    box = np.zeros(1, dtype=BOX)
+    box["rows"], box["cols"], box["exact"] = 1, len(flat), True
+    return int(checksums(box, [flat], 1)[0])
+
+
+def _slices(boxes: Array, types: Array) -> Array:
+    """[SLICE] as rs_cpu_checksum and its twin want them; the sums are the base after those of `types`."""
+    slices = np.zeros(len(boxes), dtype=SLICE)
+    slices["src_base"], slices["src_offset"], slices["src_stride"] = boxes["base"], boxes["offset"], boxes["stride"]
+    slices["rows"], slices["cols"] = boxes["rows"], boxes["cols"]
+    slices["dst_offset"], slices["dst_stride"] = boxes["place"], boxes["width"]
+    slices["src_type"] = slices["dst_type"] = types[boxes["base"]]
+    slices["amax_base"], slices["amax_offset"] = len(types), boxes["entry"]
+    slices["row_phase"] = ~boxes["exact"]
+    return slices
