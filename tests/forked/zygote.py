@@ -49,15 +49,14 @@ class Child:
     rank: str | None
 
     def report_end(self) -> None:
-        """The status goes to whoever asked; the process stays a zombie until that has been read."""
+        """Tell whoever asked for it the exit status. The process stays a zombie until that has been read."""
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        try:
+        with suppress(OSError):  # whoever asked has ended before it
             self.connection.send(json.dumps({"code": code}).encode())
-            self.connection.recv(1)
-        except OSError:
-            self.connection.close()  # whoever asked has ended before it
+
+    def bury(self) -> None:
         os.waitpid(self.pid, 0)
         self.connection.close()
         os.close(self.pidfd)
@@ -117,8 +116,14 @@ class Zygote:
 
     def _ended(self, child: Child) -> None:
         self.selector.unregister(child.pidfd)
-        del self.children[child.pid]
         child.report_end()
+        self.selector.register(child.connection, selectors.EVENT_READ, lambda: self._was_read(child))
+
+    def _was_read(self, child: Child) -> None:
+        """The other side of its connection is closed."""
+        self.selector.unregister(child.connection)
+        del self.children[child.pid]
+        child.bury()
 
     def _leave_behind(self, connection: socket.socket) -> None:
         connection.close()
