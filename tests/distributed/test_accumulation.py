@@ -44,7 +44,7 @@ def test_parts_of_the_same_micro_batches_give_the_same_bits(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: list[dict[str, Any]], layout: str) -> None:
-    """Other shapes and sums in another order: 1e-5 is some 80 units in the last place, and an update multiplies them."""
+    """Other shapes, sums in another order: 1e-5 is some 80 units in the last place, and an update multiplies them."""
     wanted = reports(ranks, f"{layout}/whole/{FEW}")
     for actual, expected in zip(reports(ranks, f"{layout}/three/{FEW}"), wanted, strict=True):
         assert actual["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5)
