@@ -67,10 +67,11 @@ ONE_MORE = ("data.eval=null", f"steps={SAVED + 1}")
 def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -> None:
     """Its second mini-batch meets weights of the first update. What is drawn from those weights may be another token.
 
-    Orders of sums were seen to move ratio_max by 2e-5; a learning rate 0.3% off moves it by 2e-3.
+    Orders of sums were seen to move ratio_max by 2e-5, and log-probs by as much; a learning rate 0.3% off moves it by
+    2e-3.
     """
     assert rest.keys() == {SAVED}
-    assert rest[SAVED] == pytest.approx(whole[SAVED], rel=1e-4, abs=1e-5)
+    assert rest[SAVED] == pytest.approx(whole[SAVED], rel=1e-4, abs=1e-4)
 
 
 CONFIGS = {
