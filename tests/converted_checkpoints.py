@@ -46,6 +46,15 @@ def make_checkpoint(
     return stored_tensors(folder)
 
 
+def loads_alike(one: Path, other: Path) -> bool:
+    """Whether transformers makes equal models of both folders, bit for bit.
+
+    Their outputs may differ in the last bits: where a weight lies in memory follows from where it lay in its file.
+    """
+    first, second = (transformers.AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

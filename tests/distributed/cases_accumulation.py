@@ -14,7 +14,7 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
-from rltrain.data.experience import Experience
+from rltrain.data.experience import FIELDS, Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.reshard.families import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -32,6 +32,7 @@ from tests.distributed.cases_training import (
     negative_log_likelihood,
     share_of,
 )
+from tests.uneven_products import uneven_products
 
 LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2")
 PARTS = {"whole": [12], "three": [1, 5, 6], "single": [1] * 12}
@@ -62,14 +63,28 @@ def all_cases(path: str) -> dict[str, Any]:
 def _in_parts(path: Path, layout: str, groups: ProcessGroups) -> Results:
     """The same mini-batches cut in different ways. A replica has a share of every part, perhaps an empty one."""
     for max_tokens, name in ((ALONE, "whole"), (ALONE, "three"), (ALONE, "single"), (FEW, "whole"), (FEW, "three")):
-        trainable = make_trainable(load_model(path, layout, groups), max_tokens)
         experience = load_experience(path)
+        if max_tokens == ALONE and GRIDS[layout].pp > 1:
+            # A pipeline pads every part to its own longest sample: equal shapes need samples of equal length.
+            experience = _of_one_length(experience)
+        trainable = make_trainable(load_model(path, layout, groups), max_tokens)
         steps = []
-        for _ in range(NUM_STEPS):
-            for part in torch.arange(12).split(PARTS[name]):
-                trainable.accumulate(_share_of_samples(experience, part, layout), negative_log_likelihood)
-            steps.append(trainable.step())
+        with uneven_products():
+            for _ in range(NUM_STEPS):
+                for part in torch.arange(12).split(PARTS[name]):
+                    trainable.accumulate(_share_of_samples(experience, part, layout), negative_log_likelihood)
+                steps.append(trainable.step())
         yield f"{layout}/{name}/{max_tokens}", {"steps": steps, "weights": _weights(trainable)}
+
+
+def _of_one_length(experience: Experience) -> Experience:
+    """The same tokens, but for the last few, in as many samples of equal length."""
+    length = experience.num_tokens // experience.num_samples
+    columns = {
+        name: values[: length * experience.num_samples] if FIELDS[name][1] == "token" else values
+        for name, values in experience.columns().items()
+    }
+    return Experience(**columns | {"lengths": torch.full_like(experience.lengths, length)})
 
 
 def _share_of_samples(experience: Experience, samples: Tensor, layout: str) -> Experience:

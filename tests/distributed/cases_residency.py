@@ -28,6 +28,7 @@ from rltrain.training.forward import compute_logprobs
 from rltrain.training.memory import model_parts, training_parts
 from rltrain.training.model import LanguageModel, build_model, local_parameters
 from rltrain.training.trainable import TrainableModel
+from tests.uneven_products import uneven_products
 
 CPU = torch.device("cpu")
 NUM_STEPS = 5
@@ -146,13 +147,14 @@ def train_in_every_way(path: str) -> dict[str, Any]:
     groups = ProcessGroups(group_lists({"actor": GRID}), backend="gloo", timeout_s=60)
     experience = Experience(**{"sample_ids": torch.arange(12), **load_file(Path(path) / "experience.safetensors")})
     experience = experience.select(torch.arange(dist.get_rank(), 12, 2))
-    return {
-        way: {
-            mode: Rank(Path(path), mode, groups, dtype, is_distributed).run(experience)
-            for mode in (*MODES, *(MORE_MODES if way == EXHAUSTIVE else ()))
+    with uneven_products():
+        return {
+            way: {
+                mode: Rank(Path(path), mode, groups, dtype, is_distributed).run(experience)
+                for mode in (*MODES, *(MORE_MODES if way == EXHAUSTIVE else ()))
+            }
+            for way, (dtype, is_distributed) in WAYS.items()
         }
-        for way, (dtype, is_distributed) in WAYS.items()
-    }
 
 
 def load(path: Path, groups: ProcessGroups, dtype: str) -> LanguageModel:

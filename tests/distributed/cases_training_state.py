@@ -30,6 +30,7 @@ from rltrain.training.optimizer_state import MOMENTS, optimized_parameters
 from rltrain.training.saved_state import Destination, SavedState
 from rltrain.training.state import MASTER, load_state, save_state
 from rltrain.training.trainable import TrainableModel
+from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4
 BEFORE, AFTER = 2, 2
@@ -172,11 +173,12 @@ def all_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
     grids = {case_way.grid for case in CASES.values() for case_way in (case.way, case.goes_on)}
     lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
-    results = {
-        name: saved_and_continued(case, Path(checkpoints[case.checkpoint]), groups, Path(folder, name))
-        for name, case in CASES.items()
-    }
-    results["at_the_start"] = at_the_start(Path(checkpoints["qwen3"]), groups, Path(folder, "at_the_start"))
+    with uneven_products():
+        results = {
+            name: saved_and_continued(case, Path(checkpoints[case.checkpoint]), groups, Path(folder, name))
+            for name, case in CASES.items()
+        }
+        results["at_the_start"] = at_the_start(Path(checkpoints["qwen3"]), groups, Path(folder, "at_the_start"))
     results["within_a_mini_batch"] = within_a_mini_batch(Path(checkpoints["qwen3"]), groups)
     return results
 

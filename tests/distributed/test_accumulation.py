@@ -1,4 +1,7 @@
-"""An optimizer step is the same however its samples are cut into parts; actor and critic train by the same code."""
+"""An optimizer step is the same however its samples are cut into parts; actor and critic train by the same code.
+
+Bit for bit where micro-batches come in equal shapes and equal order, else as far as float32 goes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -34,15 +37,17 @@ def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
 def test_parts_of_the_same_micro_batches_give_the_same_bits(
     ranks: list[dict[str, Any]], layout: str, parts: str
 ) -> None:
+    """Every sample is a micro-batch; in a pipeline all have one length, so that none is padded."""
     wanted = reports(ranks, f"{layout}/whole/{ALONE}")
     assert reports(ranks, f"{layout}/{parts}/{ALONE}") == wanted
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: list[dict[str, Any]], layout: str) -> None:
+    """Other shapes, sums in another order: 1e-5 is some 80 units in the last place, and an update multiplies them."""
     wanted = reports(ranks, f"{layout}/whole/{FEW}")
     for actual, expected in zip(reports(ranks, f"{layout}/three/{FEW}"), wanted, strict=True):
-        assert actual["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-6)
+        assert actual["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5)
         assert actual["steps"][1] == pytest.approx(expected["steps"][1], rel=1e-4)
 
 

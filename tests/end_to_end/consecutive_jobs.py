@@ -1,4 +1,5 @@
-"""Jobs one after the other in the same processes, which load their libraries once.
+"""Jobs one after the other in the same processes, which load their libraries once: what is equal bit for bit among
+them has to be so on any processor.
 
 torchrun tests/end_to_end/consecutive_jobs.py CONFIG JOBS: the file JOBS has a JSON list with the overrides of each job.
 """
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from rltrain import job
 from rltrain.cluster.world import World, join_world
+from tests.uneven_products import uneven_products
 
 
 def run_apart(name: str, config: Path, overrides: list[str]) -> None:
@@ -26,5 +28,6 @@ def run_apart(name: str, config: Path, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for number, overrides in enumerate(json.loads(Path(sys.argv[2]).read_text())):
-        run_apart(f"job{number}", Path(sys.argv[1]), overrides)
+    with uneven_products():
+        for number, overrides in enumerate(json.loads(Path(sys.argv[2]).read_text())):
+            run_apart(f"job{number}", Path(sys.argv[1]), overrides)

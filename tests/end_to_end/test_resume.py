@@ -63,10 +63,17 @@ def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
     return {step: value for step, value in steps.items() if step >= first}
 
 
-def assert_close(metrics: dict[int, Any], expected: dict[int, Any], rel: float = 1e-5) -> None:
-    assert metrics.keys() == expected.keys()
-    for step, values in metrics.items():
-        assert values == pytest.approx(expected[step], rel=rel, abs=1e-5)
+ONE_MORE = ("data.eval=null", f"steps={SAVED + 1}")
+
+
+def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -> None:
+    """Its second mini-batch meets weights of the first update. What is drawn from those weights may be another token.
+
+    Orders of sums were seen to move ratio_max by 2e-5, and log-probs by as much; a learning rate 0.3% off moves it by
+    2e-3.
+    """
+    assert rest.keys() == {SAVED}
+    assert rest[SAVED] == pytest.approx(whole[SAVED], rel=1e-4, abs=1e-4)
 
 
 CONFIGS = {
@@ -124,13 +131,10 @@ def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_a
 
 @pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
-    """Which groups make up a chunk depends on which get done first on two engines.
-
-    Orders of sums were seen to move ratio_max by 2e-5; a learning rate 0.3% off moves it by 2e-3.
-    """
-    schedule = (APART, "data.eval=null", "schedule={mode: pipelined, chunks: 2}")
-    (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], schedule, ())
-    assert_close(rest, after(whole), rel=1e-4)
+    """Which groups make up a chunk depends on which of two engines gets them done first."""
+    schedule = (APART, "schedule={mode: pipelined, chunks: 2}")
+    (whole, _), (rest, _) = saved_and_resumed(CONFIGS["sequential"][0], (*schedule, *ONE_MORE), ())
+    assert_close_in_the_next_step(rest, whole)
 
 
 @pytest.mark.slow
@@ -138,9 +142,9 @@ def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed
 def test_so_does_one_in_another_layout(saved_and_resumed, name):
     config, overrides = CONFIGS[name]
     layouts = ("actor.parallel={tp: 1, pp: 2}",), ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true")
-    (whole, _), *others = saved_and_resumed(config, (*overrides, f"steps={SAVED + 2}"), *layouts)
+    (whole, _), *others = saved_and_resumed(config, (*overrides, *ONE_MORE), *layouts)
     for rest, _ in others:
-        assert_close(rest, after(whole))
+        assert_close_in_the_next_step(rest, whole)
 
 
 @pytest.mark.slow

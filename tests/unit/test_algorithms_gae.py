@@ -67,7 +67,7 @@ def test_lambda_one_without_discount_is_reward_to_come_less_value() -> None:
     first, second = experience.rewards.tolist()
     mask = experience.response_mask
     assert result.returns is not None and result.advantages is not None
-    assert result.returns[mask].tolist() == pytest.approx([first] * 3 + [second] * 2, rel=1e-6)
+    assert result.returns[mask].tolist() == pytest.approx([first] * 3 + [second] * 2, rel=1e-5)
     torch.testing.assert_close(result.advantages[mask], (result.returns - experience.values)[mask])
 
 
