@@ -66,9 +66,8 @@ class Checkpointing:
         self._boundary = step
         reason = self.stop.verdict(step) if self.stop else None
         if reason or step in self.order.saves:
-            begin = time.perf_counter()
-            self.finish()  # with the checkpoint before, for which nothing is stopped
-            self._metrics["perf/checkpoint_wait_s"] = time.perf_counter() - begin
+            with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
+                self.finish()  # nothing is stopped for that one
             self.stopped_by = reason
             self._save(step)
 

@@ -90,7 +90,6 @@ METRICS = (
     Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb, in shared memory of 4 MiB"),
     Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
     Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
-    Metric("perf/checkpoint_wait_s", "s", "of the step: waiting for the checkpoint before to be written"),
     Metric("perf/checkpoint_copy_s", "s", "of the step: copying what a checkpoint holds, on the actor's first rank"),
     Metric("perf/checkpoint_write_s", "s", "beside training: the longest of the ranks' writing of the last checkpoint"),
     Metric("perf/checkpoint_bytes", "bytes", "its size; both are in the step in which it became complete"),
@@ -118,6 +117,10 @@ def working_task(metric: str) -> str | None:
 def waiting_task(metric: str) -> str | None:
     """generate for perf/generate_wait_s; None for a metric that is not a task's seconds of waiting."""
     return _task_before("_wait_s", metric)
+
+
+def times_a_task(metric: str) -> bool:
+    return (working_task(metric) or waiting_task(metric)) is not None
 
 
 def _task_before(suffix: str, metric: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from rltrain.cluster.world import Bulletin
-from rltrain.observability.names import waiting_task, working_task
+from rltrain.observability.names import times_a_task
 
 Metrics = dict[str, float]
 
@@ -52,7 +52,7 @@ class Reporter:
     def add(self, step: int, metrics: Metrics) -> None:
         """Metrics of one task of this rank. Seconds of a task that comes several times in the step add up."""
         pending = self.pending.setdefault(step, {})
-        seconds = {name for name in pending.keys() & metrics.keys() if working_task(name) or waiting_task(name)}
+        seconds = {name for name in pending.keys() & metrics.keys() if times_a_task(name)}
         pending.update({name: value + pending[name] if name in seconds else value for name, value in metrics.items()})
         self.num_added[step] += 1
         if self.num_added[step] == self.expected[step][self.rank]:
@@ -121,5 +121,5 @@ class Reporter:
 
 def _merge(merged: Metrics, metrics: Metrics) -> None:
     """Of a task that several ranks time, such as a checkpoint, the longest counts."""
-    longest = {name: max(merged[name], metrics[name]) for name in metrics.keys() & merged.keys() if timed_task(name)}
+    longest = {name: max(merged[name], metrics[name]) for name in metrics.keys() & merged.keys() if times_a_task(name)}
     merged |= metrics | longest
