@@ -18,6 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
+from rltrain.cluster.task_clock import TaskClock
 from rltrain.config.schema import Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
@@ -59,6 +60,7 @@ class Rank:
                 rollout=Rollout(),
             ),
             world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
+            heartbeat=SimpleNamespace(task_clock=TaskClock()),
             grids=GRIDS,
             groups=self.groups,
             architecture=ARCHITECTURE,

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def open_store() -> Iterator[dist.TCPStore]:
-    yield dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=LIMIT_S))
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=LIMIT_S))
 
 
 def on_ranks(store: dist.TCPStore, body: Callable[[int, dist.Store], Result], num_ranks: int) -> list[Result]:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import popen as forked
 from tests.run_folders import RankLog
 from tools.benchmarks import orders
 
@@ -19,10 +19,7 @@ BENCHMARKS = REPOSITORY / "tools/benchmarks"
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    return forked.run(command, timeout_s=240, environment=variables)
 
 
 def result_of(script: str, *options: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpointing import Checkpointing
 from rltrain.cluster.placement import resolve_placement
+from rltrain.cluster.task_clock import TaskClock
 from rltrain.config.schema import Config
 from rltrain.resuming import restore
 from rltrain.schedule.steps import build_order
@@ -72,6 +73,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store) -> Checkpointing:
         world=SimpleNamespace(rank=rank, size=NUM_RANKS, store=store, device=CPU),
         placement=placement,
         patience=Patience(),
+        heartbeat=SimpleNamespace(task_clock=TaskClock()),
         architectures={},
         stop=None,
         leader_of=lambda role: placement.ranks(role)[0],

@@ -22,7 +22,7 @@ from rltrain.errors import StallError
 
 @pytest.fixture(scope="module")
 def server() -> dist.TCPStore:
-    return dist.TCPStore("localhost", 0, is_master=True)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)
 
 
 @pytest.fixture

@@ -1,19 +1,15 @@
 """Layouts against real megatron-core models: what each rank's parameters are called, their shapes, its layers."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
+from tests.forked.popen import run
 from tests.model_shards import tiny_architecture
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 CASES: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "layers": 3, "grid": {"tp": 2, "ep": 2}},
@@ -57,8 +53,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "tests/megatron_shapes.py", str(folder / "cases.json"), str(folder / "results.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = run(command, timeout_s=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(CASES, json.loads((folder / "results.json").read_text()), strict=True))
 

@@ -78,7 +78,7 @@ def test_waits_are_spans_within_their_task(tmp_path):
 
 @pytest.fixture
 def bulletin() -> Bulletin:
-    store = dist.TCPStore("localhost", 0, is_master=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     return Bulletin(World(0, 2, 0, 2, torch.device("cpu"), store, timeout_s=60.0))
 
 
