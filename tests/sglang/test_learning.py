@@ -7,7 +7,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_the_quickstart_reaches_0_9(sglang_python, warmed_up, data_overrides, tmp_path):
+def test_the_quickstart_is_learned(sglang_python, warmed_up, data_overrides, tmp_path):
     records = train(
         REPOSITORY / "configs/quickstart.yaml",
         "rollout.engine=sglang",
@@ -17,9 +17,10 @@ def test_the_quickstart_reaches_0_9(sglang_python, warmed_up, data_overrides, tm
         *data_overrides,
         "placement={'actor, reference': 0, 'rollout, reward': 1}",
         "actor.parallel.tp=1",
-        "evaluation={interval: 20, stop_at: 0.9}",
+        "evaluation={interval: 10, stop_at: 0.8}",
         num_ranks=2,
         timeout_s=2400,
     )
-    assert column(records, "eval/score")[-1] >= 0.9
+    scores = column(records, "eval/score")
+    assert scores[0] < 0.5 and scores[-1] >= 0.8
     assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-3
