@@ -75,7 +75,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     if world.rank == 0:
         for doubt in doubts(config, placement):
             logger.warning(doubt)
-    bulletin = Bulletin(world, placement.ranks_by_role, guarded=True)
+    bulletin = Bulletin(world, guarded=True)
     watchdog = start_watchdog(bulletin, config)
     claim_folders(config, grids["actor"].owner(0), bulletin)
     order, resumed = where_to_begin(config, placement, architectures, bulletin)

@@ -125,7 +125,6 @@ class Trainer:
             entry.step,
             entry.chunk,
             position=None if self._is_in_flight(entry) else position,
-            joined_by=entry.roles if entry.kind == "task" else (),
         )
         with self.trace.span(entry.name, entry.kind, role=role, step=entry.step, chunk=entry.chunk):
             {"task": self._task, "post": self.transfers.post, "wait": self.transfers.wait}[entry.kind](position)

@@ -38,13 +38,11 @@ class Beat:
     chunk: int = 0
     position: int | None = None
     """Of the task in the order of tasks, which is the same on all ranks; None for one done out of turn."""
-    joined_by: tuple[str, ...] = ()
-    """Roles all of whose ranks take part in the task; none: it can be done alone."""
     since: float = 0.0
     progress: int = 0
     """Grows with whatever gets done: tasks, tokens, micro-batches, bytes."""
     still_s: float = 0.0
-    """Seconds since it last grew."""
+    """Seconds since it last grew, of those in which the process ran."""
     alive: int = 0
     """Grows with every beat, as long as the process runs at all."""
     communicates: bool = False
@@ -67,7 +65,6 @@ class Beat:
     @staticmethod
     def decoded(text: str | bytes) -> "Beat":
         values = json.loads(text)
-        values["joined_by"] = tuple(values["joined_by"])
         if wait := values["wait"]:
             values["wait"] = Wait(wait["what"], tuple(wait["ranks"]), wait["since"])
         return Beat(**values)
@@ -121,10 +118,9 @@ class Heartbeat:
         chunk: int = 0,
         *,
         position: int | None = None,
-        joined_by: Sequence[str] = (),
     ) -> None:
         """This rank begins `task`, whose fields are as in Beat. That is progress too."""
-        self._task = Beat(self.rank, task, role, step, chunk, position, tuple(joined_by), since=time.time())
+        self._task = Beat(self.rank, task, role, step, chunk, position, since=time.time())
         self.advance()
 
     def advance(self, amount: int = 1) -> None:
@@ -178,7 +174,11 @@ class Heartbeat:
             self._thread_board.put(self.now())
 
     def _run(self) -> None:
+        woken_at = time.monotonic()
         while not self._ended.wait(self.interval_s):
+            slept_s, woken_at = time.monotonic() - woken_at, time.monotonic()
+            if slept_s > 2 * self.interval_s:  # the process, or its machine, stood still
+                self._progressed_at = min(self._progressed_at + slept_s - self.interval_s, woken_at)
             self.publish()
 
 

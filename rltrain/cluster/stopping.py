@@ -54,7 +54,7 @@ class StopRequest:
         self.ending = Ending(store, rank, len(observer.ranks))
         self._store = dist.PrefixStore("stop", store.clone())  # type: ignore[attr-defined]
         self._job_store = store.clone()  # type: ignore[attr-defined]
-        self._observer = Observer(Board(self._job_store), len(observer.ranks), observer.limits, observer.members)
+        self._observer = Observer(Board(self._job_store), len(observer.ranks), observer.limits)
         self.saves = saves
         self.within_s = within_s
         self._last_resort = last_resort
@@ -143,12 +143,12 @@ class StopRequest:
             os._exit(128 + requested)
 
     def _others_are_gone(self) -> bool:
-        standings = self._observer.look(self._observer.ranks)
-        ended = [rank for rank, standing in standings.items() if has_ended(standing.beat.process)]
-        standings |= self._observer.look(ended)  # what they said last: one that has just finished is not lost
+        statuses = self._observer.look(self._observer.ranks)
+        ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
+        statuses |= self._observer.look(ended)  # what they said last: one that has just finished is not lost
         return any(
-            (rank in ended or standing.silent_s > LOST_S) and not standing.beat.finished
-            for rank, standing in standings.items()
+            (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
+            for rank, status in statuses.items()
         )
 
 

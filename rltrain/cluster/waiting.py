@@ -56,8 +56,8 @@ class Patience:
         """Call `arrived(seconds)`, which waits that long at most and says whether it is done, until it is.
 
         `ranks` are those waited for, none for any other. `serve` is called in between, every few milliseconds: what
-        this rank does meanwhile, for others that need it. Raises StallError when nobody that this rank depends on has
-        shown progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
+        this rank does meanwhile, for others that need it. Raises StallError when nobody in the job has shown
+        progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
         """
         if arrived(0.0):
             return

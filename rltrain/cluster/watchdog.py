@@ -44,7 +44,7 @@ class Watchdog:
         self.rank = heartbeat.rank
         self.store = store.clone()  # type: ignore[attr-defined]
         self.ending = Ending(store, self.rank, len(observer.ranks))
-        self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits, observer.members)
+        self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits)
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
         self._ended = threading.Event()
@@ -98,5 +98,5 @@ class Watchdog:
 
     def _running(self, ranks: Collection[int]) -> list[int]:
         limits = self.observer.limits
-        standings = self.observer.look(ranks).items()
-        return [rank for rank, seen in standings if not seen.beat.finished and not is_silent(seen, limits)]
+        statuses = self.observer.look(ranks).items()
+        return [rank for rank, seen in statuses if not seen.beat.finished and not is_silent(seen, limits)]

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,18 +89,16 @@ def start_process_groups(world: World) -> None:
 class Bulletin:
     """Small JSON values that ranks leave for each other in the store: metrics, verdicts; and this rank's heartbeat.
 
-    `members` are the ranks by role. In a `guarded` job a watchdog ends waits that are in vain; otherwise they end
+    In a `guarded` job a watchdog ends waits that are in vain; otherwise they end
     themselves.
     """
 
-    def __init__(
-        self, world: World, members: Mapping[str, Collection[int]] | None = None, guarded: bool = False
-    ) -> None:
+    def __init__(self, world: World, guarded: bool = False) -> None:
         self.world = world
         self.guarded = guarded
         self.store = dist.PrefixStore("bulletin", world.store)
         self.heartbeat = Heartbeat(world.rank, world.store)
-        self.observer = Observer(self.heartbeat.board, world.size, world.timeouts, members or {})
+        self.observer = Observer(self.heartbeat.board, world.size, world.timeouts)
 
     def put(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -123,11 +121,11 @@ class Bulletin:
         return f"{what_it_does(beat)} since {max(time.time() - beat.since, 0):.0f} s"
 
     def end_wait_in_vain(self, describe: Callable[[], str]) -> None:
-        """Raise StallError if nobody that this rank depends on gets on; `describe` says what it waits for, in words.
+        """Raise StallError if nobody in the job gets on; `describe` says what it waits for, in words.
 
         To be called every LOOK_S seconds of a wait inside `heartbeat.waiting`.
         """
-        if not self.guarded and (stall := self.observer.find_stall(concerned=[self.world.rank])):
+        if not self.guarded and (stall := self.observer.find_stall()):
             raise StallError(f"{describe()}: {stall}")
 
     def _wait_for(self, key: str, waiting_for: str) -> None:

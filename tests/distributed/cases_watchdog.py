@@ -39,7 +39,7 @@ class Rank:
         world = replace(join_world(60.0), timeouts=Timeouts(no_progress_s=NO_PROGRESS_S))
         self.number = world.rank
         self.fault = fault
-        bulletin = Bulletin(world, MEMBERS, guarded=True)
+        bulletin = Bulletin(world, guarded=True)
         self.heartbeat = bulletin.heartbeat
         self.heartbeat.interval_s = BEAT_S
         self.patience = Patience(bulletin, report_s=30.0)
@@ -55,7 +55,7 @@ class Rank:
                 position = 2 * (step * len(TASKS) + number)
                 ranks = tuple(sorted(rank for role in roles for rank in MEMBERS[role]))
                 if self.number in ranks:
-                    self.heartbeat.begin(task, "+".join(roles), step, position=position, joined_by=roles)
+                    self.heartbeat.begin(task, "+".join(roles), step, position=position)
                     self.fault(task, step)
                     dist.all_reduce(torch.ones(4), group=self.groups[ranks])
                 if task == "generate":

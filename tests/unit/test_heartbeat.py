@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.heartbeat import Beat, Board, Heartbeat, Wait
-from rltrain.cluster.observer import Observer
+from rltrain.cluster.observer import MOST_BETWEEN_LOOKS_S, Observer
 from rltrain.cluster.stacks import communicates, describe_threads
 from rltrain.cluster.waiting import Patience
 from rltrain.cluster.world import Bulletin, World
@@ -48,7 +48,7 @@ def ranks(store: dist.Store) -> Iterator[list[Bulletin]]:
 
 def test_a_beat_comes_back_as_it_was(store):
     beat = Beat(
-        3, "update", "actor", 7, 2, 41, ("actor", "critic"), 1.5, 12, 0.25, 4, True, {"0-3": 9}, Wait("x", (1, 2), 2.0)
+        3, "update", "actor", 7, 2, 41, 1.5, 12, 0.25, 4, True, {"0-3": 9}, Wait("x", (1, 2), 2.0)
     )
     Board(store).put(beat)
     assert Board(store).read([3]) == {3: beat}
@@ -69,13 +69,13 @@ def test_a_task_is_named_with_its_step_chunk_and_role():
 def test_what_a_rank_does_reaches_the_others_without_a_write_of_its_own(ranks):
     mine, other = ranks
     mine.heartbeat.start()
-    mine.heartbeat.begin("generate", "rollout", 4, position=17, joined_by=("rollout",))
+    mine.heartbeat.begin("generate", "rollout", 4, position=17)
     mine.heartbeat.advance(100)
     assert other.heartbeat.board.read([0])[0].task == "starting", "nothing is sent by begin and advance"
     deadline = time.monotonic() + 5
     while (beat := other.heartbeat.board.read([0])[0]).task == "starting":
         assert time.monotonic() < deadline
-    assert (beat.task, beat.step, beat.position, beat.joined_by) == ("generate", 4, 17, ("rollout",))
+    assert (beat.task, beat.step, beat.position) == ("generate", 4, 17)
     assert beat.progress == 101, "beginning a task is progress as well"
 
 
@@ -92,7 +92,7 @@ def test_waits_nest_and_what_is_done_meanwhile_is_no_wait(store):
     heartbeat.begin("wait", "actor", 2, position=5)
     with heartbeat.waiting("wait samples[2]", [1]):
         with heartbeat.meanwhile():
-            heartbeat.begin("weight_sync", "actor", 3, joined_by=("actor", "rollout"))
+            heartbeat.begin("weight_sync", "actor", 3)
             inside = heartbeat.now()
             with heartbeat.waiting("the meeting", [2]):
                 assert heartbeat.now().wait.what == "the meeting"
@@ -105,20 +105,50 @@ def test_waits_nest_and_what_is_done_meanwhile_is_no_wait(store):
 
 def test_stillness_is_counted_from_the_last_progress_on_the_clock_of_whoever_looks(store):
     clock = [100.0]
-    observer = Observer(Board(store), 1, Timeouts(), {}, clock=lambda: clock[0])
+    observer = Observer(Board(store), 1, Timeouts(), clock=lambda: clock[0])
     board, beat = Board(store), Beat(0, "generate", still_s=4.0, alive=1)
     board.put(beat)
     assert observer.look([0])[0].still_s == 4.0
-    clock[0] += 7
-    assert (observer.look([0])[0].still_s, observer.look([0])[0].silent_s) == (11.0, 7.0)
+    for _ in range(7):
+        clock[0] += 1
+        seen = observer.look([0])[0]
+    assert (seen.still_s, seen.silent_s) == (11.0, 7.0)
     board.put(replace(beat, still_s=0.5, alive=2))
     assert (observer.look([0])[0].still_s, observer.look([0])[0].silent_s) == (0.5, 0.0)
 
 
+def test_time_in_which_the_observer_did_not_run_is_not_silence_of_others(store):
+    clock = [100.0]
+    observer = Observer(Board(store), 1, Timeouts(), clock=lambda: clock[0])
+    Board(store).put(Beat(0, "generate", alive=1))
+    observer.look([0])
+    clock[0] += 3600
+    assert observer.look([0])[0].silent_s == MOST_BETWEEN_LOOKS_S
+
+
+def test_time_in_which_a_process_did_not_run_is_not_stillness(store, monkeypatch):
+    heartbeat, clock = Heartbeat(0, store), [100.0]
+    monkeypatch.setattr("rltrain.cluster.heartbeat.time.monotonic", lambda: clock[0])
+    heartbeat.advance()
+    seen = []
+
+    def sleeping(seconds_asleep: list[float]):
+        def wait(interval_s: float) -> bool:
+            seen.append(heartbeat.now().still_s)
+            clock[0] += seconds_asleep[0] if seconds_asleep else 0
+            return not seconds_asleep or seconds_asleep.pop(0) is None
+
+        return wait
+
+    heartbeat._ended.wait = sleeping([1.0, 1.0, 500.0, 1.0])
+    heartbeat._run()
+    assert seen == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_having_waited_for_one_that_got_on_is_no_fault_once_that_one_has_gone_ahead(store):
     clock, board = [0.0], Board(store)
-    observer = Observer(board, 2, Timeouts(no_progress_s=10.0), {"actor": (0, 1)}, clock=lambda: clock[0])
-    update = {"task": "update", "position": 4, "joined_by": ("actor",)}
+    observer = Observer(board, 2, Timeouts(no_progress_s=10.0), clock=lambda: clock[0])
+    update = {"task": "update", "position": 4}
     for second in range(21):
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
@@ -127,9 +157,9 @@ def test_having_waited_for_one_that_got_on_is_no_fault_once_that_one_has_gone_ah
     for second in range(21, 41):
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
-        board.put(Beat(1, "weight_sync", position=5, still_s=0.0, alive=second))
+        board.put(Beat(1, "weight_sync", position=5, still_s=second - 20, alive=second))
         stall = observer.find_stall()
-        assert (stall is not None) == (second > 29), "from 19.5 on, rank 0 has had nobody to wait for"
+        assert (stall is not None) == (second > 30), "from 20 on, rank 1 gets no further without rank 0"
     assert stall is not None and stall.rank == 0
 
 

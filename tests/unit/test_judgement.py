@@ -8,52 +8,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.cluster.heartbeat import Beat, Wait
-from rltrain.cluster.judgement import SILENT_S, Stall, Standing, find_stall
+from rltrain.cluster.judgement import SILENT_S, RankStatus, Stall, find_stall
 from rltrain.config.schema import Timeouts
 
 LIMITS = Timeouts(no_progress_s=100.0)
 STILL_S, MOVING_S = 101.0, 99.0
-ROLES = {"actor": (0, 1), "rollout": (2, 3)}
 
 
-def standing(rank: int, still_s: float = STILL_S, silent_s: float = 1.0, **fields) -> Standing:
-    return Standing(Beat(rank, **fields), still_s, silent_s)
+def status(rank: int, still_s: float = STILL_S, silent_s: float = 1.0, **fields) -> RankStatus:
+    return RankStatus(Beat(rank, **fields), still_s, silent_s)
 
 
 def waiting_for(*ranks: int) -> Wait:
     return Wait("wait samples[3]", ranks, since=0.0)
 
 
-def stall_of(*standings: Standing, limits: Timeouts = LIMITS) -> Stall | None:
-    return find_stall({s.beat.rank: s for s in standings}, ROLES, limits)
+def stall_of(*statuses: RankStatus, limits: Timeouts = LIMITS) -> Stall | None:
+    return find_stall(statuses, limits)
 
 
-def culprit_of(*standings: Standing) -> int | None:
-    stall = stall_of(*standings)
+def culprit_of(*statuses: RankStatus) -> int | None:
+    stall = stall_of(*statuses)
     return None if stall is None else stall.rank
 
 
 def test_a_rank_that_does_nothing_is_blamed_after_the_limit_and_not_before():
-    waiter = standing(0, task="wait", wait=waiting_for(1))
-    assert culprit_of(waiter, standing(1, task="generate", still_s=MOVING_S)) is None
-    assert culprit_of(waiter, standing(1, task="generate", still_s=STILL_S)) == 1
+    waiter = status(0, task="wait", wait=waiting_for(1))
+    assert culprit_of(waiter, status(1, task="generate", still_s=MOVING_S)) is None
+    assert culprit_of(waiter, status(1, task="generate", still_s=STILL_S)) == 1
 
 
 def test_a_task_may_have_a_limit_of_its_own():
     limits = Timeouts(no_progress_s=100.0, tasks={"generate": 1000.0, "score": 10.0})
-    assert stall_of(standing(0, task="generate"), limits=limits) is None
-    assert stall_of(standing(0, task="generate", still_s=1001.0), limits=limits) is not None
-    assert stall_of(standing(0, task="score", still_s=11.0), limits=limits) is not None
+    assert stall_of(status(0, task="generate"), limits=limits) is None
+    assert stall_of(status(0, task="generate", still_s=1001.0), limits=limits) is not None
+    assert stall_of(status(0, task="score", still_s=11.0), limits=limits) is not None
 
 
 def test_waiting_for_one_that_gets_on_has_no_limit():
-    slow = standing(1, task="generate", still_s=1.0)
-    assert culprit_of(standing(0, still_s=1e6, wait=waiting_for(1)), slow) is None
+    slow = status(1, task="generate", still_s=1.0)
+    assert culprit_of(status(0, still_s=1e6, wait=waiting_for(1)), slow) is None
 
 
 def test_in_a_chain_of_waits_the_last_is_blamed():
-    chain = [standing(rank, wait=waiting_for(rank + 1)) for rank in range(3)]
-    stall = stall_of(*chain, standing(3, task="generate", role="rollout", step=7, still_s=120.0))
+    chain = [status(rank, wait=waiting_for(rank + 1)) for rank in range(3)]
+    stall = stall_of(*chain, status(3, task="generate", role="rollout", step=7, still_s=120.0))
     assert stall is not None
     assert stall.rank == 3
     assert [waiter.beat.rank for waiter in stall.waiters] == [0, 1, 2]
@@ -62,8 +61,8 @@ def test_in_a_chain_of_waits_the_last_is_blamed():
 
 
 def test_a_rank_blocked_in_a_joint_task_is_not_blamed_for_one_that_has_not_come():
-    early = [standing(rank, task="weight_sync", position=9, joined_by=("actor", "rollout")) for rank in (0, 1)]
-    late = [standing(rank, task="generate", position=5, joined_by=("rollout",)) for rank in (2, 3)]
+    early = [status(rank, task="weight_sync", position=9) for rank in (0, 1)]
+    late = [status(rank, task="generate", position=5) for rank in (2, 3)]
     hung = [replace(late[0], beat=replace(late[0].beat, communicates=True)), replace(late[1], still_s=STILL_S)]
     assert culprit_of(*early, *hung) == 3
     busy = [replace(late[0], still_s=STILL_S), replace(late[1], still_s=1.0)]
@@ -71,44 +70,43 @@ def test_a_rank_blocked_in_a_joint_task_is_not_blamed_for_one_that_has_not_come(
 
 
 def test_within_a_task_the_one_outside_the_collective_is_blamed():
-    update = {"task": "update", "position": 4, "joined_by": ("actor",)}
-    assert culprit_of(standing(0, still_s=200.0, communicates=True, **update), standing(1, **update)) == 1
+    update = {"task": "update", "position": 4}
+    assert culprit_of(status(0, still_s=200.0, communicates=True, **update), status(1, **update)) == 1
 
 
 def test_where_stacks_do_not_tell_the_number_of_collectives_does():
-    update = {"task": "update", "position": 4, "joined_by": ("actor",)}
+    update = {"task": "update", "position": 4}
     ahead, behind = {"0-1": 7, "0-3": 2}, {"0-1": 6, "0-3": 2}
-    assert culprit_of(standing(0, sequences=behind, **update), standing(1, sequences=ahead, **update)) == 0
-    assert culprit_of(standing(0, sequences=ahead, **update), standing(1, sequences=behind, **update)) == 1
+    assert culprit_of(status(0, sequences=behind, **update), status(1, sequences=ahead, **update)) == 0
+    assert culprit_of(status(0, sequences=ahead, **update), status(1, sequences=behind, **update)) == 1
 
 
 def test_a_process_that_does_not_run_is_blamed_first():
-    update = {"task": "update", "position": 4, "joined_by": ("actor",)}
-    stall = stall_of(standing(0, still_s=300.0, **update), standing(1, silent_s=SILENT_S + 1, **update))
+    update = {"task": "update", "position": 4}
+    stall = stall_of(status(0, still_s=300.0, **update), status(1, silent_s=SILENT_S + 1, **update))
     assert stall is not None and stall.rank == 1
     assert "rank 1 was last known to be at update, 31 s ago, and its process has not run since" in str(stall)
 
 
 def test_a_task_out_of_turn_needs_all_of_its_ranks_wherever_they_are():
-    joins = {"task": "weight_sync", "joined_by": ("actor", "rollout")}
-    generate = {"task": "generate", "position": 30, "joined_by": ("rollout",)}
-    joined = [standing(rank, **joins) for rank in (0, 1)]
-    assert culprit_of(*joined, standing(2, still_s=1.0, **generate), standing(3, still_s=1.0, **generate)) is None
-    assert culprit_of(*joined, standing(2, communicates=True, **generate), standing(3, **generate)) == 3
+    joins = {"task": "weight_sync"}
+    generate = {"task": "generate", "position": 30}
+    joined = [status(rank, **joins) for rank in (0, 1)]
+    assert culprit_of(*joined, status(2, still_s=1.0, **generate), status(3, still_s=1.0, **generate)) is None
+    assert culprit_of(*joined, status(2, communicates=True, **generate), status(3, **generate)) == 3
 
 
 def test_those_that_have_finished_are_never_blamed():
-    assert culprit_of(standing(0, finished=True), standing(1, finished=True)) is None
-    stall = stall_of(standing(0, wait=waiting_for(1)), standing(1, finished=True))
+    assert culprit_of(status(0, finished=True), status(1, finished=True)) is None
+    stall = stall_of(status(0, wait=waiting_for(1)), status(1, finished=True))
     assert stall is not None and stall.rank == 0
     assert "waits at wait samples[3] for rank 1, of whom nobody is at work" in str(stall)
 
 
 def test_a_wait_for_nobody_in_particular_is_one_for_everybody():
-    waiter = standing(0, wait=waiting_for())
-    assert culprit_of(waiter, standing(1), standing(2, still_s=5.0)) == 1, "rank 1 works alone and hangs"
-    assert find_stall({0: waiter, 1: standing(1), 2: standing(2, still_s=5.0)}, ROLES, LIMITS, concerned=[0]) is None
-    assert culprit_of(waiter, standing(1, still_s=5.0), standing(2, still_s=5.0)) is None
+    waiter = status(0, wait=waiting_for())
+    assert culprit_of(waiter, status(1), status(2, wait=waiting_for())) == 1, "rank 1 works alone and hangs"
+    assert culprit_of(waiter, status(1, still_s=5.0), status(2, still_s=5.0)) is None
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def _beat(rank: int, cursor: int, order: list[Step], roles: Mapping[str, tuple[i
     step = order[position]
     if waits:
         return Beat(rank, task="wait", position=cursor, wait=Wait("wait", roles[step.role], 0.0))
-    return Beat(rank, task="task", position=cursor, joined_by=(step.role,))
+    return Beat(rank, task="task", position=cursor)
 
 
 def _is_blocked(rank, cursor, order, roles, hung, hangs_at) -> bool:
@@ -182,16 +180,16 @@ def test_whatever_the_order_the_rank_that_hangs_is_blamed(world):
     roles, order, hung, hangs_at = world
     beats = run_until_blocked(roles, order, hung, hangs_at)
     assert not beats[hung].finished
-    stall = find_stall({rank: Standing(beat, STILL_S, 1.0) for rank, beat in beats.items()}, roles, LIMITS)
+    stall = find_stall([RankStatus(beat, STILL_S, 1.0) for beat in beats.values()], LIMITS)
     assert stall is not None and stall.rank == hung
     # While it gets on, however slowly, nobody is blamed: all that are blocked depend on it.
-    at_work = {rank: Standing(beat, 1.0 if rank == hung else 1e6, 1.0) for rank, beat in beats.items()}
-    assert find_stall(at_work, roles, LIMITS) is None
+    at_work = [RankStatus(beat, 1.0 if rank == hung else 1e6, 1.0) for rank, beat in beats.items()]
+    assert find_stall(at_work, LIMITS) is None
 
 
 @pytest.mark.parametrize("num_waiters", [1, 6])
 def test_the_message_names_some_of_the_waiters_and_counts_the_rest(num_waiters):
-    waiters = [standing(rank, wait=waiting_for(9)) for rank in range(num_waiters)]
-    message = str(stall_of(*waiters, standing(9)))
+    waiters = [status(rank, wait=waiting_for(9)) for rank in range(num_waiters)]
+    message = str(stall_of(*waiters, status(9)))
     assert message.count("and waits at") == min(num_waiters, 4)
     assert ("and 2 more ranks wait" in message) == (num_waiters == 6)

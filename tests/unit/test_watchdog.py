@@ -19,10 +19,11 @@ NO_PROGRESS_S = 16
 
 
 class Node:
-    """The watchdogs of a job's ranks, on a clock of their own; those that are `frozen` say nothing more."""
+    """The watchdogs of a job's ranks, on a clock of their own; those that are `frozen` say nothing more, and the others
+    get no further without them."""
 
     def __init__(self, store: dist.Store, folder: Path) -> None:
-        self.second = 0
+        self.second = self.still_s = 0
         self.board = Board(store)
         limits = Timeouts(no_progress_s=NO_PROGRESS_S)
         self.watchdogs = {}
@@ -36,7 +37,10 @@ class Node:
     def pass_a_second(self, frozen: range) -> dict[int, str | None]:
         """Rank -> the stall that it sees, of those that judge."""
         self.second += 1
-        beat = Beat(0, "update", "actor", step=3, position=7, alive=self.second, process="elsewhere 1")
+        self.still_s = self.still_s + 1 if frozen else 0
+        beat = Beat(
+            0, "update", "actor", 3, position=7, still_s=self.still_s, alive=self.second, process="elsewhere 1"
+        )
         running = [rank for rank in range(NUM_RANKS) if rank not in frozen]
         for rank in running:
             self.board.put(replace(beat, rank=rank))
