@@ -14,8 +14,8 @@ from rltrain.checkpoint.run.files import Contents, FileRecord
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpoint.run.writer import FilesWriter, Written
-from rltrain.cluster.polling import poll
 from rltrain.errors import CheckpointError
+from rltrain.liveness.polling import poll
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Metrics, Role
@@ -99,7 +99,7 @@ class Checkpointing:
         missing = {rank: key for rank, key in keys.items() if not self.store.check([key])}
         if missing:
             awaited, what = [*missing.values()], "the other ranks' files of a checkpoint"
-            poll(self.job.patience, lambda: self.store.check(awaited) or None, what, [*missing])
+            poll(self.job.waiter, lambda: self.store.check(awaited) or None, what, [*missing])
 
     def _save(self, step: int) -> None:
         rank, cut, begin = self.job.world.rank, self.order.boundaries[step], time.perf_counter()

@@ -2,11 +2,11 @@
 
 from contextlib import AbstractContextManager
 
-from rltrain.cluster.communicator_plan import CommunicatorPlan, Communicators
-from rltrain.cluster.device_memory import device_memory
-from rltrain.cluster.residency import Residency
-from rltrain.cluster.storage_memory import memory_saver
 from rltrain.observability.trace import AnyTrace
+from rltrain.residency.communicator_plan import CommunicatorPlan, Communicators
+from rltrain.residency.device_memory import device_memory
+from rltrain.residency.residency import Residency
+from rltrain.residency.storage_memory import memory_saver
 from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.reference import Reference, uses_actor_modules

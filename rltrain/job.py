@@ -8,20 +8,20 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
-from rltrain.cluster.ending import Ending, end_quietly
 from rltrain.cluster.placement import Placement, resolve_placement, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.stopping import StopRequest
-from rltrain.cluster.threads import end_job_by_threads
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.watchdog import Watchdog
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, Bulletin, World, join_world, start_process_groups
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
 from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.reshard.families import Architecture
-from rltrain.reshard.families.of_roles import role_architectures
+from rltrain.liveness.ending import Ending, end_quietly
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import StopRequest
+from rltrain.liveness.waiting import Waiter
+from rltrain.liveness.watchdog import Watchdog
+from rltrain.models import Architecture
+from rltrain.models.of_roles import role_architectures
 from rltrain.reshard.kernels import native
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history, remaining_order
 from rltrain.roles.role import Job
@@ -30,6 +30,7 @@ from rltrain.schedule.doubts import doubts
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
+from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -75,44 +76,44 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     if world.rank == 0:
         for doubt in doubts(config, placement):
             logger.warning(doubt)
-    bulletin = Bulletin(world, guarded=True)
-    watchdog = start_watchdog(bulletin, config)
-    claim_folders(config, grids["actor"].owner(0), bulletin)
-    order, resumed = where_to_begin(config, placement, architectures, bulletin)
+    job_store = JobStore(world, guarded=True)
+    watchdog = start_watchdog(job_store, config)
+    claim_folders(config, grids["actor"].owner(0), job_store)
+    order, resumed = where_to_begin(config, placement, architectures, job_store)
     check(order, placement)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
-    patience = Patience(bulletin, config.timeouts.report_s)
-    stop = listen_for_stop(bulletin, config)
-    job = Job(config, world, placement, grids, groups, architectures, bulletin, patience, resumed, stop)
+    waiter = Waiter(job_store, config.timeouts.report_s)
+    stop = listen_for_stop(job_store, config)
+    job = Job(config, world, placement, grids, groups, architectures, job_store, waiter, resumed, stop)
     return job, order, watchdog
 
 
 def where_to_begin(
-    config: Config, placement: Placement, architectures: Mapping[str, Architecture], bulletin: Bulletin
+    config: Config, placement: Placement, architectures: Mapping[str, Architecture], job_store: JobStore
 ) -> tuple[Order, Resumed | None]:
     """What is to be done, and the checkpoint from which it goes on, if any. Collective over: all ranks."""
-    checkpoint = find_checkpoint(config, bulletin)
+    checkpoint = find_checkpoint(config, job_store)
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint)
-    if bulletin.world.rank == 0:
+    if job_store.world.rank == 0:
         open_history(config, checkpoint)
     if checkpoint is None:
         return build_order(config, placement), None
     order, continues = remaining_order(config, placement, checkpoint)
-    if not continues and bulletin.world.rank == 0:
+    if not continues and job_store.world.rank == 0:
         logger.warning("the run had ended, or its schedule has changed: the steps ahead are drawn anew")
     return order, replace(checkpoint, continues=continues)
 
 
-def listen_for_stop(bulletin: Bulletin, config: Config) -> StopRequest:
+def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
     """From here on the signals that ask the job to stop make it save first, where it saves anything."""
     stop = StopRequest(
-        bulletin.world.rank,
-        bulletin.world.store,
-        bulletin.observer,
+        job_store.world.rank,
+        job_store.world.store,
+        job_store.observer,
         saves=config.checkpoint.save_interval > 0,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
@@ -121,9 +122,9 @@ def listen_for_stop(bulletin: Bulletin, config: Config) -> StopRequest:
     return stop
 
 
-def start_watchdog(bulletin: Bulletin, config: Config) -> Watchdog:
+def start_watchdog(job_store: JobStore, config: Config) -> Watchdog:
     """From here on no wait of this rank is without a limit."""
-    bulletin.heartbeat.start()
-    watchdog = Watchdog(bulletin.heartbeat, bulletin.observer, bulletin.world.store, Path(config.output_dir))
+    job_store.heartbeat.start()
+    watchdog = Watchdog(job_store.heartbeat, job_store.observer, job_store.world.store, Path(config.output_dir))
     watchdog.start()
     return watchdog

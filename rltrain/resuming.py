@@ -12,13 +12,13 @@ from rltrain.checkpoint.run.files import find_damage, read_contents, read_manife
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.checkpoint.run.random_states import set_random_states
 from rltrain.cluster.placement import Placement
-from rltrain.cluster.world import Bulletin
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.folders import lock_folder, set_aside
+from rltrain.liveness.job_store import JobStore
+from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, LOGS, REWOUND, begin_logs, forget_steps, logs_in, read_id, shorten
-from rltrain.reshard.families import Architecture
 from rltrain.roles.role import Job
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
@@ -32,20 +32,20 @@ FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "batch.samples_per_
 TRAINED_ROLES = ("actor", "critic")
 
 
-def find_checkpoint(config: Config, bulletin: Bulletin) -> Resumed | None:
+def find_checkpoint(config: Config, job_store: JobStore) -> Resumed | None:
     """The newest intact checkpoint that the config lets the run go on from; None where it starts at its first step.
 
     Every rank reads its share of the files and compares checksums. CheckpointError where one was asked for and is not
     there, or where none is intact. Collective over: all ranks.
     """
-    rank = bulletin.world.rank
+    rank = job_store.world.rank
     if rank == 0:
-        found = _candidates(config, bulletin.world.restarted)
-        bulletin.put("resume/candidates", [(str(checkpoint.folder), checkpoint.step) for checkpoint in found])
-    candidates = bulletin.get("resume/candidates", waiting_for="the checkpoints that rank 0 has found")
+        found = _candidates(config, job_store.world.restarted)
+        job_store.put("resume/candidates", [(str(checkpoint.folder), checkpoint.step) for checkpoint in found])
+    candidates = job_store.get("resume/candidates", waiting_for="the checkpoints that rank 0 has found")
     for number, (folder, step) in enumerate(candidates):
         checkpoint = Resumed(Path(folder), step)
-        damage = _damage(checkpoint, bulletin, f"resume/{number}")
+        damage = _damage(checkpoint, job_store, f"resume/{number}")
         if damage is None:
             if rank == 0:
                 logger.warning("going on after step %d, from %s", step, folder)
@@ -83,21 +83,21 @@ def _candidates(config: Config, restarted: bool) -> list[Resumed]:
     return []
 
 
-def _damage(checkpoint: Resumed, bulletin: Bulletin, key: str) -> str | None:
+def _damage(checkpoint: Resumed, job_store: JobStore, key: str) -> str | None:
     """What any rank found wrong. Collective over: all ranks."""
-    world, heartbeat = bulletin.world, bulletin.heartbeat
+    world, heartbeat = job_store.world, job_store.heartbeat
     heartbeat.begin(f"reading the checksums of {checkpoint.folder.name}")
     try:
         manifest = read_manifest(checkpoint.folder)
         mine = find_damage(checkpoint.folder, manifest, sorted(manifest)[world.rank :: world.size], heartbeat.advance)
     except CheckpointError as error:
         mine = str(error)
-    bulletin.put(f"{key}/{world.rank}", mine)
+    job_store.put(f"{key}/{world.rank}", mine)
     if world.rank == 0:
         waiting = f"the checksums of {checkpoint.folder}"
-        found = [bulletin.get(f"{key}/{rank}", waiting_for=waiting) for rank in range(world.size)]
-        bulletin.put(f"{key}/verdict", next(filter(None, found), None))
-    verdict: str | None = bulletin.get(f"{key}/verdict", waiting_for="the verdict of rank 0 on the checkpoint")
+        found = [job_store.get(f"{key}/{rank}", waiting_for=waiting) for rank in range(world.size)]
+        job_store.put(f"{key}/verdict", next(filter(None, found), None))
+    verdict: str | None = job_store.get(f"{key}/verdict", waiting_for="the verdict of rank 0 on the checkpoint")
     return verdict
 
 
@@ -146,16 +146,16 @@ def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -
     return build_order(config, placement, first_step=step), False
 
 
-def claim_folders(config: Config, leader: int, bulletin: Bulletin) -> None:
+def claim_folders(config: Config, leader: int, job_store: JobStore) -> None:
     """Nothing of the job writes to its folders before `leader`, which is the last of its ranks to do so, has them for
     this job alone. ConfigError on `leader` where another job has. Collective over: all ranks."""
-    if bulletin.world.rank == leader:
-        bulletin.heartbeat.begin("locking its folders")
-        lock_folder(Path(config.output_dir), "output_dir", advance=bulletin.heartbeat.advance)
+    if job_store.world.rank == leader:
+        job_store.heartbeat.begin("locking its folders")
+        lock_folder(Path(config.output_dir), "output_dir", advance=job_store.heartbeat.advance)
         if config.checkpoint.save_interval:
-            lock_folder(Path(config.checkpoint_dir), "checkpoint.dir", advance=bulletin.heartbeat.advance)
-        bulletin.put("folders/claimed", True)
-    bulletin.get("folders/claimed", waiting_for=f"rank {leader} to lock output_dir")
+            lock_folder(Path(config.checkpoint_dir), "checkpoint.dir", advance=job_store.heartbeat.advance)
+        job_store.put("folders/claimed", True)
+    job_store.get("folders/claimed", waiting_for=f"rank {leader} to lock output_dir")
 
 
 def open_history(config: Config, checkpoint: Resumed | None) -> None:

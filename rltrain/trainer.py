@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from rltrain.checkpointing import Checkpointing
-from rltrain.cluster.exchange import Exchange
-from rltrain.cluster.in_flight import InFlightSync
 from rltrain.errors import DivergenceError
+from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
 from rltrain.observability.metrics import MetricsWriter
 from rltrain.observability.progress import Progress
@@ -20,6 +19,7 @@ from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
+from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
 from rltrain.transfers import Transfers
 
@@ -39,7 +39,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     sinks: list[Sink] = []
     if is_logging:
         sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
-    return Reporter(job.bulletin, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
+    return Reporter(job.job_store, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
 
 
 class Trainer:
@@ -60,7 +60,7 @@ class Trainer:
             self.joint_tasks[WEIGHT_SYNC] = sync.weight_sync
         self.in_flight = self._in_flight()
         serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
-        exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.patience, serve)
+        exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.waiter, serve)
         for role in self.roles.values():
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)
@@ -93,7 +93,7 @@ class Trainer:
                 with self.trace.span("the end of the run", "wait"):
                     self.reporter.await_end()
         except BaseException as error:
-            error.add_note(f"on rank {self.rank}, which {self.job.bulletin.activity(self.rank)}")
+            error.add_note(f"on rank {self.rank}, which {self.job.job_store.activity(self.rank)}")
             self.reporter.abandon()
             self.trace.close()
             raise
@@ -112,8 +112,8 @@ class Trainer:
         reward_leader = self.job.leader_of("reward")
         if self.rank == reward_leader:
             reward: Reward = self.roles["reward"]  # type: ignore[assignment]
-            self.job.bulletin.put(verdict, reward.evaluation_score >= goal)
-        if self.job.bulletin.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
+            self.job.job_store.put(verdict, reward.evaluation_score >= goal)
+        if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
             self.end = self.order.index(Entry("task", "decide_to_stop", self.job.placement.roles, step))
 
     def _execute(self, position: int) -> None:
@@ -178,8 +178,8 @@ class Trainer:
 
     def _agree_on_order(self) -> None:
         """Ranks with different orders would wait for each other forever: compare before anything else."""
-        self.job.bulletin.put(f"order/{self.rank}", self.order.digest())
-        first = self.job.bulletin.get("order/0", waiting_for="the order of tasks of rank 0")
+        self.job.job_store.put(f"order/{self.rank}", self.order.digest())
+        first = self.job.job_store.get("order/0", waiting_for="the order of tasks of rank 0")
         if first != self.order.digest():
             raise DivergenceError(
                 f"rank {self.rank} derived another order of tasks than rank 0: "

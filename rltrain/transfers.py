@@ -5,9 +5,9 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from rltrain.cluster.exchange import Exchange, Route, Shipment
-from rltrain.cluster.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.errors import CheckpointError
+from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order

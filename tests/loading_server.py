@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.sglang.delivery import LOADER
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
-from rltrain.rollout.sglang.staging import fields_of
+from rltrain.rollout.sglang.weights.delivery import LOADER
+from rltrain.rollout.sglang.weights.staging import fields_of
 
 NOISE = -5.0
 """What a server that has read no checkpoint has for weights."""

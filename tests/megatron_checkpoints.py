@@ -11,7 +11,7 @@ from rltrain.checkpoint.megatron.keys import GlobalTensors
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.checkpoint.megatron.writer import finish_checkpoint, write_checkpoint
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture, canonical_tensors
+from rltrain.models import Architecture, canonical_tensors
 from tests.model_shards import LATENT, tiny_architecture
 
 ITERATION = 7

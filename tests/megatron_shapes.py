@@ -25,9 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import padded_vocab_size
-from rltrain.training.platform import adapt_to_platform
+from rltrain.training.megatron.platform import adapt_to_platform
 from tests.model_shards import tiny_architecture
 
 EXPERT_GROUPS = {"ep": (2,), "expt_tp": (3,), "expt_dp": (1,), "tp_ep": (2, 3), "tp_ep_pp": (0, 2, 3)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rltrain.reshard.families import MLA, Architecture, MoE
+from rltrain.models import MLA, Architecture, MoE
 
 Tensors = dict[str, np.ndarray]
 

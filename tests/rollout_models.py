@@ -8,11 +8,11 @@ import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.engine import Request
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.recording import Record
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256

@@ -7,9 +7,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
-from rltrain.reshard.layout import Array
 
 DTYPES = {
     ElementType.FLOAT32: torch.float32,

@@ -15,13 +15,13 @@ from pathlib import Path
 from rich.console import Console
 
 from rltrain.errors import DataError, UserError
-from rltrain.observability.report.curves import sections
-from rltrain.observability.report.facts import facts
-from rltrain.observability.report.occupation import occupations, task_seconds
-from rltrain.observability.report.page import render
-from rltrain.observability.report.run_folder import merged_trace, read_run
-from rltrain.observability.report.summary import print_summary
-from rltrain.observability.report.timeline import timeline
+from rltrain.tools.report.curves import sections
+from rltrain.tools.report.facts import facts
+from rltrain.tools.report.occupation import occupations, task_seconds
+from rltrain.tools.report.page import render
+from rltrain.tools.report.run_folder import merged_trace, read_run
+from rltrain.tools.report.summary import print_summary
+from rltrain.tools.report.timeline import timeline
 
 
 def report(path: Path, output: Path, console: Console) -> list[Path]:
@@ -42,7 +42,7 @@ def report(path: Path, output: Path, console: Console) -> list[Path]:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no pictures: they need matplotlib (pip install rltrain[report])", markup=False)
         return made
-    from rltrain.observability.report.pictures import draw_pictures
+    from rltrain.tools.report.pictures import draw_pictures
 
     return made + draw_pictures(output, rows, curves)
 

@@ -41,8 +41,8 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int) -> LossFunction
             ratio, of_response(experience, "advantages"), clip_low=settings.clip_low, clip_high=settings.clip_high
         )
         token_means = {"ppo_kl": old - current, "pg_clipfrac": clip_binds.float(), "entropy": entropy}
-        if settings.importance_cap is not None and settings.old_logprobs == "actor":
-            importance, cut = importance_weights(experience, settings.importance_cap)
+        if settings.tis_clip is not None and settings.old_logprobs == "actor":
+            importance, cut = importance_weights(experience, settings.tis_clip)
             per_token = per_token * importance
             token_means |= {"tis_weight": importance, "tis_clipped": cut.float()}
         weights = token_weights(experience, settings.normalization, max_response_tokens)

@@ -9,8 +9,8 @@ from typing import Any
 
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.checkpoint.safetensors_file import Entry
-from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.families.architecture import CONFIG_FILE
+from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.errors import CheckpointError, named_by
-from rltrain.reshard.layout import BOX_FIELDS, Array, CanonicalTensors, Layout
+from rltrain.models.canonical_tensors import Array, CanonicalTensors
+from rltrain.reshard.layout import BOX_FIELDS, Layout
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -25,12 +25,13 @@ from rltrain.checkpoint.hf_files import (
 from rltrain.checkpoint.hf_reader import INDEX_FILE
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError
-from rltrain.reshard.element_types import ElementType
+from rltrain.models import NUM_LABELS, Architecture, canonical_tensors, element_types
+from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.families import NUM_LABELS, Architecture, canonical_tensors, element_types
-from rltrain.reshard.families.architecture import CONFIG_FILE
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
+from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
 
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")

@@ -27,7 +27,7 @@ class GridSizes(Protocol):
 
 
 class ModelSizes(Protocol):
-    """What the checks read of rltrain.reshard.families.Architecture."""
+    """What the checks read of rltrain.models.Architecture."""
 
     @property
     def num_layers(self) -> int: ...
@@ -188,9 +188,9 @@ def _training_problems(config: Config) -> Iterator[str]:
             yield (
                 f"{role}.optimizer.min_lr: got {optimizer.min_lr}; expected at most {role}.optimizer.lr {optimizer.lr}"
             )
-    if config.algorithm == "ppo" and config.critic.critic_only_steps >= config.steps:
+    if config.algorithm == "ppo" and config.critic.critic_warmup_steps >= config.steps:
         yield (
-            f"critic.critic_only_steps: got {config.critic.critic_only_steps} of {config.steps} steps (config key "
+            f"critic.critic_warmup_steps: got {config.critic.critic_warmup_steps} of {config.steps} steps (config key "
             "steps); expected fewer, so that the actor learns too"
         )
 

@@ -70,7 +70,7 @@ class Critic(Trained):
     path: str | None = None
     """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
     actor's starting checkpoint."""
-    critic_only_steps: NonNegativeInt = 0
+    critic_warmup_steps: NonNegativeInt = 0
     """First steps in which the critic learns and the actor stays as it is."""
     value_clip: Positive | None = 0.2
     """How far a value may move from the one that advantages were made from before its loss is cut; null: no limit."""
@@ -172,7 +172,7 @@ class Loss(Section):
     entropy_coef: NonNegative = 0.0
     old_logprobs: Literal["rollout", "actor"] = "actor"
     """The ratio's denominator: the engine's own log-probs, or the actor's recomputed before the first update."""
-    importance_cap: Positive | None = None
+    tis_clip: Positive | None = None
     """Truncated importance sampling with old_logprobs: actor: every token's loss is weighed by its probability under
     the actor over that under the engine that drew it, cut at this; null: no weights."""
     kl: Kl = Kl()
@@ -244,7 +244,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on with the weights of loss.importance_cap. Counted in either case."""
+    on with the weights of loss.tis_clip. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25
@@ -360,7 +360,7 @@ class Config(Section):
     @property
     def num_actor_updates(self) -> int:
         """Optimizer steps of the actor in the whole run."""
-        first = self.critic.critic_only_steps if self.algorithm == "ppo" else 0
+        first = self.critic.critic_warmup_steps if self.algorithm == "ppo" else 0
         return max(self.steps - first, 1) * self.batch.mini_batches
 
     @property

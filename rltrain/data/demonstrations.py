@@ -28,7 +28,7 @@ class Demonstrations:
         """Every num_parts-th demonstration of the step, from `part` on; the parts together are the step's batch."""
         positions = range(part, self.prompts_per_step, num_parts)
         rows = self.order.rows_for_step(step, self.prompts_per_step)
-        return demonstrate(
+        return load_sft_batch(
             self.dataset,
             [rows[position] for position in positions],
             sample_ids=[step * self.prompts_per_step + position for position in positions],
@@ -38,7 +38,7 @@ class Demonstrations:
         )
 
 
-def demonstrate(
+def load_sft_batch(
     dataset: PromptDataset,
     rows: Sequence[int],
     *,

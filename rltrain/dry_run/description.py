@@ -13,8 +13,8 @@ from rltrain.config.schema import Config
 from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps, steady_order
 from rltrain.dry_run.table import table
-from rltrain.reshard.families import Architecture
-from rltrain.reshard.families.of_roles import reference_uses_actor_modules, role_architectures
+from rltrain.models import Architecture
+from rltrain.models.of_roles import reference_uses_actor_modules, role_architectures
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout

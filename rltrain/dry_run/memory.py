@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from rltrain.cluster.memory_plan import DEVICE_ROLES, TRAINED_PARTS, Key, MemoryPlan, Place, leaving_roles
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.dry_run.steps import fullest_step
 from rltrain.dry_run.table import table
+from rltrain.residency.memory_plan import DEVICE_ROLES, TRAINED_PARTS, Key, MemoryPlan, Place, leaving_roles
 from rltrain.schedule.order import Order
 
 PARTS = (*TRAINED_PARTS, "kv_cache")

@@ -31,7 +31,7 @@ def steady_order(config: Config, placement: Placement) -> Order:
     """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
     steps = config.lead + 2 * config.schedule.sync_every + 2
     evaluation = config.evaluation.model_copy(update={"interval": 2 if config.evaluation.interval else 0})
-    critic = config.critic.model_copy(update={"critic_only_steps": 0})
+    critic = config.critic.model_copy(update={"critic_warmup_steps": 0})
     return build_order(
         config.model_copy(update={"steps": steps, "evaluation": evaluation, "critic": critic}), placement
     )

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from rltrain.cluster.world import Bulletin
+from rltrain.liveness.job_store import JobStore
 from rltrain.observability.names import times_a_task
 
 Metrics = dict[str, float]
@@ -29,15 +29,15 @@ class Reporter:
 
     def __init__(
         self,
-        bulletin: Bulletin,
+        job_store: JobStore,
         expected: Mapping[int, Counter[int]],
         logging_rank: int,
         sinks: Collection[Sink],
         at_publish: Callable[[], Metrics] = dict,
         steps_ahead: int = 0,
     ) -> None:
-        self.bulletin = bulletin
-        self.rank = bulletin.world.rank
+        self.job_store = job_store
+        self.rank = job_store.world.rank
         self.expected = expected
         self.logging_rank = logging_rank
         self.sinks = sinks
@@ -76,17 +76,17 @@ class Reporter:
         """Publish what is left, and on the logging rank wait for the others and pass on the remaining steps."""
         for step in sorted(self.pending):
             self._publish(step)
-        self.bulletin.put(f"metrics/closed/{self.rank}", True)
+        self.job_store.put(f"metrics/closed/{self.rank}", True)
         if self.rank == self.logging_rank:
             for rank in sorted({rank for counts in self.expected.values() for rank in counts}):
-                self.bulletin.get(f"metrics/closed/{rank}", waiting_for=f"the last metrics of rank {rank}")
+                self.job_store.get(f"metrics/closed/{rank}", waiting_for=f"the last metrics of rank {rank}")
             self._collect(complete_only=False)
         self.abandon()
 
     def await_end(self) -> None:
         """Wait until the logging rank closes: for a rank without a role, which nobody waits for. Were it to end before
         the others, its launcher would leave them once all of a machine's ranks had."""
-        self.bulletin.get(f"metrics/closed/{self.logging_rank}", waiting_for="the end of the run")
+        self.job_store.get(f"metrics/closed/{self.logging_rank}", waiting_for="the end of the run")
 
     def abandon(self) -> None:
         """Close the sinks without waiting for anybody."""
@@ -100,20 +100,20 @@ class Reporter:
             metrics["perf/step_time_s"] = now - self.previous_step_end
             self.previous_step_end = now
         self.published.append((step, metrics))
-        self.bulletin.put(f"metrics/{step}/{self.rank}", metrics)
+        self.job_store.put(f"metrics/{step}/{self.rank}", metrics)
 
     def _collect(self, complete_only: bool) -> None:
         while self.uncollected:
             step = self.uncollected[0]
             keys = [f"metrics/{step}/{rank}" for rank in sorted(self.expected[step])]
-            present = [key for key in keys if self.bulletin.has(key)]
+            present = [key for key in keys if self.job_store.has(key)]
             if complete_only and len(present) < len(keys):
                 return
             self.uncollected.pop(0)
             merged: Metrics = {}
             for key in present:
-                _merge(merged, self.bulletin.get(key, waiting_for=key))
-                self.bulletin.forget(key)
+                _merge(merged, self.job_store.get(key, waiting_for=key))
+                self.job_store.forget(key)
             if merged:
                 for sink in self.sinks:
                     sink.write(step, merged)

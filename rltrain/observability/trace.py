@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from rltrain.cluster.threads import JobThread
 from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
+from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,10 @@ class NullTrace:
         return NULL_SPAN
 
     def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        """Kept nowhere."""
+        """HostCopy nowhere."""
 
     def counter(self, name: str, value: float) -> None:
-        """Kept nowhere."""
+        """HostCopy nowhere."""
 
     def close(self) -> None:
         """Nothing to write."""

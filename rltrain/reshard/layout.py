@@ -3,17 +3,14 @@
 Canonical tensors are those of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rltrain.reshard.element_types import TypeArray
-
-Array = NDArray[np.void]
-IntArray = NDArray[np.int64]
+from rltrain.models.canonical_tensors import Array, CanonicalTensors
+from rltrain.models.element_types import TypeArray
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and local shapes."""
@@ -34,23 +31,6 @@ PIECE = np.dtype(
 )
 """A box of canonical tensor number `tensor` that lies in local parameter number `parameter`, beginning at element
 `offset`, rows `stride` elements apart, columns adjacent."""
-
-
-@dataclass(frozen=True)
-class CanonicalTensors:
-    """Names and shapes of a checkpoint's tensors; a tensor's number is its place here."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def numbers(self) -> Mapping[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
-
-    @cached_property
-    def matrix_shapes(self) -> IntArray:
-        """[tensors, 2]: the shapes with vectors as one row."""
-        return np.array([(1, *shape)[-2:] for shape in self.shapes], dtype=np.int64)
 
 
 class RankLayout:

@@ -5,7 +5,7 @@ from functools import cache
 from itertools import accumulate
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture, Row, Split, canonical_tensors, element_types
+from rltrain.models import Architecture, Row, Split, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment, window
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 

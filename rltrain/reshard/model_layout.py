@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.families import (
+from rltrain.models import (
     Architecture,
     Row,
     Split,
@@ -15,19 +15,8 @@ from rltrain.reshard.families import (
     table_of,
     tensors_in,
 )
-from rltrain.reshard.layout import (
-    PIECE,
-    Array,
-    IntArray,
-    Parameters,
-    RankLayout,
-    Segment,
-    Shard,
-    below,
-    column_slice,
-    stacked,
-    window,
-)
+from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.reshard.layout import PIECE, Parameters, RankLayout, Segment, Shard, below, column_slice, stacked, window
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.sft import sft_loss
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
-from rltrain.cluster.exchange import Shipment
 from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
+from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.training.forward import compute_logprobs
+from rltrain.training.megatron.forward import compute_logprobs
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
@@ -49,7 +49,7 @@ class Actor(TrainedRole):
             return sft_loss()
         return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
 
-    def demonstrate(self, step: int, chunk: int) -> None:
+    def load_sft_batch(self, step: int, chunk: int) -> None:
         """Take this replica's share of the step's demonstrations."""
         assert self.demonstrations is not None, "only algorithm: sft has this task"
         experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)

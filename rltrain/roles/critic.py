@@ -3,13 +3,13 @@
 import torch
 
 from rltrain.algorithms.value import value_loss
-from rltrain.cluster.exchange import Shipment
 from rltrain.data.experience import Experience
+from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.training.objective import VALUE
-from rltrain.training.values import compute_values
+from rltrain.training.megatron.objective import VALUE
+from rltrain.training.megatron.values import compute_values
 
 
 class Critic(TrainedRole):

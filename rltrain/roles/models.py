@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.roles.role import Job
-from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 
 
 def load_model(job: Job, role: str, *, with_weights: bool = True) -> LanguageModel:

@@ -2,16 +2,16 @@
 
 import torch
 
-from rltrain.cluster.exchange import Shipment
-from rltrain.cluster.parts import Overlay, Part
 from rltrain.data.experience import Experience
-from rltrain.reshard.families.of_roles import reference_uses_actor_modules
+from rltrain.exchange.exchange import Shipment
+from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
 from rltrain.roles.models import load_model, load_weights
 from rltrain.roles.role import Job, Role
-from rltrain.training.forward import compute_logprobs
-from rltrain.training.memory import model_parts
-from rltrain.training.model import LanguageModel
+from rltrain.training.megatron.forward import compute_logprobs
+from rltrain.training.megatron.memory import model_parts
+from rltrain.training.megatron.model import LanguageModel
 
 
 def uses_actor_modules(job: Job) -> bool:
@@ -36,7 +36,7 @@ class Reference(Role):
     def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)
         self.model: LanguageModel
-        self.parts: dict[str, Part]
+        self.parts: dict[str, MemoryPart]
         if actor is not None and uses_actor_modules(job):
             self.model, self.parts = actor.model.model, {"weights": self._weights_over(actor)}
         else:

@@ -2,11 +2,11 @@
 
 import torch
 
-from rltrain.cluster.exchange import Shipment
-from rltrain.cluster.polling import poll
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import RewardError
+from rltrain.exchange.exchange import Shipment
+from rltrain.liveness.polling import poll
 from rltrain.rewards.registry import load_reward
 from rltrain.rewards.scorer import Sample, Scorer
 from rltrain.roles.reward_statistics import RewardStatistics
@@ -78,22 +78,22 @@ class Reward(Role):
         No collective: these ranks may be an engine's too, which others need for weight syncs while it waits. Where too
         many samples have failed the leader raises RewardError, which ends the job.
         """
-        bulletin, rank = self.job.bulletin, self.job.world.rank
+        job_store, rank = self.job.job_store, self.job.world.rank
         keys = {other: f"reward {what}/{step}/{other}" for other in self.grid.ranks}
-        bulletin.put(keys[rank], [statistics.record(), statistics.first_failure])
+        job_store.put(keys[rank], [statistics.record(), statistics.first_failure])
         if rank != self.leader:
             return {}
         others = [other for other in keys if other != rank]
         poll(
-            self.job.patience,
-            lambda: bulletin.has(*keys.values()) or None,
+            self.job.waiter,
+            lambda: job_store.has(*keys.values()) or None,
             f"the rewards of step {step}",
             others,
             self.serve,
         )
-        gathered = [bulletin.get(key, waiting_for=key) for key in keys.values()]
+        gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
-            bulletin.forget(key)
+            job_store.forget(key)
         records = [record for record, _ in gathered]
         metrics = RewardStatistics.metrics(records)
         first_failure = next((failure for _, failure in gathered if failure), None)

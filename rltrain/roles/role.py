@@ -7,22 +7,23 @@ from typing import ClassVar
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.exchange import Shipment
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.heartbeat import Heartbeat
-from rltrain.cluster.parts import Part
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
-from rltrain.cluster.stopping import StopRequest
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Offload
-from rltrain.reshard.families import Architecture
+from rltrain.exchange.exchange import Shipment
+from rltrain.liveness.heartbeat import Heartbeat
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import StopRequest
+from rltrain.liveness.waiting import Waiter
+from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
-from rltrain.training.layers import uses_transformer_engine
+from rltrain.training.megatron.layers import uses_transformer_engine
 
 Metrics = dict[str, float]
 
@@ -38,8 +39,8 @@ class Job:
     groups: ProcessGroups
     architectures: Mapping[str, Architecture]
     """By role."""
-    bulletin: Bulletin
-    patience: Patience
+    job_store: JobStore
+    waiter: Waiter
     resumed: Resumed | None = None
     """The checkpoint that the run goes on from; None: it starts at the first step."""
 
@@ -53,7 +54,7 @@ class Job:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        return self.bulletin.heartbeat
+        return self.job_store.heartbeat
 
     def leader_of(self, role: str) -> int:
         """The rank that reports for a role: its metrics are those of the whole role."""
@@ -94,7 +95,7 @@ class Role:
     uses_device: ClassVar[bool] = True
     """Whether it holds device memory that other roles of a rank may need."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, MemoryPart]
     """What it holds on the device, by the names of cluster.memory_plan; only where uses_device."""
 
     def __init__(self, job: Job) -> None:

@@ -8,23 +8,25 @@ from functools import partial
 import torch
 
 from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.cluster.exchange import Shipment
-from rltrain.cluster.in_flight import InFlightSync
-from rltrain.cluster.polling import poll
-from rltrain.cluster.tickets import Finished, Tickets
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
-from rltrain.roles.engines import build_engine
+from rltrain.exchange.exchange import Shipment
+from rltrain.liveness.polling import poll
+from rltrain.residency.memory_plan import DEVICE_ROLES, leaving_roles
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.rollout.carried import Carried, Hand, deal
-from rltrain.rollout.dealing import Deal, FixedDeal, SharedDeal
-from rltrain.rollout.drawing import Drawing, Quota
+from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import Request, SamplingParams
-from rltrain.rollout.groups import DrawnGroup, Prompt, PromptGroups
-from rltrain.rollout.packing import pack_groups
 from rltrain.rollout.refusals import response_limit
-from rltrain.rollout.seeds import request_seed
-from rltrain.rollout.turns import Turns
+from rltrain.rollout.site import EngineSite
+from rltrain.rollout.stream.completion_log import CompletionLog, Finished
+from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
+from rltrain.rollout.stream.groups import FinishedGroup, Prompt, PromptGroups
+from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.stream.leader_decision import LeaderDecisions
+from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
+from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
+from rltrain.rollout.stream.seeds import request_seed
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
@@ -41,13 +43,13 @@ class Rollout(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.engine_ranks = self.grid.replica(self.dp)
-        hosted = build_engine(job, self.engine_ranks, self.leave)
+        hosted = build_engine(self._site(), self.leave)
         self.engine, self.parts = hosted.engine, hosted.parts
         self.in_flight: InFlightSync | None = None
         """Set where weights may change between decode steps."""
-        self.turns = Turns(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
+        self.turns = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         hand = self._hand()
-        self.first_generated = len(hand.carried.handed_over) // self.config.batch.prompts_per_step
+        self.first_generated = len(hand.carried.consumed) // self.config.batch.prompts_per_step
         """The first step that this process draws responses for."""
         self.training = self._training(hand)
         self._check(hand.carried)
@@ -55,6 +57,21 @@ class Rollout(Role):
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
             job.prompts.report_dropped()
+
+    def _site(self) -> EngineSite:
+        job = self.job
+        offload = {role: job.offload_of(role) for role in job.placement.hosts(job.world.rank) if role in DEVICE_ROLES}
+        return EngineSite(
+            config=self.config,
+            world=job.world,
+            ranks=self.engine_ranks,
+            grid=self.grid,
+            groups=job.groups,
+            architecture=job.architecture,
+            tokenizer=job.prompts.decoder,
+            job_store=job.job_store,
+            leaves="rollout" in leaving_roles(offload),
+        )
 
     def leave(self) -> None:
         """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
@@ -82,8 +99,8 @@ class Rollout(Role):
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
         self._enter(step, chunk)
-        quota = Quota(*self._log(step, chunk), horizon=partial(self._horizon, step))
-        finished, drawn = self.training.run(quota)
+        chunk_target = ChunkTarget(*self._log(step, chunk), max_position=partial(self._horizon, step))
+        finished, drawn = self.training.run(chunk_target)
         self._ship("samples", step, chunk, finished, drawn)
         self.step_response_tokens += sum(group.num_response_tokens for group in finished)
         if chunk < self.config.num_chunks - 1:
@@ -108,12 +125,14 @@ class Rollout(Role):
                 partial(self._prompt, evaluation, 1, lambda position: (step, position)),
                 num_samples=1,
             ),
-            FixedDeal(self.dp, self.grid.dp),
+            StaticAssignment(self.dp, self.grid.dp),
             per_chunk=num_prompts,
             chunks_per_log=1,
             log_of=lambda position: log,
         )
-        self._ship("evaluation_samples", step, chunk, *drawing.run(Quota(log, 0, horizon=lambda: num_prompts)))
+        self._ship(
+            "evaluation_samples", step, chunk, *drawing.run(ChunkTarget(log, 0, max_position=lambda: num_prompts))
+        )
 
     def _hand(self) -> Hand:
         """What this engine begins with: of what was saved, on however many engines, its share."""
@@ -121,15 +140,15 @@ class Rollout(Role):
         saved = resumed.files(self.name) if resumed and resumed.continues else []
         if not saved:
             return Hand.at(self.job.first_step * self.config.batch.prompts_per_step)
-        return deal([Carried.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
+        return deal([RolloutState.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
 
-    def _training(self, hand: Hand) -> Drawing:
+    def _training(self, hand: Hand) -> GenerationLoop:
         """The stream of training prompts, from `hand` on."""
         batch, sampling = self.config.batch, self.config.rollout.sampling
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
-        prompt_deal: Deal = FixedDeal(self.dp, self.grid.dp, hand.next_position, hand.returned)
+        prompt_deal: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, hand.next_position, hand.returned)
         if self.config.shares_prompts:
-            prompt_deal = SharedDeal(self.job.world.store, hand.next_position, hand.returned)
+            prompt_deal = SharedAssignment(self.job.world.store, hand.next_position, hand.returned)
         drawing = self._drawing(
             PromptGroups(
                 self.engine,
@@ -153,18 +172,18 @@ class Rollout(Role):
     def _drawing(
         self,
         groups: PromptGroups,
-        deal: Deal,
+        deal: PromptAssignment,
         *,
         per_chunk: int,
         chunks_per_log: int | None,
         log_of: Callable[[int], str],
-    ) -> Drawing:
-        return Drawing(
+    ) -> GenerationLoop:
+        return GenerationLoop(
             groups,
             deal,
-            Tickets(self.job.world.store, per_chunk, len(self.grid.ranks), chunks_per_log),
+            CompletionLog(self.job.world.store, per_chunk, len(self.grid.ranks), chunks_per_log),
             self.turns,
-            self.job.patience,
+            self.job.waiter,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
             log_of=log_of,
             sync_is_due=lambda: self.in_flight is not None and self.in_flight.is_due(),
@@ -179,7 +198,7 @@ class Rollout(Role):
         in_flight = self.in_flight
         in_flight.enter()
         poll(
-            self.job.patience,
+            self.job.waiter,
             lambda: in_flight.leader_has_entered() or None,
             f"generate[{step}.{chunk}] of its engine",
             self.engine_ranks[:1],
@@ -192,13 +211,13 @@ class Rollout(Role):
             return "run", (step - self.first_generated) * self.config.num_chunks + chunk
         return f"step {step}", chunk
 
-    def _check(self, carried: Carried) -> None:
+    def _check(self, carried: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
-        num_steps, rest = divmod(len(carried.handed_over), batch.prompts_per_step)
+        num_steps, rest = divmod(len(carried.consumed), batch.prompts_per_step)
         if rest or not job.first_step <= num_steps <= job.first_step + self.config.lead:
             raise CheckpointError(
-                f"The checkpoint holds a rollout that had handed over {len(carried.handed_over)} prompts by step "
+                f"The checkpoint holds a rollout that had handed over {len(carried.consumed)} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
                 f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
@@ -221,12 +240,12 @@ class Rollout(Role):
     def _horizon(self, step: int) -> int:
         """The first position that may not be begun during this step's generate."""
         config, per_step = self.config, self.config.batch.prompts_per_step
-        horizon = (step + 1) * per_step
+        max_position = (step + 1) * per_step
         if config.schedule.partial_rollouts:
-            horizon += math.ceil(config.schedule.oversampling * per_step)
+            max_position += math.ceil(config.schedule.oversampling * per_step)
         elif config.syncs_in_flight and self._is_fresh_enough_for(step + 1):
-            horizon += per_step  # slots that this step's last responses leave idle
-        return min(horizon, config.steps * per_step)
+            max_position += per_step  # slots that this step's last responses leave idle
+        return min(max_position, config.steps * per_step)
 
     def _is_fresh_enough_for(self, step: int) -> bool:
         version = self.engine.policy_version
@@ -245,7 +264,7 @@ class Rollout(Role):
         return Prompt(position, row, requests)
 
     def _ship(
-        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[DrawnGroup]
+        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[FinishedGroup]
     ) -> None:
         """Leave what this engine drew to be sent; groups are numbered by their place among those of the chunk."""
         number = {group.position: index for index, group in enumerate(finished)}

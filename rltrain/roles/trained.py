@@ -8,11 +8,11 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.roles.models import load_model
 from rltrain.roles.role import Job, Role
-from rltrain.training.memory import training_parts
-from rltrain.training.model import local_parameters
-from rltrain.training.objective import POLICY, Objective
-from rltrain.training.state import load_state, save_state
-from rltrain.training.trainable import TrainableModel
+from rltrain.training.megatron.memory import training_parts
+from rltrain.training.megatron.model import local_parameters
+from rltrain.training.megatron.objective import POLICY, Objective
+from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.megatron.trainable import TrainableModel
 
 
 class TrainedRole(Role):

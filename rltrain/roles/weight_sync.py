@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
-from rltrain.reshard.execute.golden import golden_sync
+from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.verify import verify
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.execute.verify import verify
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.roles.actor import Actor

@@ -25,7 +25,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PartialResponse:
     """The part of a response that exists already: three sequences with one entry per token, as in `Completion`."""
 
     tokens: tuple[int, ...]
@@ -51,7 +51,7 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     seed: int
-    drawn: Drawn | None = None
+    drawn: PartialResponse | None = None
 
 
 @dataclass(frozen=True)

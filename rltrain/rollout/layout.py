@@ -4,7 +4,7 @@ from functools import partial
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
-from rltrain.reshard.families import Architecture, canonical_tensors, element_types
+from rltrain.models import Architecture, canonical_tensors, element_types
 from rltrain.reshard.layout import Layout, RankLayout, Segment
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
 from rltrain.reshard.parts import split

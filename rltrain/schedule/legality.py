@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.memory_plan import DEVICE_ROLES
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.residency.memory_plan import DEVICE_ROLES
 
 
 def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
@@ -82,11 +82,11 @@ def _staleness_problems(config: Config) -> Iterator[str]:
             "response would be thrown away. The nearest that works is schedule.on_stale: mask, or "
             "schedule.max_staleness: 1"
         )
-    if schedule.on_stale == "correct" and loss.importance_cap is None:
-        yield "schedule.on_stale: got correct without loss.importance_cap; expected a cap such as 2.0, or drop"
-    if loss.importance_cap is not None and loss.old_logprobs != "actor":
+    if schedule.on_stale == "correct" and loss.tis_clip is None:
+        yield "schedule.on_stale: got correct without loss.tis_clip; expected a cap such as 2.0, or drop"
+    if loss.tis_clip is not None and loss.old_logprobs != "actor":
         yield (
-            f"loss.importance_cap: got {loss.importance_cap} with loss.old_logprobs {loss.old_logprobs}; expected "
+            f"loss.tis_clip: got {loss.tis_clip} with loss.old_logprobs {loss.old_logprobs}; expected "
             "loss.old_logprobs: actor, since the weights compare the actor with the engine"
         )
 

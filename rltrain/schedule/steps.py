@@ -106,7 +106,7 @@ class Run:
     def train(self, step: int) -> None:
         """Everything else of the step."""
         if not self._has_rollout:
-            self.order.task("demonstrate", "actor", step=step)
+            self.order.task("load_sft_batch", "actor", step=step)
             self.order.task("update", "actor", step=step)
             return
         for chunk in self.chunks:
@@ -163,4 +163,4 @@ class Run:
             self.order.task("update", "actor", step=step)
 
     def _trains_actor(self, step: int) -> bool:
-        return "critic" not in self.roles or step >= self.config.critic.critic_only_steps
+        return "critic" not in self.roles or step >= self.config.critic.critic_warmup_steps

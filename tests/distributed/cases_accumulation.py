@@ -16,12 +16,12 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import FIELDS, Experience
 from rltrain.errors import ConfigError, DivergenceError
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.model import LanguageModel, build_model, local_parameters
-from rltrain.training.objective import VALUE
-from rltrain.training.trainable import TrainableModel
-from rltrain.training.values import compute_values
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.objective import VALUE
+from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.megatron.values import compute_values
 from tests.distributed.cases_training import (
     CPU,
     GRIDS,

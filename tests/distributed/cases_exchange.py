@@ -6,13 +6,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.exchange import Exchange, Route, Shipment
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin, join_world
+from rltrain.cluster.world import join_world
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import take
 from rltrain.errors import StallError
+from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.waiting import Waiter
 from tests.unit.test_experience import make_experience
 
 FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs")
@@ -20,8 +21,8 @@ SAMPLES_PER_GROUP = 2
 
 
 def make_exchange(timeout_s=60.0, stall_report_s=30.0):
-    bulletin = Bulletin(join_world(timeout_s))
-    return Exchange(bulletin.world.rank, dist.group.WORLD, Patience(bulletin, stall_report_s)), bulletin
+    job_store = JobStore(join_world(timeout_s))
+    return Exchange(job_store.world.rank, dist.group.WORLD, Waiter(job_store, stall_report_s)), job_store
 
 
 def random_grid(rng: random.Random) -> Grid:
@@ -65,11 +66,11 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
 
 def late_source() -> dict:
     """Rank 0 posts late: rank 1 reports the stall, naming what rank 0 does, and still receives."""
-    exchange, bulletin = make_exchange(timeout_s=30, stall_report_s=0.3)
+    exchange, job_store = make_exchange(timeout_s=30, stall_report_s=0.3)
     route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
     shipment = Shipment(make_experience([3, 4]).columns(), torch.tensor([3, 4]))
-    bulletin.heartbeat.begin("generate[0]")
-    bulletin.heartbeat.start()
+    job_store.heartbeat.begin("generate[0]")
+    job_store.heartbeat.start()
     dist.barrier()
     if exchange.rank == 0:
         time.sleep(1.0)
@@ -81,7 +82,7 @@ def late_source() -> dict:
         reports: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("rltrain.cluster.waiting").addHandler(handler)
+        logging.getLogger("rltrain.liveness.waiting").addHandler(handler)
         received = exchange.wait(route)
         return {"reports": reports, "tokens": received.columns["tokens"].tolist()}
     return {"tokens": shipment.columns["tokens"].tolist()}
@@ -89,9 +90,9 @@ def late_source() -> dict:
 
 def missing_source() -> str:
     """Rank 0 never posts: rank 1 gives up in time and says who is missing and what it does."""
-    exchange, bulletin = make_exchange(timeout_s=1.0 if dist.get_rank() == 1 else 30.0, stall_report_s=0.4)
-    bulletin.heartbeat.begin("generate[7] (rollout)")
-    bulletin.heartbeat.start()
+    exchange, job_store = make_exchange(timeout_s=1.0 if dist.get_rank() == 1 else 30.0, stall_report_s=0.4)
+    job_store.heartbeat.begin("generate[7] (rollout)")
+    job_store.heartbeat.start()
     dist.barrier()
     message = "no error"
     if exchange.rank == 1:
@@ -100,6 +101,6 @@ def missing_source() -> str:
             exchange.wait(Route("samples[7]", Grid((0,)), Grid((1,)), FIELDS, 0))
         except StallError as error:
             message = f"{error} after {time.monotonic() - start:.0f} s"
-    bulletin.put(f"done/{exchange.rank}", True)
-    bulletin.get("done/1", waiting_for="rank 1")
+    job_store.put(f"done/{exchange.rank}", True)
+    job_store.get("done/1", waiting_for="rank 1")
     return message

@@ -13,10 +13,10 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.forward import make_micro_batches, run_schedule
-from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.distributed.family_checkpoints import LENGTHS
 
 CPU = torch.device("cpu")

@@ -5,16 +5,16 @@ import time
 
 import torch.distributed as dist
 
-from rltrain.cluster.in_flight import InFlightSync
 from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.polling import poll
-from rltrain.cluster.tickets import Tickets
 from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
-from rltrain.rollout.dealing import SharedDeal
-from rltrain.rollout.drawing import Drawing, Quota
-from rltrain.rollout.groups import DrawnGroup
-from rltrain.rollout.turns import Turns
+from rltrain.liveness.polling import poll
+from rltrain.rollout.stream.completion_log import CompletionLog
+from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
+from rltrain.rollout.stream.groups import FinishedGroup
+from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.stream.leader_decision import LeaderDecisions
+from rltrain.rollout.stream.prompt_assignment import SharedAssignment
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import ShortPatience
@@ -50,16 +50,16 @@ class Rank:
         self.engine_ranks = next((ranks for ranks in ENGINES if self.rank in ranks), ())
         leader = self.engine_ranks[0] if self.engine_ranks else ACTOR
         self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
-        self.drawn: list[DrawnGroup] = []
+        self.drawn: list[FinishedGroup] = []
         if self.engine_ranks:
             self.drawing = self.make_drawing(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
 
-    def make_drawing(self, group: dist.ProcessGroup | None) -> Drawing:
-        return Drawing(
+    def make_drawing(self, group: dist.ProcessGroup | None) -> GenerationLoop:
+        return GenerationLoop(
             prompt_groups(lambda number: 1 + number * 7 % 23, NUM_SAMPLES, num_slots=6),
-            SharedDeal(self.store),
-            Tickets(self.store, PER_STEP, num_readers=NUM_RANKS - 1, chunks_per_log=1),
-            Turns(group),
+            SharedAssignment(self.store),
+            CompletionLog(self.store, PER_STEP, num_readers=NUM_RANKS - 1, chunks_per_log=1),
+            LeaderDecisions(group),
             PATIENCE,
             ranks=[],
             log_of=lambda position: f"step {position // PER_STEP}",
@@ -111,11 +111,13 @@ class Rank:
             [],
             serve=self.in_flight.join_before_leader_enters,
         )
-        _, drawn = self.drawing.run(Quota(f"step {entry.step}", 0, horizon=lambda: self.horizon(entry.step)))
+        _, drawn = self.drawing.run(
+            ChunkTarget(f"step {entry.step}", 0, max_position=lambda: self.max_position(entry.step))
+        )
         self.drawn += drawn
         self.store.add("handed over", 1)
 
-    def horizon(self, step: int) -> int:
+    def max_position(self, step: int) -> int:
         """The next step's groups too, where the weights are fresh enough for it."""
         version = self.drawing.groups.engine.policy_version
         is_fresh = version is not None and version >= step + 1 - CONFIG.schedule.max_staleness

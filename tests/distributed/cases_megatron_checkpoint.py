@@ -18,9 +18,9 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from tests.megatron_checkpoints import ARCHITECTURES, ITERATION
 
 ALL = (0, 1, 2, 3)

@@ -22,11 +22,11 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import MLA, Architecture, MoE
-from rltrain.training import platform
-from rltrain.training.forward import compute_logprobs
-from rltrain.training.model import LanguageModel, build_model
-from rltrain.training.trainable import TrainableModel
+from rltrain.models import MLA, Architecture, MoE
+from rltrain.training.megatron import platform
+from rltrain.training.megatron.forward import compute_logprobs
+from rltrain.training.megatron.model import LanguageModel, build_model
+from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
 
 # Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.execute.block_scales import BlockScales, BlockTable
-from rltrain.reshard.execute.blocks import quantized
-from rltrain.reshard.execute.golden import golden_sync
+from rltrain.models import Architecture, MoE
+from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.verify import verify
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.execute.verify import verify
-from rltrain.reshard.families import Architecture, MoE
+from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
+from rltrain.reshard.fp8.blocks import quantized
 from rltrain.reshard.kernels.quantize import quantize_blocks
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout

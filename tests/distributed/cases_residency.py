@@ -13,21 +13,21 @@ from torch import Tensor
 
 from rltrain.algorithms.sft import sft_loss
 from rltrain.checkpoint.hf import load_parameters
-from rltrain.cluster.device_memory import DeviceMemory
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.memory_plan import NEEDS
-from rltrain.cluster.parts import Overlay, Part
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.residency import Residency
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.forward import compute_logprobs
-from rltrain.training.memory import model_parts, training_parts
-from rltrain.training.model import LanguageModel, build_model, local_parameters
-from rltrain.training.trainable import TrainableModel
+from rltrain.residency.device_memory import DeviceMemory
+from rltrain.residency.memory_parts import MemoryPart, Overlay
+from rltrain.residency.memory_plan import NEEDS
+from rltrain.residency.residency import Residency
+from rltrain.training.megatron.forward import compute_logprobs
+from rltrain.training.megatron.memory import model_parts, training_parts
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
 from tests.uneven_products import uneven_products
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ class Rank:
             self.reference = load(path, groups, dtype)
             self.residency.admit("reference", model_parts(self.reference))
         self.engine = [torch.randn(1000)]
-        self.residency.admit("rollout", {"weights": Part(lambda: self.engine), "kv_cache": Part(list)})
+        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), "kv_cache": MemoryPart(list)})
 
     def run(self, experience: Experience) -> dict[str, Any]:
         halves = experience.select(torch.arange(3)), experience.select(torch.arange(3, 6))

@@ -12,7 +12,7 @@ from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import Completion, SamplingParams
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.sharing import Sharing
+from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
 from tests.rollout_models import ragged_requests
 from tests.unit.fake_sglang import FakeDelivery, FakeServer
 
@@ -23,7 +23,7 @@ class SharedDelivery(FakeDelivery):
     """Tells all ranks of the engine alike whether it was lost, as a real one does."""
 
     def _raise(self) -> None:
-        Sharing(dist.group.WORLD).together(super()._raise)
+        EngineBroadcast(dist.group.WORLD).together(super()._raise)
 
 
 class Rig:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.stopping import StopRequest
-from rltrain.cluster.watchdog import Watchdog
-from rltrain.cluster.world import Bulletin, join_world
+from rltrain.cluster.world import join_world
 from rltrain.errors import ConfigError
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import StopRequest
+from rltrain.liveness.watchdog import Watchdog
 
 NUM_RANKS = 3
 FAULT_FILE = "fault"
@@ -20,11 +21,16 @@ FAULT_FILE = "fault"
 
 def listen(folder: str = ".", within_s: float = 60.0) -> StopRequest:
     world = join_world(60.0)
-    bulletin = Bulletin(world, guarded=True)
-    bulletin.heartbeat.start()
-    Watchdog(bulletin.heartbeat, bulletin.observer, world.store, Path(folder), interval_s=0.2).start()
+    job_store = JobStore(world, guarded=True)
+    job_store.heartbeat.start()
+    Watchdog(job_store.heartbeat, job_store.observer, world.store, Path(folder), interval_s=0.2).start()
     stop = StopRequest(
-        world.rank, world.store, bulletin.observer, saves=True, within_s=within_s, last_resort=lambda: "nothing is left"
+        world.rank,
+        world.store,
+        job_store.observer,
+        saves=True,
+        within_s=within_s,
+        last_resort=lambda: "nothing is left",
     )
     stop.listen()
     dist.barrier()

@@ -18,17 +18,17 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.task_clock import TaskClock
 from rltrain.config.schema import Rollout
 from rltrain.config.schema import WeightSync as Settings
 from rltrain.errors import SyncError
-from rltrain.reshard.execute.gloo_wire import GlooWire
+from rltrain.liveness.task_clock import TaskClock
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.execute.shared_wire import SharedWire
-from rltrain.reshard.execute.wire import Wire
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.wires.gloo_wire import GlooWire
+from rltrain.reshard.wires.shared_wire import SharedWire
+from rltrain.reshard.wires.wire import Wire
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams

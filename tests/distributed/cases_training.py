@@ -19,11 +19,11 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.forward import compute_logprobs, make_micro_batches, run_schedule
-from rltrain.training.model import LanguageModel, build_model, local_parameters
-from rltrain.training.trainable import TrainableModel
+from rltrain.training.megatron.forward import compute_logprobs, make_micro_batches, run_schedule
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
 
 CPU = torch.device("cpu")

@@ -20,16 +20,16 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.memory import training_parts
-from rltrain.training.model import build_model, local_parameters
-from rltrain.training.objective import POLICY, VALUE
-from rltrain.training.optimizer_state import MOMENTS, optimized_parameters
-from rltrain.training.saved_state import Destination, SavedState
-from rltrain.training.state import MASTER, load_state, save_state
-from rltrain.training.trainable import TrainableModel
+from rltrain.training.megatron.memory import training_parts
+from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.objective import POLICY, VALUE
+from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters
+from rltrain.training.megatron.saved_state import Destination, SavedState
+from rltrain.training.megatron.state import MASTER, load_state, save_state
+from rltrain.training.megatron.trainable import TrainableModel
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.exchange import Exchange, Shipment
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin, join_world
+from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
 from rltrain.data.experience import take
+from rltrain.exchange.exchange import Exchange, Shipment
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.waiting import Waiter
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order
 from rltrain.transfers import Transfers
@@ -56,14 +57,14 @@ class StandIn:
 class Rank:
     """One rank of a job, on groups of its own: what an earlier one left unreceived cannot be met."""
 
-    def __init__(self, bulletin: Bulletin, placement: Mapping[str, str | int]) -> None:
+    def __init__(self, job_store: JobStore, placement: Mapping[str, str | int]) -> None:
         self.config = make_config(placement)
         self.placement = resolve_placement(placement, NUM_RANKS, NUM_RANKS)
         self.order = build_order(self.config, self.placement)
-        rank = bulletin.world.rank
+        rank = job_store.world.rank
         grids = {role: Grid(self.placement.ranks(role)) for role in self.placement.roles}
         self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
-        self.exchange = Exchange(rank, dist.new_group(), Patience(bulletin, 30.0))
+        self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0))
         self.job = SimpleNamespace(config=self.config, grids=grids)
         self.received: Received = {}
 
@@ -133,15 +134,15 @@ class Rank:
 def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str]]], step: int) -> list[dict]:
     """For each pair of placements what an actor's rank got in a run on the first, which saves at `step`, and in one on
     the second that goes on from there."""
-    bulletin = Bulletin(join_world(60.0))
-    return [_cut_and_go_on(bulletin, *pair, step, number) for number, pair in enumerate(placements)]
+    job_store = JobStore(join_world(60.0))
+    return [_cut_and_go_on(job_store, *pair, step, number) for number, pair in enumerate(placements)]
 
 
-def _cut_and_go_on(bulletin: Bulletin, before: dict[str, str], after: dict[str, str], step: int, number: int) -> dict:
-    first, second = Rank(bulletin, before), Rank(bulletin, after)
+def _cut_and_go_on(job_store: JobStore, before: dict[str, str], after: dict[str, str], step: int, number: int) -> dict:
+    first, second = Rank(job_store, before), Rank(job_store, after)
     saved = first.follow(first.order, save_at=first.order.boundaries[step])
-    files = dist.PrefixStore(f"files {number}", bulletin.world.store)
-    files.set(str(bulletin.world.rank), safetensors.torch.save(saved))
+    files = dist.PrefixStore(f"files {number}", job_store.world.store)
+    files.set(str(job_store.world.rank), safetensors.torch.save(saved))
     by_rank = [safetensors.torch.load(files.get(str(rank))) for rank in range(NUM_RANKS)]
     second.follow(second.order.from_step(step), by_rank)
     return {

@@ -16,13 +16,13 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.forward import make_micro_batches, run_schedule
-from rltrain.training.model import LanguageModel, build_model, local_parameters
-from rltrain.training.packing import MicroBatch
-from rltrain.training.values import compute_values, token_values
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.megatron.values import compute_values, token_values
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.execute.golden import golden_sync
-from rltrain.reshard.execute.verify import verify
+from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.verify import verify
 from tests.distributed.cases_quantized import ARCHITECTURES, KINDS, Sync, bits, make_groups, sync
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.watchdog import Watchdog
-from rltrain.cluster.world import Bulletin, join_world
+from rltrain.cluster.world import join_world
 from rltrain.config.schema import Timeouts
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.waiting import Waiter
+from rltrain.liveness.watchdog import Watchdog
 
 NUM_RANKS = 3
 MEMBERS = {"actor": (0, 1), "rollout": (2,)}
@@ -39,14 +40,14 @@ class Rank:
         world = replace(join_world(60.0), timeouts=Timeouts(no_progress_s=NO_PROGRESS_S))
         self.number = world.rank
         self.fault = fault
-        bulletin = Bulletin(world, guarded=True)
-        self.heartbeat = bulletin.heartbeat
+        job_store = JobStore(world, guarded=True)
+        self.heartbeat = job_store.heartbeat
         self.heartbeat.interval_s = BEAT_S
-        self.patience = Patience(bulletin, report_s=30.0)
+        self.waiter = Waiter(job_store, report_s=30.0)
         self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
         self.sent: list[Any] = []  # what is dropped is not delivered
         self.heartbeat.start()
-        self.watchdog = Watchdog(self.heartbeat, bulletin.observer, world.store, Path(folder), interval_s=BEAT_S)
+        self.watchdog = Watchdog(self.heartbeat, job_store.observer, world.store, Path(folder), interval_s=BEAT_S)
         self.watchdog.start()
 
     def run(self, num_steps: int) -> None:
@@ -71,7 +72,7 @@ class Rank:
         else:
             self.heartbeat.begin("wait samples", "actor", step, position=position)
             self.fault("wait samples", step)
-            self.patience.wait([dist.irecv(samples, 2)], f"wait samples[{step}]", [2])
+            self.waiter.wait([dist.irecv(samples, 2)], f"wait samples[{step}]", [2])
 
 
 def fail_in(task: str, folder: str, fail: Callable[[], None]) -> Callable[[str, int], None]:

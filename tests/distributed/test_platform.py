@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.training import platform
+from rltrain.training.megatron import platform
 from tests.forked.popen import run
 
 NO_CUDA = "Torch not compiled with CUDA enabled"

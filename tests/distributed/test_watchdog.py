@@ -51,7 +51,7 @@ def test_a_frozen_process_is_named_by_the_next_one(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_others(task: str, tmp_path: Path) -> None:
     output = failure_of("killed", tmp_path, task=task)
     assert re.search(rf"rank +: {VICTIMS[task]} .*\n.*exitcode +: -9", output), output
-    assert not (tmp_path / "stalls").exists(), "the launcher ends the job long before anybody is out of patience"
+    assert not (tmp_path / "stalls").exists(), "the launcher ends the job long before anybody is out of waiter"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.observability.report.run_folder import read_run
+from rltrain.tools.report.run_folder import read_run
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 
 APART = "placement={'actor, reference': 0, rollout: 1-2, reward: 3}"
@@ -134,7 +134,7 @@ def test_the_quickstart_learns_from_stale_samples(quickstart, staleness):
     records = quickstart(
         "evaluation={interval: 10, stop_at: 0.9}",
         f"schedule={{mode: asynchronous, max_staleness: {staleness}}}",
-        "loss={old_logprobs: actor, importance_cap: 2.0}",
+        "loss={old_logprobs: actor, tis_clip: 2.0}",
     )
     assert column(records, "eval/score")[-1] >= 0.9
     assert max(column(records, "train/staleness_max")) == staleness

@@ -82,7 +82,7 @@ CONFIGS = {
         "configs/quickstart.yaml",
         (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
     ),
-    "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_only_steps=1")),
+    "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_warmup_steps=1")),
     "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
 }
 FAST = ("sequential",)

@@ -34,7 +34,7 @@ def arguments(quickstart_files: Path, data_overrides: list[str], tmp_path: Path)
         f"output_dir={tmp_path}",
         *data_overrides,
         "placement={'actor,critic,reference': 0-1, 'rollout,reward': 2-3}",
-        "critic.critic_only_steps=0",
+        "critic.critic_warmup_steps=0",
         "steps=3",
         "evaluation.stop_at=null",
         "data.eval=null",

@@ -26,7 +26,7 @@ PRELOADED = (
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
-    "rltrain.checkpoint.conversion.command",
+    "rltrain.tools.convert_command",
     "rltrain.dry_run.description",
     "rltrain.job",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from rltrain.cluster.device_memory import device_memory
-from rltrain.cluster.parts import Part
-from rltrain.cluster.residency import Residency
+from rltrain.residency.device_memory import device_memory
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.residency import Residency
 
 MIB, GIB = 2**20, 2**30
 ROLE_BYTES = int(os.environ.get("RLTRAIN_TEST_ROLE_BYTES", 3 * GIB))
@@ -36,7 +36,7 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-class Turns:
+class LeaderDecisions:
     """An actor that updates and a rollout that generates, on one device."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
@@ -46,10 +46,10 @@ class Turns:
         self.device = device
         self.residency = Residency(self.order, {"actor": True, "rollout": True}, self.memory, prefetch=False)
         self.tensors = {name: self._tensors(ROLE_BYTES // 2) for name in ("weights", "optimizer")}
-        actor = {name: Part(lambda kept=kept: kept) for name, kept in self.tensors.items()}  # type: ignore[misc]
-        self.residency.admit("actor", {**actor, "master_weights": Part(list), "gradients": Part(list)})
+        actor = {name: MemoryPart(lambda kept=kept: kept) for name, kept in self.tensors.items()}  # type: ignore[misc]
+        self.residency.admit("actor", {**actor, "master_weights": MemoryPart(list), "gradients": MemoryPart(list)})
         self.engine = self._tensors(ROLE_BYTES)
-        self.residency.admit("rollout", {"weights": Part(lambda: self.engine), "kv_cache": Part(list)})
+        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), "kv_cache": MemoryPart(list)})
 
     def _tensors(self, num_bytes: int) -> list[torch.Tensor]:
         count = num_bytes // TENSOR_BYTES
@@ -82,7 +82,7 @@ def take_turns(num_steps: int, fragmented: bool, limit: float | None = None) -> 
     if limit is not None:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1], device)
     kept = fragment(device) if fragmented else []
-    turns = Turns(num_steps, device)
+    turns = LeaderDecisions(num_steps, device)
     after_offload, right, residues = [], [], []
     for position, entry in enumerate(turns.order):
         turns.residency.enter(position)
@@ -102,7 +102,7 @@ def bandwidth() -> dict[str, float]:
     device = torch.device("cuda", 0)
     result = _pinned_bandwidth(device)
     torch.cuda.empty_cache()
-    turns = Turns(6, device)
+    turns = LeaderDecisions(6, device)
     seconds = []
     for position, entry in enumerate(turns.order[:-1]):
         torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def bandwidth() -> dict[str, float]:
     return result
 
 
-def _bandwidth_in(turns: Turns, moved: int) -> float:
+def _bandwidth_in(turns: LeaderDecisions, moved: int) -> float:
     """Of the actor's parts alone, by the calls that a task makes. They are on the device, the rollout's are not."""
     keys = [("actor", "weights"), ("actor", "optimizer")]
     seconds = []

@@ -17,10 +17,10 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import SGLang
-from rltrain.reshard.execute.block_scales import BlockScales, BlockTable
-from rltrain.reshard.execute.blocks import quantized
+from rltrain.models import read_architecture
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.families import read_architecture
+from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
+from rltrain.reshard.fp8.blocks import quantized
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.reshard.plan.planner import plan
@@ -28,9 +28,9 @@ from rltrain.rollout.embedded.engine import allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.weights.delivery import Delivery
 from tests.gpu.residency_cases import used_bytes
 from tests.sglang.servers import CALL_TIMEOUT_S, FROM_DISK, START_TIMEOUT_S, call, checksums, greedy, server_spec
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.recording import CudaGraphs
 from rltrain.rollout.engine import Completion, SamplingParams
-from rltrain.rollout.recording import CudaGraphs
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu

@@ -7,13 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.checksums import BOX, checksums
 from rltrain.reshard.kernels.copy_table import BLOCK, SLICE, CopyTable
 from rltrain.reshard.kernels.quantize import quantize_blocks, scales_of
 from rltrain.reshard.kernels.slices import PAIRS, quantises
-from rltrain.reshard.layout import Array
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import DTYPES, Example, assert_same_bits, examples
 

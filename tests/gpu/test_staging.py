@@ -12,10 +12,10 @@ import torch
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.sglang.delivery import checksum_of
-from rltrain.rollout.sglang.kept import Kept
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
-from rltrain.rollout.sglang.staging import Staging
+from rltrain.rollout.sglang.weights.delivery import checksum_of
+from rltrain.rollout.sglang.weights.host_copy import HostCopy
+from rltrain.rollout.sglang.weights.staging import Staging
 from tests.model_shards import tiny_architecture
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_another_process_loads_from_both_slots_whatever_is_written_to_them() -> 
 
 def test_a_copy_on_the_host_gives_a_slot_its_bytes_again() -> None:
     staging = staging_of(3)
-    kept = Kept(staging, 3, torch.device("cuda", 0))
+    kept = HostCopy(staging, 3, torch.device("cuda", 0))
     written = []
     for part in range(3):
         memory = staging.bytes(part)

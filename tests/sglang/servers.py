@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout

@@ -15,12 +15,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
 from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.server.rltrain_supervise import descendants
+from rltrain.rollout.sglang.weights.delivery import Delivery
 from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
 from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
 
@@ -253,7 +253,7 @@ def test_a_stop_string_is_found_across_a_suspension(rig: Rig) -> None:
     [free] = rig.engine.generate([request], GREEDY)
     stop = tokenizer.decode(list(free.tokens[5:9]))
     [half] = rig.engine.generate([request], replace(GREEDY, max_response_tokens=7))
-    drawn = Drawn(tuple(half.tokens), tuple(half.logprobs), tuple(half.policy_versions))
+    drawn = PartialResponse(tuple(half.tokens), tuple(half.logprobs), tuple(half.policy_versions))
     [done] = rig.engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
     assert list(done.tokens) == list(free.tokens[:9])
     assert done.finish_reason == "stop"

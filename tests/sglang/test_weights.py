@@ -12,12 +12,12 @@ import transformers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.errors import EngineError, EngineLost
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.delivery import Delivery
 from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.weights.delivery import Delivery
 from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import CALL_TIMEOUT_S, PART_BYTES, START_TIMEOUT_S, call, greedy, parts_of
 

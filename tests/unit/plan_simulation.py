@@ -7,7 +7,7 @@ import numpy as np
 
 from rltrain.checkpoint.hf import hf_layout
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rltrain.errors import SyncError
-from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
 
-NOTHING = Drawn((), (), ())
+NOTHING = PartialResponse((), (), ())
 
 
 class ScriptedEngine:
@@ -61,5 +61,7 @@ class ScriptedEngine:
         drawn = request.drawn or NOTHING
         token = 1000 * request.id + len(drawn.tokens)
         assert self.policy_version is not None
-        grown = Drawn((*drawn.tokens, token), (*drawn.logprobs, -0.5), (*drawn.policy_versions, self.policy_version))
+        grown = PartialResponse(
+            (*drawn.tokens, token), (*drawn.logprobs, -0.5), (*drawn.policy_versions, self.policy_version)
+        )
         return replace(request, drawn=grown)

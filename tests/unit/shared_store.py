@@ -48,7 +48,7 @@ class Jobs:
 
 
 class ShortPatience:
-    """Waits as Patience does, and fails the test where that takes long."""
+    """Waits as Waiter does, and fails the test where that takes long."""
 
     def until(
         self,

@@ -85,7 +85,7 @@ def plain_policy_loss(
             ratio = math.exp(new - old_i)
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
             probability_ratio = math.exp(old_i - rollout)
-            weight = 1.0 if loss.importance_cap is None else min(probability_ratio, loss.importance_cap)
+            weight = 1.0 if loss.tis_clip is None else min(probability_ratio, loss.tis_clip)
             objective = weight * min(ratio * advantage, clipped * advantage)
             kl = plain_k(loss.kl.estimator, new, reference)
             penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
@@ -93,7 +93,7 @@ def plain_policy_loss(
             totals["pg_loss"] -= objective / divisor
             totals["kl_loss"] += kl / divisor
             totals["tis_weight"] += weight / all_tokens
-            totals["tis_clipped"] += (probability_ratio > (loss.importance_cap or math.inf)) / all_tokens
+            totals["tis_clipped"] += (probability_ratio > (loss.tis_clip or math.inf)) / all_tokens
             totals["ppo_kl"] += (old_i - new) / all_tokens
             totals["pg_clipfrac"] += (clipped * advantage < ratio * advantage) / all_tokens
             totals["entropy"] += ent / all_tokens
@@ -112,8 +112,8 @@ LOSSES = [
     schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
-    schema.Loss(importance_cap=1.1),
-    schema.Loss(importance_cap=2.0, normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
+    schema.Loss(tis_clip=1.1),
+    schema.Loss(tis_clip=2.0, normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
 ]
 
 
@@ -136,7 +136,7 @@ def test_policy_loss_equals_plain_python(loss: schema.Loss) -> None:
     names |= {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
     if loss.kl.coef and loss.kl.where == "loss":
         names.add("kl_loss")
-    if loss.importance_cap is not None:
+    if loss.tis_clip is not None:
         names |= {"tis_weight", "tis_clipped"}
     expected["train_rollout_logprob_abs_diff_max"] = expected.pop("abs_diff_max")
     assert actual == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
@@ -146,7 +146,7 @@ def test_importance_weights_are_left_out_where_the_ratio_has_them_already() -> N
     experience = make_experience(0, [3, 1], [5, 7])
     logprobs, entropy = current_values(experience)
     capped, plain = (
-        policy_loss(schema.Loss(old_logprobs="rollout", importance_cap=cap), 7)(experience, logprobs, entropy)
+        policy_loss(schema.Loss(old_logprobs="rollout", tis_clip=cap), 7)(experience, logprobs, entropy)
         for cap in (1.1, None)
     )
     assert capped.loss.item() == plain.loss.item()
@@ -284,7 +284,7 @@ def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
     assert experience.actor_logprobs is not None and experience.advantages is not None
     logprobs = experience.actor_logprobs.clone().requires_grad_()
     entropy = torch.zeros_like(logprobs).requires_grad_()
-    output = policy_loss(schema.Loss(importance_cap=1.5), 8)(experience, logprobs, entropy)
+    output = policy_loss(schema.Loss(tis_clip=1.5), 8)(experience, logprobs, entropy)
     assert not any(v.requires_grad for v in (output.sums | output.token_sums | output.maxima).values())
     plain = means([policy_loss(schema.Loss(), 8)(experience, logprobs, entropy)], experience)
     mean_advantage = experience.advantages[experience.response_mask].mean().item()

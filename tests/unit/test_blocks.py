@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.element_types import ElementType, uniform
-from rltrain.reshard.execute.block_scales import BlockScales, BlockTable, SplitBlocks
-from rltrain.reshard.execute.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
+from rltrain.models.canonical_tensors import Array, CanonicalTensors
+from rltrain.models.element_types import ElementType, uniform
+from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable, SplitBlocks
+from rltrain.reshard.fp8.blocks import SCALES_PARAMETER, QuantizedLayouts, quantized
 from rltrain.reshard.kernels.quantize import (
     block_amax,
     inverse_scales_of,
@@ -21,7 +22,7 @@ from rltrain.reshard.kernels.quantize import (
     quantize_blocks,
     quantize_elements,
 )
-from rltrain.reshard.layout import PIECE, Array, CanonicalTensors, Layout, RankLayout
+from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
 from tests.model_shards import tiny_architecture

@@ -15,8 +15,8 @@ from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpointing import Checkpointing
 from rltrain.cluster.placement import resolve_placement
-from rltrain.cluster.task_clock import TaskClock
 from rltrain.config.schema import Config
+from rltrain.liveness.task_clock import TaskClock
 from rltrain.resuming import restore
 from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
@@ -26,7 +26,7 @@ PLACEMENT = {"actor, reference": 1, "rollout, reward": 3}
 CPU = torch.device("cpu")
 
 
-class Patience(ShortPatience):
+class Waiter(ShortPatience):
     """Notes whom it waits for."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store) -> Checkpointing:
         config=config,
         world=SimpleNamespace(rank=rank, size=NUM_RANKS, store=store, device=CPU),
         placement=placement,
-        patience=Patience(),
+        waiter=Waiter(),
         heartbeat=SimpleNamespace(task_clock=TaskClock()),
         architectures={},
         stop=None,
@@ -102,15 +102,15 @@ def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jo
     leader, other = (checkpointing(tmp_path, rank, stores[rank]) for rank in (1, 3))
     leader.at_boundary(1, 0)
     leader.writer.join()
-    wait = leader.job.patience.until
+    wait = leader.job.waiter.until
 
     def until(arrived: Any, what: str, ranks: Sequence[int], serve: Any = None) -> None:
         other.at_boundary(1, 0)
         wait(arrived, what, ranks, serve)
 
-    leader.job.patience.until = until  # type: ignore[method-assign]
+    leader.job.waiter.until = until  # type: ignore[method-assign]
     leader.finish()
-    assert leader.job.patience.awaited == [[3]]  # type: ignore[attr-defined]
+    assert leader.job.waiter.awaited == [[3]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rank", range(5))

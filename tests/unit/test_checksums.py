@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels import copy_table, native
 from rltrain.reshard.kernels.checksums import BOX, checksum_of, checksums
 from rltrain.reshard.kernels.keyed_sum import PRESENT, RUN
-from rltrain.reshard.layout import Array
 from tests.slice_examples import BITS, DTYPES, make_sources
 from tests.unit.test_cuda_tiles import EmulatedCopies, emulation
 from tests.unit.test_kernels import INSTRUCTIONS, native_library

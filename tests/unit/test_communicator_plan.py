@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.cluster.communicator_plan import CommunicatorPlan
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.memory_plan import needs_of
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.rank_lists import group_lists, lists_of_task, role_group_lists
+from rltrain.residency.communicator_plan import CommunicatorPlan
+from rltrain.residency.memory_plan import needs_of
 
 WORLD_SIZE = 4
 ROLES_OF = {

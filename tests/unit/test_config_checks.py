@@ -53,7 +53,7 @@ def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
         {"rollout": {"max_context_tokens": 2048}},
         PPO,
         {**PPO, "batch": {"samples_per_prompt": 1}},
-        {**PPO, "steps": 3, "critic": {"critic_only_steps": 2}},
+        {**PPO, "steps": 3, "critic": {"critic_warmup_steps": 2}},
     ],
 )
 def test_configs_that_work_are_accepted(sections):
@@ -135,8 +135,8 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),
         (
-            {**PPO, "steps": 3, "critic": {"critic_only_steps": 3}},
-            "critic.critic_only_steps: got 3 of 3 steps (config key steps); expected fewer, so that the actor learns",
+            {**PPO, "steps": 3, "critic": {"critic_warmup_steps": 3}},
+            "critic.critic_warmup_steps: got 3 of 3 steps (config key steps); expected fewer, so that the actor learns",
         ),
         (
             {"rollout": {"max_context_tokens": 2047}},

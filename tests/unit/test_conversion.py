@@ -15,7 +15,7 @@ from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from tests.converted_checkpoints import TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rltrain.checkpoint.conversion.command import main
 from rltrain.checkpoint.conversion.formats import open_source
 from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.sources import HfSource
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
+from rltrain.tools.convert_command import main
 from tests.converted_checkpoints import make_checkpoint
 from tests.megatron_checkpoints import write_megatron
 

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard.element_types import ITEM_BYTES, ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels import copy_table, native
 from rltrain.reshard.kernels.cuda import CudaCopies
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 from rltrain.reshard.kernels.tiles import TILE_BYTES, cut
-from rltrain.reshard.layout import Array
 from tests.aligned_examples import aligned, windows
 from tests.slice_examples import Example, assert_same_bits, examples, expected_bases
 

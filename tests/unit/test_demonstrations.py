@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rltrain.config import schema
-from rltrain.data.demonstrations import Demonstrations, demonstrate
+from rltrain.data.demonstrations import Demonstrations, load_sft_batch
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder
@@ -47,7 +47,7 @@ def demonstrate_rows(
     dataset: PromptDataset, rows: list[int], *, sample_ids: list[int] | None = None, limit: int = 100
 ) -> Experience:
     numbers = range(len(rows))
-    return demonstrate(
+    return load_sft_batch(
         dataset,
         rows,
         sample_ids=sample_ids or numbers,

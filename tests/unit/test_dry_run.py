@@ -105,7 +105,7 @@ def test_chunks_are_told_apart_where_they_differ():
 
 
 def test_the_critics_head_start_does_not_hide_the_actors_update():
-    lines = memory({"actor, critic": 0, "rollout, reward": 1}, algorithm="ppo", critic={"critic_only_steps": 9})
+    lines = memory({"actor, critic": 0, "rollout, reward": 1}, algorithm="ppo", critic={"critic_warmup_steps": 9})
     assert any(line.startswith("update used used used") for line in lines)
 
 
@@ -118,7 +118,7 @@ def test_colocated_nothing_overlaps_and_that_is_said():
 
 
 def test_generation_overlaps_training_where_it_is_ahead():
-    sections = {"algorithm": "ppo", "critic": {"critic_only_steps": 50}}
+    sections = {"algorithm": "ppo", "critic": {"critic_warmup_steps": 50}}
     sequential = " ".join(overlaps(APART, **sections))
     ahead = " ".join(overlaps(APART, **sections, schedule={"mode": "asynchronous", "max_staleness": 1}))
     beside_generate = ahead[ahead.index("generate (rollout) beside") :].split(" beside ")[1]
@@ -175,7 +175,7 @@ def test_the_step_in_the_middle_is_complete_and_without_an_evaluation():
     config, placement = make(COLOCATED, evaluation={"interval": 1})
     order = build_order(config, placement)
     assert fullest_step(order) == 0, "every step has one"
-    config, placement = make(APART, algorithm="ppo", critic={"critic_only_steps": 7}, evaluation={"interval": 7})
+    config, placement = make(APART, algorithm="ppo", critic={"critic_warmup_steps": 7}, evaluation={"interval": 7})
     assert fullest_step(build_order(config, placement)) == 8
     assert fullest_step(Order()) == 0
 

@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rltrain.cluster import ending
-from rltrain.cluster.ending import FAILED, USER_ERROR, Ending
-from rltrain.cluster.heartbeat import Beat, Board
-from rltrain.cluster.processes import process_here, this_process
 from rltrain.errors import ConfigError
+from rltrain.liveness import ending
+from rltrain.liveness.ending import FAILED, USER_ERROR, Ending
+from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.system.processes import process_here, this_process
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 3

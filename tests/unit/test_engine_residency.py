@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rltrain.cluster.device_memory import DeviceMemory
-from rltrain.cluster.parts import Part
-from rltrain.cluster.residency import Residency
 from rltrain.config.schema import SGLang
-from rltrain.roles.engines import parts_of_server
+from rltrain.residency.device_memory import DeviceMemory
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.residency import Residency
 from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.sglang.build import parts_of_server
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from tests.unit.fake_sglang import FakeDelivery, FakeServer
@@ -59,7 +59,7 @@ def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residenc
     residency = Residency(order_of(2, names), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
     tensor = torch.ones(3)
     parts = ("weights", "master_weights", "optimizer", "gradients")
-    residency.admit("actor", {name: Part(lambda: [tensor]) for name in parts})
+    residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})
     residency.admit("rollout", parts_of_server(engine, engine.delivery, leave, leaves=True))
     return residency, suspended
 

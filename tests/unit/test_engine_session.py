@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rltrain.errors import DivergenceError, SyncError
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
@@ -115,7 +115,7 @@ def test_suspended_responses_continue_as_if_never_stopped(
     ids = [done.id for done in finished]
     assert [request.id for request in suspended] == [request.id for request in requests if request.id not in ids]
     for request in suspended:
-        drawn = request.drawn or Drawn((), (), ())
+        drawn = request.drawn or PartialResponse((), (), ())
         expected = uninterrupted[request.id]
         assert list(drawn.tokens) == list(expected.tokens)[: len(drawn.tokens)]
         assert len(drawn.tokens) == num_steps or max_running_requests == 3
@@ -124,7 +124,7 @@ def test_suspended_responses_continue_as_if_never_stopped(
     for done in finished + resumed:
         assert_same(done, uninterrupted[done.id])
     for request, done in zip(suspended, resumed, strict=True):
-        drawn = request.drawn or Drawn((), (), ())
+        drawn = request.drawn or PartialResponse((), (), ())
         assert tuple(done.logprobs)[: len(drawn.logprobs)] == drawn.logprobs
 
 
@@ -277,7 +277,7 @@ def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.Monke
         (lambda r: ([r[3], r[3]], GREEDY), "equal ids"),
         (lambda r: ([r[3]], SAMPLED), "unfinished"),
         (
-            lambda r: ([r[3], replace(r[4], drawn=Drawn((1,) * 16, (0.0,) * 16, (0,) * 16))], GREEDY),
+            lambda r: ([r[3], replace(r[4], drawn=PartialResponse((1,) * 16, (0.0,) * 16, (0,) * 16))], GREEDY),
             "fewer than the 16",
         ),
     ],
@@ -323,4 +323,4 @@ def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[i
 
 def test_drawn_names_what_does_not_fit_together() -> None:
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs and 2 policy_versions"):
-        Drawn((1, 2), (0.5,), (0, 0))
+        PartialResponse((1, 2), (0.5,), (0, 0))

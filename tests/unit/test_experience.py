@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.exchange import Shipment, body_bytes, decode, encode
 from rltrain.data.assignment import assign_groups, mini_batch_of
 from rltrain.data.experience import FIELDS, Experience, join, take
+from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
 
 
 def make_experience(lengths, group_ids=None, seed=0):

@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import (
+from rltrain.models import (
     MLA,
     MoE,
     RopeScaling,

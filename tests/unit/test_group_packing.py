@@ -1,16 +1,16 @@
-"""Drawn groups as experience, token by token."""
+"""PartialResponse groups as experience, token by token."""
 
 import torch
 
 from rltrain.data.experience import FIELDS
 from rltrain.rollout.engine import Completion
-from rltrain.rollout.groups import DrawnGroup
-from rltrain.rollout.packing import pack_groups
+from rltrain.rollout.stream.groups import FinishedGroup
+from rltrain.rollout.stream.packing import pack_groups
 
 LONG = Completion(8, (5, 6, 7), (-0.5, -0.25, -1.0), (2, 2, 3), "length")
 SHORT = Completion(9, (6,), (-2.0,), (3,), "stop")
 OTHER = Completion(2, (4, 4), (-3.0, -4.0), (1, 1), "stop")
-GROUPS = [DrawnGroup(4, 17, (1, 2), (LONG, SHORT)), DrawnGroup(1, 30, (3,), (OTHER,))]
+GROUPS = [FinishedGroup(4, 17, (1, 2), (LONG, SHORT)), FinishedGroup(1, 30, (3,), (OTHER,))]
 
 
 def test_samples_follow_each_other_with_their_prompts():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.rollout.engine import Request, SamplingParams
-from rltrain.rollout.groups import DrawnGroup, Prompt, PromptGroups
+from rltrain.rollout.stream.groups import FinishedGroup, Prompt, PromptGroups
 from tests.unit.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=99, stop_token_ids=())
@@ -64,7 +64,7 @@ def test_a_group_larger_than_the_engine_is_taken_when_nothing_else_runs():
 
 @given(st.lists(st.integers(1, 6), min_size=8, max_size=8), st.sets(st.integers(0, 20), max_size=6))
 def test_suspending_at_any_step_changes_no_response(lengths, suspensions):
-    def draw(suspended_at: set[int]) -> dict[int, DrawnGroup]:
+    def draw(suspended_at: set[int]) -> dict[int, FinishedGroup]:
         groups = prompt_groups(lambda number: lengths[number], num_slots=3)
         groups.start([0, 1])
         drawn = []

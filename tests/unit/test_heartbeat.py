@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.heartbeat import Beat, Board, Heartbeat, Wait
-from rltrain.cluster.observer import MOST_BETWEEN_LOOKS_S, Observer
-from rltrain.cluster.stacks import communicates, describe_threads
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
 from rltrain.config.schema import Timeouts
 from rltrain.errors import StallError
+from rltrain.liveness.heartbeat import Beat, Board, Heartbeat, Wait
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.observer import MOST_BETWEEN_LOOKS_S, Observer
+from rltrain.liveness.stacks import communicates, describe_threads
+from rltrain.liveness.waiting import Waiter
 
 
 @pytest.fixture(scope="module")
@@ -30,26 +31,24 @@ def store(server: dist.TCPStore, request: pytest.FixtureRequest) -> dist.Store:
     return dist.PrefixStore(request.node.name, server)
 
 
-def make_bulletin(store: dist.Store, rank: int, no_progress_s: float = 60.0) -> Bulletin:
+def make_bulletin(store: dist.Store, rank: int, no_progress_s: float = 60.0) -> JobStore:
     timeouts = Timeouts(no_progress_s=no_progress_s)
-    return Bulletin(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
+    return JobStore(World(rank, 2, rank, 2, torch.device("cpu"), store, timeout_s=60.0, timeouts=timeouts))
 
 
 @pytest.fixture
-def ranks(store: dist.Store) -> Iterator[list[Bulletin]]:
+def ranks(store: dist.Store) -> Iterator[list[JobStore]]:
     """Both ranks of a job, in one process."""
-    bulletins = [make_bulletin(store, rank, no_progress_s=0.5) for rank in range(2)]
-    for bulletin in bulletins:
-        bulletin.heartbeat.interval_s = 0.05
-    yield bulletins
-    for bulletin in bulletins:
-        bulletin.heartbeat.finish()
+    job_stores = [make_bulletin(store, rank, no_progress_s=0.5) for rank in range(2)]
+    for job_store in job_stores:
+        job_store.heartbeat.interval_s = 0.05
+    yield job_stores
+    for job_store in job_stores:
+        job_store.heartbeat.finish()
 
 
 def test_a_beat_comes_back_as_it_was(store):
-    beat = Beat(
-        3, "update", "actor", 7, 2, 41, 1.5, 12, 0.25, 4, True, {"0-3": 9}, Wait("x", (1, 2), 2.0)
-    )
+    beat = Beat(3, "update", "actor", 7, 2, 41, 1.5, 12, 0.25, 4, True, {"0-3": 9}, Wait("x", (1, 2), 2.0))
     Board(store).put(beat)
     assert Board(store).read([3]) == {3: beat}
 
@@ -128,7 +127,7 @@ def test_time_in_which_the_observer_did_not_run_is_not_silence_of_others(store):
 
 def test_time_in_which_a_process_did_not_run_is_not_stillness(store, monkeypatch):
     heartbeat, clock = Heartbeat(0, store), [100.0]
-    monkeypatch.setattr("rltrain.cluster.heartbeat.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rltrain.liveness.heartbeat.time.monotonic", lambda: clock[0])
     heartbeat.advance()
     seen = []
 
@@ -178,7 +177,7 @@ def test_a_wait_lasts_as_long_as_the_other_gets_on(ranks, caplog):
 
     threading.Thread(target=work).start()
     with caplog.at_level(logging.WARNING):
-        Patience(mine, report_s=0.3).until(arrived.wait, "wait samples[3]", [1])
+        Waiter(mine, report_s=0.3).until(arrived.wait, "wait samples[3]", [1])
     assert time.monotonic() - start > 2 * mine.world.timeouts.no_progress_s
     assert "rank 0 waits at wait samples[3]: rank 1 is at generate[3] (rollout) for" in caplog.text
 
@@ -189,7 +188,7 @@ def test_whatever_breaks_a_transfer_ends_the_wait_for_it(ranks):
             raise TypeError("not what was asked for")
 
     with pytest.raises(StallError, match="wait samples.*the connection broke: not what was asked for"):
-        Patience(ranks[0], report_s=60).wait([Broken()], "wait samples[3]", [1])  # type: ignore[list-item]
+        Waiter(ranks[0], report_s=60).wait([Broken()], "wait samples[3]", [1])  # type: ignore[list-item]
 
 
 def test_a_wait_for_one_that_does_nothing_ends_with_its_name(ranks):
@@ -199,19 +198,19 @@ def test_a_wait_for_one_that_does_nothing_ends_with_its_name(ranks):
     mine.heartbeat.start()
     start = time.monotonic()
     with pytest.raises(StallError, match=r"waits at wait samples\[3\]: .*rank 1 is at generate\[3\] .* no progress"):
-        Patience(mine, report_s=0.2).until(threading.Event().wait, "wait samples[3]", [1])
+        Waiter(mine, report_s=0.2).until(threading.Event().wait, "wait samples[3]", [1])
     assert 0.5 < time.monotonic() - start < 3
 
 
 def test_in_a_guarded_job_a_wait_leaves_the_end_to_the_watchdog(ranks):
     mine, other = ranks
     mine.guarded = True
-    for bulletin in ranks:
-        bulletin.heartbeat.start()
+    for job_store in ranks:
+        job_store.heartbeat.start()
     arrived, stalls = threading.Event(), []
     threading.Timer(1.5, arrived.set).start()
     see = lambda: stalls.append(other.observer.find_stall())  # noqa: E731
-    Patience(mine, report_s=0.2).until(arrived.wait, "wait samples[3]", [1], serve=see)
+    Waiter(mine, report_s=0.2).until(arrived.wait, "wait samples[3]", [1], serve=see)
     assert [stall.rank for stall in stalls if stall][-1] == 1, "nobody gets on, and yet the wait went on"
 
 
@@ -220,9 +219,7 @@ def test_a_rank_serves_others_while_it_waits(ranks):
     served = []
     arrived = threading.Event()
     threading.Timer(0.5, arrived.set).start()
-    Patience(mine, report_s=60).until(
-        arrived.wait, "wait samples[3]", [1], serve=lambda: served.append(time.monotonic())
-    )
+    Waiter(mine, report_s=60).until(arrived.wait, "wait samples[3]", [1], serve=lambda: served.append(time.monotonic()))
     gaps = [later - earlier for earlier, later in zip(served, served[1:], strict=False)]
     assert len(served) > 20 and sorted(gaps)[len(gaps) // 2] < 0.02
 

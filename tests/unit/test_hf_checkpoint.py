@@ -13,8 +13,8 @@ from torch import Tensor
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
+from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.families import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan

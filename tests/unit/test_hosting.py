@@ -28,8 +28,8 @@ def job_on(device, **sections):
         grids=dict.fromkeys(ROLES, GRID),
         groups=None,
         architectures=dict.fromkeys(ROLES, "the same"),
-        bulletin=None,
-        patience=None,
+        job_store=None,
+        waiter=None,
     )
 
 

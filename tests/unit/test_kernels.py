@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
 from rltrain.reshard.kernels.slices import PAIRS
-from rltrain.reshard.layout import Array
 from tests.slice_examples import BITS, DTYPES, Example, assert_same_bits, examples, expected_bases
 
 CPU = torch.device("cpu")

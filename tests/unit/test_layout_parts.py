@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.element_types import ITEM_BYTES, ElementType
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.parts import parameter_types, split
 from rltrain.reshard.plan.planner import Planner

@@ -11,7 +11,7 @@ from rltrain.errors import ConfigError
 from rltrain.schedule.legality import check_schedule
 from tests.unit.schedule_configs import GRPO, PPO, make_config, place
 
-CAP = {"importance_cap": 2.0}
+CAP = {"tis_clip": 2.0}
 
 
 def check_sections(**sections: Any) -> None:
@@ -110,12 +110,12 @@ REFUSED = {
     ),
     "a correction without its cap": (
         {"schedule": {"mode": "asynchronous", "max_staleness": 1, "on_stale": "correct"}},
-        "schedule.on_stale: got correct without loss.importance_cap; expected a cap such as 2.0, or drop",
-        ["loss.importance_cap: 2.0"],
+        "schedule.on_stale: got correct without loss.tis_clip; expected a cap such as 2.0, or drop",
+        ["loss.tis_clip: 2.0"],
     ),
     "weights against the engine's log-probs without the actor's": (
         {"loss": {**CAP, "old_logprobs": "rollout"}},
-        "loss.importance_cap: got 2.0 with loss.old_logprobs rollout; expected loss.old_logprobs: actor",
+        "loss.tis_clip: got 2.0 with loss.old_logprobs rollout; expected loss.old_logprobs: actor",
         ["loss.old_logprobs: actor"],
     ),
     "chunks of a sequential step": (

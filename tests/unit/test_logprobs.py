@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.training import logprobs as module
-from rltrain.training.logprobs import vocab_parallel_logprobs
+from rltrain.training.megatron import logprobs as module
+from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
 
 ROWS = 7
 

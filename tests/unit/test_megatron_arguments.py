@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rltrain.checkpoint.megatron.arguments import compare_arguments, megatron_arguments
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from tests.megatron_checkpoints import ARCHITECTURES
 
 

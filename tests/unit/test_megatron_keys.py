@@ -10,7 +10,7 @@ from rltrain.checkpoint.megatron.keys import GlobalTensors, extra_state_keys
 from rltrain.checkpoint.megatron.shares import chunks_of_writer
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import Architecture, canonical_tensors
+from rltrain.models import Architecture, canonical_tensors
 from tests.megatron_checkpoints import ARCHITECTURES, canonical_values
 
 LAYERS = "decoder.layers."

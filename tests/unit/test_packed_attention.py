@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rltrain.errors import ConfigError
-from rltrain.training import layers
-from rltrain.training.attention import PackedAttention, packed_sequences, thd_sequences
+from rltrain.training.megatron import layers
+from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

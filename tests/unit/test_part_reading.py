@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rltrain.cluster.host_memory import HostRegion
-from rltrain.cluster.parts import Part
+from rltrain.residency.host_memory import HostRegion
+from rltrain.residency.memory_parts import MemoryPart
 
 BUFFER = torch.arange(24.0)
 """What two views of one storage show."""
@@ -17,7 +17,7 @@ class Held:
         self.matrix = BUFFER.clone().view(6, 4)
         self.tail = self.matrix.view(-1)[10:]
         self.steps = torch.tensor(3.0, dtype=torch.float64)
-        self.part = Part(lambda: [self.steps, self.matrix, self.tail])
+        self.part = MemoryPart(lambda: [self.steps, self.matrix, self.tail])
 
     def check(self) -> None:
         assert torch.equal(self.part.read(self.matrix), BUFFER)
@@ -35,7 +35,7 @@ def held() -> Held:
     return Held()
 
 
-def leave(part: Part) -> None:
+def leave(part: MemoryPart) -> None:
     part.save()
     part.leave()
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.element_types import uniform
-from rltrain.reshard.families import Architecture
-from rltrain.reshard.layout import PIECE, CanonicalTensors, Layout, RankLayout
+from rltrain.models import Architecture
+from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.element_types import uniform
+from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
 from rltrain.reshard.plan.planner import plan, traffic

@@ -13,7 +13,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import group_lists, model_group_lists
 
 EMBEDDING_FIELDS = ("embd", "pos_embd")
-# Set by rltrain.training.groups from other fields, or to None.
+# Set by rltrain.training.megatron.groups from other fields, or to None.
 DERIVED_FIELDS = {"intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "hcp"}
 
 

@@ -11,8 +11,8 @@ import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.decoder import rounded
+from rltrain.rollout.embedded.recording import Recordings, recorder
 from rltrain.rollout.engine import Completion, SamplingParams
-from rltrain.rollout.recording import Recordings, recorder
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rltrain.cluster.device_memory import DeviceMemory
-from rltrain.cluster.parts import Part
-from rltrain.cluster.remote_part import RemotePart
-from rltrain.cluster.residency import Residency
+from rltrain.residency.device_memory import DeviceMemory
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.remote_part import RemotePart
+from rltrain.residency.residency import Residency
 from tests.unit.test_residency import order_of
 
 
@@ -40,7 +40,7 @@ def residency_of(server: Server, names: tuple[str, ...]) -> Residency:
     residency = Residency(order, {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
     parts = ("weights", "master_weights", "optimizer", "gradients")
     tensor = torch.ones(3)
-    residency.admit("actor", {name: Part(lambda: [tensor]) for name in parts})
+    residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})
     residency.admit("rollout", {name: server.part(name, restores=name == "weights") for name in server.holds.copy()})
     return residency
 

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from rltrain.errors import DataError
 from rltrain.observability.names import METRICS
-from rltrain.observability.report import occupation, page, run_folder
-from rltrain.observability.report.curves import documentation, sections, thinned
-from rltrain.observability.report.facts import facts, number
-from rltrain.observability.report.timeline import COLOURS, MAX_RANKS, timeline
 from rltrain.observability.trace import Trace
+from rltrain.tools.report import occupation, page, run_folder
+from rltrain.tools.report.curves import documentation, sections, thinned
+from rltrain.tools.report.facts import facts, number
+from rltrain.tools.report.timeline import COLOURS, MAX_RANKS, timeline
 from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
 from tools.report import report
 

@@ -33,29 +33,44 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": BASE,
     "rewards": BASE,
     "algorithms": (*BASE, "data"),
-    "cluster": (*BASE, "data"),
-    "reshard": (*BASE, "cluster.grid", "cluster.processes", "cluster.shared_memory", "cluster.task_clock"),
-    "checkpoint": (*BASE, "reshard", "cluster.grid", "cluster.threads"),
-    "training": (*BASE, "checkpoint", "reshard", "cluster", "data", "algorithms"),
-    "rollout": (*BASE, "checkpoint", "reshard", "cluster", "data"),
-    "observability": (*BASE, "cluster.threads", "cluster.world"),
-    "schedule": (*BASE, "cluster"),
+    "system": (),
+    "cluster": BASE,
+    "liveness": (*BASE, "system", "cluster.world"),
+    "exchange": (*BASE, "data", "cluster.grid", "liveness"),
+    "models": (*BASE, "cluster.grid"),
+    "residency": (*BASE, "cluster"),
+    "reshard": (*BASE, "models", "cluster.grid", "system", "liveness.task_clock"),
+    "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
+    "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
+    "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),
+    "observability": (*BASE, "system", "liveness.job_store"),
+    "schedule": (*BASE, "cluster", "residency"),
     "folders": BASE,
-    "roles": (*BASE, "training", "rollout", "checkpoint", "reshard", "cluster", "data", "algorithms", "rewards"),
-    "transfers": (*BASE, "schedule", "roles", "cluster", "observability"),
-    "hosting": (*BASE, "schedule", "roles", "cluster", "observability"),
-    "checkpointing": (*BASE, "transfers", "schedule", "roles", "checkpoint", "cluster", "observability"),
+    "roles": (
+        *BASE,
+        *("training", "rollout", "checkpoint", "reshard", "models", "residency", "exchange", "liveness", "cluster"),
+        *("data", "algorithms", "rewards"),
+    ),
+    "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
+    "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
+    "checkpointing": (*BASE, "transfers", "schedule", "roles", "checkpoint", "liveness", "observability"),
     "resuming": (
         *BASE,
-        *("transfers", "schedule", "roles", "checkpoint", "reshard", "cluster", "observability", "folders"),
+        *("transfers", "schedule", "roles", "checkpoint", "models", "liveness", "cluster", "observability", "folders"),
     ),
     "trainer": (
         *BASE,
-        *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "cluster", "observability"),
+        *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
+        "observability",
     ),
-    "job": (*BASE, "trainer", "resuming", "schedule", "roles", "checkpoint", "reshard", "cluster"),
-    "dry_run": (*BASE, "schedule", "rollout.layout", "reshard", "cluster"),
+    "job": (
+        *BASE,
+        *("trainer", "resuming", "schedule", "roles", "checkpoint", "reshard.kernels", "models", "liveness", "cluster"),
+        "system",
+    ),
+    "dry_run": (*BASE, "schedule", "rollout.layout", "reshard", "models", "residency", "cluster"),
     "command": (*BASE, "job", "dry_run"),
+    "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
 
 # Read by --dry-run and by planning on every rank: they start in a moment because they do not load torch.
@@ -65,10 +80,10 @@ FAST_TO_IMPORT = (
     "config.checks",
     "cluster.grid",
     "cluster.placement",
-    "reshard.families",
+    "models",
     "reshard.layout",
     "reshard.plan.planner",
-    "reshard.plan.prediction",
+    "tools.prediction",
     "reshard.megatron_layout",
     "rollout.layout",
     "dry_run.description",
@@ -197,7 +212,7 @@ def test_every_thread_ends_the_job_by_its_error() -> None:
     """A ThreadPoolExecutor hands errors to whoever asked."""
     starters = {"Thread", "Timer", "start_new_thread", "to_thread", "run_in_executor"}
     callers = {relative(path) for path in SOURCES for name, _ in calls(path) if name.split(".")[-1] in starters}
-    assert callers == set(), "JobThread of rltrain/cluster/threads.py is there for that"
+    assert callers == set(), "JobThread of rltrain/system/threads.py is there for that"
 
 
 def test_megatrons_global_parallel_state_is_never_initialised() -> None:

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.device_memory import DeviceMemory, device_memory
-from rltrain.cluster.host_memory import HostRegion
-from rltrain.cluster.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, leaving_roles, needs_of
-from rltrain.cluster.parts import Overlay, Part
-from rltrain.cluster.residency import Residency
-from rltrain.cluster.storage_memory import memory_saver
 from rltrain.errors import ConfigError
+from rltrain.residency.device_memory import DeviceMemory, device_memory
+from rltrain.residency.host_memory import HostRegion
+from rltrain.residency.memory_parts import MemoryPart, Overlay
+from rltrain.residency.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, leaving_roles, needs_of
+from rltrain.residency.residency import Residency
+from rltrain.residency.storage_memory import memory_saver
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def make(roles, order, *, offload="auto", spare=0):
     for role in roles:
         mine = tensors_of(role)
         tensors.update({(role, part): mine[part] for part in mine})
-        residency.admit(role, {part: Part(lambda kept=kept: kept) for part, kept in mine.items()})
+        residency.admit(role, {part: MemoryPart(lambda kept=kept: kept) for part, kept in mine.items()})
     return residency, tensors, moves
 
 
@@ -138,7 +138,7 @@ def test_a_role_that_stays_beside_one_that_leaves():
     kept = tensors_of("rollout")["weights"]
     residency = Residency(order, {"actor": False, "rollout": True}, DeviceMemory(CPU))
     residency.admit("actor", {})
-    residency.admit("rollout", {"weights": Part(lambda: kept)})
+    residency.admit("rollout", {"weights": MemoryPart(lambda: kept)})
     assert residency.leaving == {"rollout"} and residency.parts["rollout", "weights"].place != "device"
 
 
@@ -201,7 +201,7 @@ def test_gradients_between_two_uses_in_one_step_are_kept():
 
 def test_what_the_host_has_is_not_copied_again():
     tensor = torch.ones(4)
-    part = Part(lambda: [tensor])
+    part = MemoryPart(lambda: [tensor])
     part.save()
     host = part._region.slabs[0]
     host.zero_()
@@ -214,8 +214,8 @@ def test_what_the_host_has_is_not_copied_again():
 
 def test_only_what_changed_is_copied_again(monkeypatch):
     saved = []
-    save = Part.save
-    monkeypatch.setattr(Part, "save", lambda part: (saved.append(part.host_is_current), save(part)))
+    save = MemoryPart.save
+    monkeypatch.setattr(MemoryPart, "save", lambda part: (saved.append(part.host_is_current), save(part)))
     order = order_of(3)
     residency, _, _ = make(("actor", "reference", "rollout"), order)
     changes = defaultdict(list)
@@ -242,7 +242,7 @@ def test_pinned_memory_is_taken_once():
 
 def test_a_part_that_grows_after_the_first_use_is_kept_whole():
     states = []
-    part = Part(lambda: states)
+    part = MemoryPart(lambda: states)
     part.save()
     part.leave()
     part.allocate()
@@ -259,7 +259,7 @@ def test_a_part_that_grows_after_the_first_use_is_kept_whole():
 
 def test_tensors_that_share_a_storage_are_moved_once():
     flat = torch.arange(12.0)
-    part = Part(lambda: [flat[:4], flat[4:].view(2, 4), flat])
+    part = MemoryPart(lambda: [flat[:4], flat[4:].view(2, 4), flat])
     assert part.size_bytes == flat.nbytes
     part.save()
     part.leave()
@@ -270,7 +270,7 @@ def test_tensors_that_share_a_storage_are_moved_once():
 
 
 def test_a_dropped_part_that_a_task_reads_is_refused():
-    part = Part(lambda: [torch.ones(2)])
+    part = MemoryPart(lambda: [torch.ones(2)])
     with pytest.raises(RuntimeError, match="cannot leave"):
         part.leave()
     part.leave(drop=True)
@@ -281,7 +281,7 @@ def test_a_dropped_part_that_a_task_reads_is_refused():
 
 def test_what_only_its_owner_can_free_is_forgotten_when_dropped():
     cache = [torch.ones(8)]
-    part = Part(lambda: cache, forget=cache.clear)
+    part = MemoryPart(lambda: cache, forget=cache.clear)
     assert part.device_bytes == 32
     part.leave(drop=True)
     part.allocate()
@@ -297,8 +297,8 @@ def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
     tensors = [flat[:4].view(2, 2), flat[5:]]
     order = order_of(2, ("actor_logprobs", "reference_logprobs", "update"))
     residency = Residency(order, {"actor": "auto", "reference": "auto"}, DeviceMemory(CPU), guests=["reference"])
-    weights = Part(lambda: tensors)
-    residency.admit("actor", {"weights": weights, **{part: Part(list) for part in PARTS["actor"][1:]}})
+    weights = MemoryPart(lambda: tensors)
+    residency.admit("actor", {"weights": weights, **{part: MemoryPart(list) for part in PARTS["actor"][1:]}})
     residency.admit("reference", {"weights": Overlay(weights, tensors, [-torch.ones(2, 2), -torch.ones(5)])})
     for position, entry in enumerate(order):
         residency.enter(position)
@@ -313,7 +313,7 @@ def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
 
 def test_an_overlay_is_never_written_to():
     flat = torch.zeros(4)
-    overlay = Overlay(Part(lambda: [flat]), [flat], [torch.ones(4)])
+    overlay = Overlay(MemoryPart(lambda: [flat]), [flat], [torch.ones(4)])
     with pytest.raises(RuntimeError, match="constant"):
         overlay.changed()
     with pytest.raises(RuntimeError, match="away"):
@@ -354,7 +354,7 @@ def test_nothing_is_fetched_over_what_is_in_use():
     flat = torch.arange(4.0)
     order = order_of(1, ("actor_logprobs", "reference_logprobs"))
     residency = Residency(order, {"actor": "auto", "reference": "auto"}, RoomyMemory(2**40), guests=["reference"])
-    weights = Part(lambda: [flat])
+    weights = MemoryPart(lambda: [flat])
     residency.admit("actor", {"weights": weights})
     residency.admit("reference", {"weights": Overlay(weights, [flat], [torch.ones(4)])})
     residency.enter(0)
@@ -460,8 +460,8 @@ def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
     saver, order = FakeSaver(), [Entry(name, step) for step in range(4) for name in ("generate", "reference_logprobs")]
     weights = [torch.arange(6.0)]
     residency = Residency(order, {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
-    residency.admit("reference", {"weights": Part(lambda: weights)})
-    residency.admit("rollout", {"weights": Part(list), "kv_cache": Part(list)})
+    residency.admit("reference", {"weights": MemoryPart(lambda: weights)})
+    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": MemoryPart(list)})
     assert weights[0].untyped_storage().nbytes() == 0
     addresses = []
     for position, entry in enumerate(order):

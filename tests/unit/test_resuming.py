@@ -13,13 +13,14 @@ import torch.distributed as dist
 from rltrain import folders
 from rltrain.checkpoint.run.files import MANIFEST_FILE, Contents, write_files
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config, Timeouts
 from rltrain.errors import CheckpointError, ConfigError
-from rltrain.observability.report.run_folder import read_run
+from rltrain.liveness.job_store import JobStore
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history
+from rltrain.tools.report.run_folder import read_run
 from tests.unit.held_lock import locked
 from tests.unit.shared_store import Jobs, open_store
 
@@ -69,9 +70,9 @@ def find(jobs: Jobs) -> Callable[..., Resumed | None]:
             limits = Timeouts(no_progress_s=3)
             world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, 10, limits, restarted)
             try:
-                return find_checkpoint(config, Bulletin(world, guarded=True))
+                return find_checkpoint(config, JobStore(world, guarded=True))
             except CheckpointError as error:
-                store.set("bulletin/resume/candidates", "[]")  # the job has ended; nobody is to wait for rank 0
+                store.set("job_store/resume/candidates", "[]")  # the job has ended; nobody is to wait for rank 0
                 return error
 
         first, *others = jobs.run(body, NUM_RANKS)
@@ -287,9 +288,9 @@ def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Non
         def body(rank: int, store: dist.Store) -> Exception | None:
             world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, 10, Timeouts(no_progress_s=3))
             try:
-                return claim_folders(config, 1, Bulletin(world, guarded=True))
+                return claim_folders(config, 1, JobStore(world, guarded=True))
             except ConfigError as error:
-                store.set("bulletin/folders/claimed", "true")  # the job has ended
+                store.set("job_store/folders/claimed", "true")  # the job has ended
                 return error
 
         first, leader = jobs.run(body, NUM_RANKS)

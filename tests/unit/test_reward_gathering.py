@@ -27,9 +27,9 @@ def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5) ->
     role.config = SimpleNamespace(reward=schema.Reward(max_failures=max_failures))  # type: ignore[assignment]
     role.grid = Grid((4, 6))
     role.job = SimpleNamespace(  # type: ignore[assignment]
-        bulletin=FakeBulletin(shared, rank),
+        job_store=FakeBulletin(shared, rank),
         world=SimpleNamespace(rank=rank),
-        patience=ShortPatience(),
+        waiter=ShortPatience(),
         leader_of=lambda role: 4,
     )
     role.serve = None
@@ -85,7 +85,7 @@ def of_failures(errors: int, timeouts: int, num_samples: int = 4, failure: str |
 
 def failures_of_a_step(leader: Reward, *failures: tuple[int, int], step: int = 0) -> None:
     """Two ranks with 4 samples each of which some fail by (errors, timeouts)."""
-    shared = leader.job.bulletin.shared  # type: ignore[attr-defined]
+    shared = leader.job.job_store.shared  # type: ignore[attr-defined]
     assert reward_role(6, shared)._gather("score", step, of_failures(*failures[1], failure="rank 6's")) == {}
     leader._gather("score", step, of_failures(*failures[0], failure="rank 4's" if any(failures[0]) else None))
 

@@ -64,7 +64,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         grids={"rollout": Grid(tuple(range(num_engines)))},
         leader_of=lambda role: 0,
         prompts=prompts,
-        patience=ShortPatience(),
+        waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,)),
         resumed=resumed,

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.execute.rounds import (
+from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.kernels.slices import SLICE
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.match import elements
+from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan.rank_plan import TRANSFER
+from rltrain.reshard.plan.rounds import (
     ALIGNMENT,
     Cut,
     Rounds,
@@ -20,13 +25,8 @@ from rltrain.reshard.execute.rounds import (
     fixed_places,
     streams,
 )
-from rltrain.reshard.execute.stages import ReadPlaces, shared_places, stage_streams
-from rltrain.reshard.execute.steps import Steps, make_steps
-from rltrain.reshard.kernels.slices import SLICE
-from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.reshard.plan.match import elements
-from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.plan.rank_plan import TRANSFER
+from rltrain.reshard.plan.stages import ReadPlaces, shared_places, stage_streams
+from rltrain.reshard.plan.steps import Steps, make_steps
 from rltrain.rollout.layout import engine_layout
 from tests.model_shards import tiny_architecture
 

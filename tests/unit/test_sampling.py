@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.rollout.embedded.random_streams import mix64, random_streams, uniforms
 from rltrain.rollout.embedded.sampling import draw, invert_cdf, truncate
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.random_streams import mix64, random_streams, uniforms
-from rltrain.rollout.seeds import mix64 as mix64_int
-from rltrain.rollout.seeds import request_seed
+from rltrain.rollout.stream.seeds import mix64 as mix64_int
+from rltrain.rollout.stream.seeds import request_seed
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_greedy_takes_the_largest_logit_and_scores_it_at_temperature_one() -> No
 
 
 def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
-    """Kept tokens by the definition, one at a time."""
+    """HostCopy tokens by the definition, one at a time."""
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     if top_k:
         order = order[:top_k]

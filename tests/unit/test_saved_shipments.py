@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
-from rltrain.cluster.exchange import Shipment, joined
-from rltrain.cluster.saved_shipments import as_tensors, read_parts, share
 from rltrain.data.experience import FIELDS, take
 from rltrain.errors import CheckpointError
+from rltrain.exchange.exchange import Shipment, joined
+from rltrain.exchange.saved_shipments import as_tensors, read_parts, share
 from rltrain.schedule.order import Order
 from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience

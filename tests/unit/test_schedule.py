@@ -70,7 +70,7 @@ def test_a_ppo_step_asks_the_critic_before_the_advantages_and_trains_it_on_the_r
 
 
 def test_the_actor_stays_as_it_is_in_critic_only_steps():
-    order = order_of(algorithm="ppo", placement=PPO, critic={"critic_only_steps": 2})
+    order = order_of(algorithm="ppo", placement=PPO, critic={"critic_warmup_steps": 2})
     assert steps_of(order, "update") == [2]
     assert steps_of(order, "update_critic") == [0, 1, 2]
     assert steps_of(order, "advantages") == [0, 1, 2], "the critic learns from their returns"
@@ -80,7 +80,7 @@ def test_the_actor_gathers_no_gradients_either_in_critic_only_steps():
     order = order_of(
         algorithm="ppo",
         placement=PPO,
-        critic={"critic_only_steps": 2},
+        critic={"critic_warmup_steps": 2},
         advantages={"whiten": False},
         schedule={"mode": "pipelined", "chunks": 2},
     )
@@ -94,7 +94,7 @@ def test_old_logprobs_from_the_rollout_need_no_recomputation():
 
 def test_sft_needs_the_rollout_only_for_evaluations():
     order = order_of(algorithm="sft", placement={"actor": 0, "rollout": 1, "reward": 2})
-    assert tasks(entry for entry in order if entry.step == 1) == ["demonstrate 1", "update 1"]
+    assert tasks(entry for entry in order if entry.step == 1) == ["load_sft_batch 1", "update 1"]
     assert steps_of(order, "weight_sync") == steps_of(order, "generate_evaluation") == [0, 3]
 
 

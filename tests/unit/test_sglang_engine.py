@@ -9,7 +9,7 @@ import pytest
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
-from rltrain.rollout.engine import Completion, Drawn, Request, SamplingParams
+from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from tests.unit.fake_sglang import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
@@ -170,7 +170,7 @@ def test_limits_count_context_and_tokens_drawn_before(rig) -> None:  # type: ign
     engine = rig(max_context_tokens=14).engine
     everything = requests(5)
     assert [len(done.tokens) for done in engine.generate(everything, GREEDY)] == [13, 12, 11, 10, 9]
-    drawn = Drawn((9,) * 6, (-0.5,) * 6, (8,) * 6)
+    drawn = PartialResponse((9,) * 6, (-0.5,) * 6, (8,) * 6)
     for done in engine.generate([replace(request, drawn=drawn) for request in everything], GREEDY):
         assert len(done.tokens) == 14 - len(everything[done.id - 100].prompt)
         assert tuple(done.tokens[:6]) == drawn.tokens
@@ -193,7 +193,10 @@ def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  
         (lambda r: ([replace(r[3], id=r[0].id)], LONG), "equal ids"),
         (lambda r: ([r[3], r[3]], LONG), "equal ids"),
         (lambda r: ([r[3]], GREEDY), "unfinished"),
-        (lambda r: ([replace(r[3], drawn=Drawn((1,) * 400, (0.0,) * 400, (0,) * 400))], LONG), "fewer than the 400"),
+        (
+            lambda r: ([replace(r[3], drawn=PartialResponse((1,) * 400, (0.0,) * 400, (0,) * 400))], LONG),
+            "fewer than the 400",
+        ),
     ],
 )
 def test_a_refused_submission_queues_nothing(rig, change, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -217,7 +220,7 @@ def test_a_stop_string_is_found_where_the_server_does_not_look(rig, split: int) 
     tokens = expected_tokens(request, GREEDY)
     stop = LetterTokenizer().decode(tokens[3:6])
     assert LetterTokenizer().decode(tokens).index(stop) == 3
-    drawn = Drawn(tuple(tokens[:split]), (-1.0,) * split, (0,) * split) if split else None
+    drawn = PartialResponse(tuple(tokens[:split]), (-1.0,) * split, (0,) * split) if split else None
     [done] = engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
     assert list(done.tokens) == tokens[:6]
     assert len(done.logprobs) == len(done.policy_versions) == 6
@@ -283,7 +286,7 @@ def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type:
 
 
 def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
-    """Drawing its end once more would make long responses likelier than they are."""
+    """GenerationLoop its end once more would make long responses likelier than they are."""
     one = rig()
     request = requests(1)[0]
     one.engine.submit([request], GREEDY)

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.ending import Ending
-from rltrain.cluster.processes import has_ended, this_machine, this_process
-from rltrain.cluster.stopping import SIGNALS, StopRequest
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
+from rltrain.liveness.ending import Ending
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import SIGNALS, StopRequest
+from rltrain.system.processes import has_ended, this_machine, this_process
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 2
@@ -25,9 +26,9 @@ NUM_RANKS = 2
 def request_of(rank: int, store: dist.Store, saves: bool = True) -> StopRequest:
     """Of a rank that has published a beat."""
     own = store.clone()  # type: ignore[attr-defined]
-    bulletin = Bulletin(World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), own, timeout_s=10))
-    bulletin.heartbeat.publish()
-    return StopRequest(rank, own, bulletin.observer, saves=saves, within_s=60, last_resort=lambda: "nothing is left")
+    job_store = JobStore(World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), own, timeout_s=10))
+    job_store.heartbeat.publish()
+    return StopRequest(rank, own, job_store.observer, saves=saves, within_s=60, last_resort=lambda: "nothing is left")
 
 
 @pytest.fixture
@@ -128,5 +129,5 @@ def test_it_is_seen_when_a_process_of_this_machine_has_ended() -> None:
 
 def test_nothing_is_said_of_processes_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_ended("node9 pid:[1] 999999") and not has_ended("")
-    monkeypatch.setattr("rltrain.cluster.processes.this_machine", lambda: "")
+    monkeypatch.setattr("rltrain.system.processes.this_machine", lambda: "")
     assert not has_ended(" 999999")

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.task_clock import TaskClock, TaskTime
-from rltrain.cluster.waiting import Patience
-from rltrain.cluster.world import Bulletin, World
-from rltrain.observability.report.run_folder import read_run
+from rltrain.cluster.world import World
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.task_clock import TaskClock, TaskTime
+from rltrain.liveness.waiting import Waiter
 from rltrain.observability.trace import NullTrace, Trace
 from rltrain.schedule.order import Entry
+from rltrain.tools.report.run_folder import read_run
 from rltrain.trainer import Trainer
 
 
@@ -77,13 +78,13 @@ def test_waits_are_spans_within_their_task(tmp_path):
 
 
 @pytest.fixture
-def bulletin() -> Bulletin:
+def job_store() -> JobStore:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    return Bulletin(World(0, 2, 0, 2, torch.device("cpu"), store, timeout_s=60.0))
+    return JobStore(World(0, 2, 0, 2, torch.device("cpu"), store, timeout_s=60.0))
 
 
-def test_waits_by_name_are_counted_and_what_is_there_already_is_not_waited_for(bulletin):
-    clock, noted = bulletin.heartbeat.task_clock, []
+def test_waits_by_name_are_counted_and_what_is_there_already_is_not_waited_for(job_store):
+    clock, noted = job_store.heartbeat.task_clock, []
 
     @contextmanager
     def note(what: str, category: str, task: str):
@@ -91,24 +92,24 @@ def test_waits_by_name_are_counted_and_what_is_there_already_is_not_waited_for(b
         yield
 
     clock.span = note
-    there, arrived, patience = threading.Event(), threading.Event(), Patience(bulletin, report_s=60)
+    there, arrived, waiter = threading.Event(), threading.Event(), Waiter(job_store, report_s=60)
     there.set()
-    bulletin.put("verdict", True)
+    job_store.put("verdict", True)
     with clock.task("score") as spent:
-        patience.until(there.wait, "what is there", [1])
-        bulletin.get("verdict", waiting_for="a verdict that is there")
+        waiter.until(there.wait, "what is there", [1])
+        job_store.get("verdict", waiting_for="a verdict that is there")
         assert noted == []
         threading.Timer(0.1, arrived.set).start()
-        patience.until(arrived.wait, "rewards", [1])
-        threading.Timer(0.1, bulletin.put, ("late", True)).start()
-        bulletin.get("late", waiting_for="a late verdict")
+        waiter.until(arrived.wait, "rewards", [1])
+        threading.Timer(0.1, job_store.put, ("late", True)).start()
+        job_store.get("late", waiting_for="a late verdict")
     assert noted == [("rewards", "wait", "score"), ("a late verdict", "wait", "score")]
     assert spent.wait_s >= 0.15
 
 
-def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_joins_in_the_middle(bulletin):
+def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_joins_in_the_middle(job_store):
     now, reported = Clock(), {}
-    clock = bulletin.heartbeat.task_clock = TaskClock(now)
+    clock = job_store.heartbeat.task_clock = TaskClock(now)
     order = [Entry("task", "generate", ("rollout",), 1), Entry("task", "weight_sync", ("actor", "rollout"), 2)]
 
     def generate(step: int, chunk: int) -> dict[str, float]:
@@ -125,7 +126,7 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
 
     trainer: Any = Trainer.__new__(Trainer)
     trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, NullTrace()
-    trainer.job = SimpleNamespace(heartbeat=bulletin.heartbeat, world=bulletin.world, leader_of=lambda role: 0)
+    trainer.job = SimpleNamespace(heartbeat=job_store.heartbeat, world=job_store.world, leader_of=lambda role: 0)
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
     trainer.residency = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
     trainer.in_flight = SimpleNamespace(announce=lambda: None)

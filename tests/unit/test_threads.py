@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.threads import JobThread, end_job_by_threads
-from rltrain.cluster.watchdog import Watchdog
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.watchdog import Watchdog
+from rltrain.system.threads import JobThread, end_job_by_threads
 from tests.unit.shared_store import open_store
 
 LIMIT_S = 20.0
@@ -29,11 +30,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
 
 
 @pytest.fixture
-def bulletin() -> Iterator[Bulletin]:
+def job_store() -> Iterator[JobStore]:
     with open_store() as store:
-        bulletin = Bulletin(World(0, 1, 0, 1, torch.device("cpu"), store, timeout_s=10))
-        bulletin.heartbeat.interval_s = 0.01
-        yield bulletin
+        job_store = JobStore(World(0, 1, 0, 1, torch.device("cpu"), store, timeout_s=10))
+        job_store.heartbeat.interval_s = 0.01
+        yield job_store
 
 
 @pytest.mark.parametrize("error", [TypeError("no line"), RuntimeError("changed size"), SystemExit(1)], ids=repr)
@@ -41,8 +42,8 @@ def test_a_thread_ends_the_job_by_whatever_it_raises(ends: Ends, error: BaseExce
     def fail() -> None:
         raise error
 
-    JobThread(target=fail, name="courier").start()
-    assert ends.get(timeout=LIMIT_S) == ("courier", error)
+    JobThread(target=fail, name="call_queue").start()
+    assert ends.get(timeout=LIMIT_S) == ("call_queue", error)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -54,23 +55,23 @@ def test_a_librarys_thread_ends_nothing(ends: Ends, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, dist.DistNetworkError])
-def test_a_heartbeat_that_stops_ends_the_job(bulletin: Bulletin, ends: Ends, error: type[Exception]) -> None:
+def test_a_heartbeat_that_stops_ends_the_job(job_store: JobStore, ends: Ends, error: type[Exception]) -> None:
     """Else the others would take the rank for one that has stopped, and end the job as stalled."""
-    bulletin.heartbeat.start()
+    job_store.heartbeat.start()
 
     def fail() -> dict[str, int]:
         raise error("no beat")
 
-    bulletin.heartbeat.sequences = fail
+    job_store.heartbeat.sequences = fail
     name, raised = ends.get(timeout=LIMIT_S)
     assert name == "heartbeat" and type(raised) is error
 
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, dist.DistNetworkError])
 def test_a_watchdog_that_stops_ends_the_job(
-    bulletin: Bulletin, ends: Ends, tmp_path: Path, error: type[Exception]
+    job_store: JobStore, ends: Ends, tmp_path: Path, error: type[Exception]
 ) -> None:
-    watchdog = Watchdog(bulletin.heartbeat, bulletin.observer, bulletin.world.store, tmp_path, interval_s=0.01)
+    watchdog = Watchdog(job_store.heartbeat, job_store.observer, job_store.world.store, tmp_path, interval_s=0.01)
 
     def fail() -> float:
         raise error("no look")

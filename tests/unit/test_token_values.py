@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rltrain.data.experience import Experience
-from rltrain.training.packing import MicroBatch, pack
-from rltrain.training.values import token_values
+from rltrain.training.megatron.packing import MicroBatch, pack
+from rltrain.training.megatron.values import token_values
 from tests.model_shards import tiny_architecture
 
 VALUE_MODEL = SimpleNamespace(architecture=tiny_architecture().value_model())

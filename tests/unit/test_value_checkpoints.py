@@ -12,7 +12,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from tests.unit.test_families import MODELS, SPARSE_MODELS

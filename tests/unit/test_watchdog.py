@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.heartbeat import Beat, Board
-from rltrain.cluster.watchdog import Watchdog
-from rltrain.cluster.world import Bulletin, World
+from rltrain.cluster.world import World
 from rltrain.config.schema import Timeouts
+from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.watchdog import Watchdog
 from tests.unit.shared_store import open_store
 
 NUM_RANKS = 9
@@ -29,8 +30,8 @@ class Node:
         self.watchdogs = {}
         for rank in range(NUM_RANKS):
             world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, timeout_s=10, timeouts=limits)
-            bulletin = Bulletin(world, guarded=True)
-            watchdog = Watchdog(bulletin.heartbeat, bulletin.observer, store, folder)
+            job_store = JobStore(world, guarded=True)
+            watchdog = Watchdog(job_store.heartbeat, job_store.observer, store, folder)
             watchdog.observer.clock = lambda: float(self.second)
             self.watchdogs[rank] = watchdog
 
@@ -38,9 +39,7 @@ class Node:
         """Rank -> the stall that it sees, of those that judge."""
         self.second += 1
         self.still_s = self.still_s + 1 if frozen else 0
-        beat = Beat(
-            0, "update", "actor", 3, position=7, still_s=self.still_s, alive=self.second, process="elsewhere 1"
-        )
+        beat = Beat(0, "update", "actor", 3, position=7, still_s=self.still_s, alive=self.second, process="elsewhere 1")
         running = [rank for rank in range(NUM_RANKS) if rank not in frozen]
         for rank in running:
             self.board.put(replace(beat, rank=rank))

@@ -28,7 +28,7 @@ import torch
 from rltrain.checkpoint.hf_files import METADATA, planned_files, write_index
 from rltrain.checkpoint.hf_writer import hf_layout
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
-from rltrain.reshard.families import canonical_tensors, read_architecture
+from rltrain.models import canonical_tensors, read_architecture
 
 COMMAND = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
 SAMPLE_S = 0.005

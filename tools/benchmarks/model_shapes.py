@@ -1,6 +1,6 @@
 """Shapes of well-known models, for benchmarks that need no weights: the values of their published config.json."""
 
-from rltrain.reshard.families import MLA, Architecture, MoE, YarnScaling
+from rltrain.models import MLA, Architecture, MoE, YarnScaling
 
 
 def qwen3_8b() -> Architecture:

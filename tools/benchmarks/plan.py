@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b, qwen3_32b
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
-from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
+from rltrain.tools.prediction import Links, predict
 
 RANKS_PER_NODE = 8
 DEEPSEEK_STAGES = (7, 8, 8, 8, 8, 8, 8, 6)

@@ -42,7 +42,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools")]
 from make_tiny_model import INIT_STD, Size, qwen3_config  # noqa: E402
 
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile  # noqa: E402
-from rltrain.reshard.families import canonical_tensors, read_architecture  # noqa: E402
+from rltrain.models import canonical_tensors, read_architecture  # noqa: E402
 
 VOCABULARY = 151_936
 SIZES = {

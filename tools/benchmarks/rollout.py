@@ -32,7 +32,7 @@ from rollout_rivals import ContinuousBatching, Generate, SGLang
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture, read_architecture
+from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.layout import engine_layout

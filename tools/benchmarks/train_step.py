@@ -30,10 +30,10 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.reshard.families import Architecture
-from rltrain.training.forward import make_micro_batches
-from rltrain.training.model import LanguageModel, build_model
-from rltrain.training.trainable import TrainableModel
+from rltrain.models import Architecture
+from rltrain.training.megatron.forward import make_micro_batches
+from rltrain.training.megatron.model import LanguageModel, build_model
+from rltrain.training.megatron.trainable import TrainableModel
 
 LEARNING_RATE = 1e-4
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout

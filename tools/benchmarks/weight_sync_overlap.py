@@ -11,9 +11,9 @@ from torch import Tensor
 from weight_sync_case import Case
 from weight_sync_timing import milliseconds, time_rounds
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.copy_table import SLICE, CopyTable
-from rltrain.reshard.layout import Array
 from rltrain.reshard.plan.rank_plan import RankPlan
 
 ROUNDS = 16

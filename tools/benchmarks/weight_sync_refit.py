@@ -15,7 +15,7 @@ from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 
 
 class Refit:

@@ -5,8 +5,8 @@ import torch
 
 from rltrain.checkpoint.conversion.sources import Source
 from rltrain.errors import CheckpointError, named_by
-from rltrain.reshard.element_types import ElementType
-from rltrain.reshard.families import element_types
+from rltrain.models import element_types
+from rltrain.models.element_types import ElementType
 
 CHOICES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 

@@ -7,7 +7,7 @@ from rltrain.checkpoint.conversion.megatron_source import MegatronSource
 from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from rltrain.errors import CheckpointError, named_by
-from rltrain.reshard.families.architecture import CONFIG_FILE
+from rltrain.models.architecture import CONFIG_FILE
 
 Format = Literal["hf", "megatron"]
 FORMAT_NAMES = {"hf": "Hugging Face (safetensors)", "megatron": "Megatron (torch_dist)"}

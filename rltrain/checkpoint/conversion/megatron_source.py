@@ -13,9 +13,9 @@ from rltrain.checkpoint.megatron.arguments import compare_arguments
 from rltrain.checkpoint.megatron.keys import GlobalTensors
 from rltrain.checkpoint.megatron.reader import MegatronReader
 from rltrain.errors import CheckpointError, named_by
-from rltrain.reshard.families import canonical_tensors, read_architecture
-from rltrain.reshard.families.architecture import CONFIG_FILE
-from rltrain.reshard.layout import Array
+from rltrain.models import canonical_tensors, read_architecture
+from rltrain.models.architecture import CONFIG_FILE
+from rltrain.models.canonical_tensors import Array
 
 HF_FOLDER = "hf"
 """Holds config.json and the tokenizer, beside the iterations."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf_reader import VALUE_HEAD, Box, HfFolder
 from rltrain.checkpoint.safetensors_file import WEIGHT_TYPE_NAMES
-from rltrain.reshard.families import Architecture, canonical_tensors, read_architecture
-from rltrain.reshard.layout import CanonicalTensors
+from rltrain.models import Architecture, canonical_tensors, read_architecture
+from rltrain.models.canonical_tensors import CanonicalTensors
 
 LISTED_NAMES = 8
 TYPES_BY_NAME = {name: dtype for dtype, name in WEIGHT_TYPE_NAMES.items()}

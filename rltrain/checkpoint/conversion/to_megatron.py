@@ -17,7 +17,7 @@ from rltrain.checkpoint.megatron.arguments import megatron_arguments
 from rltrain.checkpoint.megatron.writer import finish_checkpoint, write_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 
 
 def convert_to_megatron(

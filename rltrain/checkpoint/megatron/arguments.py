@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rltrain.checkpoint.megatron.keys import VOCAB_ROWS_MULTIPLE, GlobalTensors
-from rltrain.reshard.families import Architecture, RopeScaling, YarnScaling
+from rltrain.models import Architecture, RopeScaling, YarnScaling
 
 SHARED_BY_ALL_FAMILIES = {
     "normalization": "RMSNorm",

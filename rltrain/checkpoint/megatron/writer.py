@@ -25,7 +25,7 @@ from rltrain.checkpoint.megatron.metadata import (
 from rltrain.checkpoint.megatron.shares import chunks_of_writer
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.layout import BOX_FIELDS
 
 ReadBox = Callable[[int, int, int, int, int], Tensor]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
-from rltrain.cluster.threads import JobThread
+from rltrain.system.threads import JobThread
 
 NICENESS = 10
 """Of the writing thread: it takes what training leaves of the processors."""

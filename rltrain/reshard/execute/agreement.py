@@ -8,11 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rltrain.cluster.task_clock import Waiting, unnoted
 from rltrain.errors import SyncError
-from rltrain.reshard.execute.rounds import Rounds, Streams, checksums, choose_rounds
-from rltrain.reshard.execute.stages import StageStreams
-from rltrain.reshard.layout import IntArray
+from rltrain.liveness.task_clock import Waiting, unnoted
+from rltrain.models.canonical_tensors import IntArray
+from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds
+from rltrain.reshard.plan.stages import StageStreams
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rltrain.errors import SyncError
-from rltrain.reshard.element_types import ElementType, TypeArray
+from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.element_types import ElementType, TypeArray
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import IntArray
 from rltrain.reshard.plan.rank_plan import Parameters, RankPlan
 
 UNKNOWN = -1

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from rltrain.reshard.execute.lanes import Lane, Lanes, Mark
-from rltrain.reshard.execute.steps import StageSteps, Steps
-from rltrain.reshard.execute.wire import Wire
+from rltrain.reshard.execute.device_streams import DeviceStream, DeviceStreams, Event
 from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.plan.steps import StageSteps, Steps
+from rltrain.reshard.wires.wire import Wire
 
-Span = tuple[Mark, Mark]
+Span = tuple[Event, Event]
 
 
 @dataclass
 class Times:
-    """When what was done, as marks, to be read when all of it is over."""
+    """When what was done, as events, to be read when all of it is over."""
 
-    begin: Mark
+    begin: Event
     copies: list[Span] = field(default_factory=list)
     packs: list[Span] = field(default_factory=list)
     unpacks: list[Span] = field(default_factory=list)
@@ -25,7 +25,7 @@ def total_seconds(spans: list[Span]) -> float:
     return sum(end.seconds_since(begin) for begin, end in spans)
 
 
-def covered_seconds(spans: list[Span], origin: Mark) -> float:
+def covered_seconds(spans: list[Span], origin: Event) -> float:
     """Seconds during which at least one of `spans`, which end in order, goes on."""
     covered, until = 0.0, 0.0
     for begin, end in spans:
@@ -38,40 +38,40 @@ def covered_seconds(spans: list[Span], origin: Mark) -> float:
 class Pipeline:
     """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
 
-    def __init__(self, table: CopyTable, steps: Steps, lanes: Lanes) -> None:
-        self._table, self._steps, self._lanes = table, steps, lanes
-        self.times = Times(lanes.begin())
-        self._settled: Mark | None = None
+    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams) -> None:
+        self._table, self._steps, self._streams = table, steps, streams
+        self.times = Times(streams.begin())
+        self._settled: Event | None = None
         """When the stages so far have written all destinations and no longer use the staging buffers."""
 
     def stage(self, steps: StageSteps, wire: Wire | None) -> None:
         """All rounds of a stage, after the one before; `wire` may be None where there are no rounds."""
         num_rounds = steps.num_rounds if wire else 0
         unpacked = [self._settled, self._settled]
-        self._lanes.pack.after(self._settled)
+        self._streams.pack.after(self._settled)
         for number in range(num_rounds + 1):
             if wire and number < num_rounds:
                 wire.expect(number, unpacked[number % 2])
                 if number >= 2:
-                    self._lanes.pack.after(wire.left(number - 2))
-                wire.start(number, self._launch(self._lanes.pack, steps.pack, number, self.times.packs))
+                    self._streams.pack.after(wire.left(number - 2))
+                wire.start(number, self._launch(self._streams.pack, steps.pack, number, self.times.packs))
             if number == 0 and steps is self._steps.stages[0]:
-                self._launch(self._lanes.unpack, [0, self._steps.num_copies], 0, self.times.copies)
+                self._launch(self._streams.unpack, [0, self._steps.num_copies], 0, self.times.copies)
             if wire and number > 0:
-                self._lanes.unpack.after(wire.arrived(number - 1))
-                mark = self._launch(self._lanes.unpack, steps.unpack, number - 1, self.times.unpacks)
-                unpacked[(number - 1) % 2] = mark
-                wire.taken(number - 1, mark)
+                self._streams.unpack.after(wire.arrived(number - 1))
+                event = self._launch(self._streams.unpack, steps.unpack, number - 1, self.times.unpacks)
+                unpacked[(number - 1) % 2] = event
+                wire.taken(number - 1, event)
         if wire:
-            self._lanes.unpack.after(wire.finish())
+            self._streams.unpack.after(wire.finish())
             self.times.wire += wire.spans
-        self._settled = self._lanes.unpack.mark()
+        self._settled = self._streams.unpack.event()
 
-    def _launch(self, lane: Lane, bounds: list[int], number: int, spans: list[Span]) -> Mark:
-        with lane:
-            begin = lane.mark()
+    def _launch(self, stream: DeviceStream, bounds: list[int], number: int, spans: list[Span]) -> Event:
+        with stream:
+            begin = stream.event()
             self._table.launch(bounds[number], bounds[number + 1])
-            end = lane.mark()
+            end = stream.event()
         if bounds[number] < bounds[number + 1]:
             spans.append((begin, end))
         return end

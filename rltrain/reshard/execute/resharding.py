@@ -9,25 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.cluster.task_clock import Waiting, unnoted
-from rltrain.reshard.element_types import wire_types
+from rltrain.liveness.task_clock import Waiting, unnoted
+from rltrain.models.element_types import wire_types
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
-from rltrain.reshard.execute.blocks import SCALES_PARAMETER
-from rltrain.reshard.execute.gloo_wire import GlooWire
-from rltrain.reshard.execute.lanes import Lanes
-from rltrain.reshard.execute.nccl_wire import NcclWire
-from rltrain.reshard.execute.neighbours import Neighbours
+from rltrain.reshard.execute.device_streams import DeviceStreams
 from rltrain.reshard.execute.pipeline import Pipeline, covered_seconds, total_seconds
 from rltrain.reshard.execute.report import SyncReport
-from rltrain.reshard.execute.shared_wire import SharedWire
-from rltrain.reshard.execute.stages import shared_places, stage_streams
 from rltrain.reshard.execute.staging import Memory, Staging, allocate
-from rltrain.reshard.execute.steps import BlockPlaces, StageSteps, make_steps
-from rltrain.reshard.execute.wire import Wire
+from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
+from rltrain.reshard.plan.stages import shared_places, stage_streams
+from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, make_steps
+from rltrain.reshard.wires.gloo_wire import GlooWire
+from rltrain.reshard.wires.nccl_wire import NcclWire
+from rltrain.reshard.wires.neighbours import Neighbours
+from rltrain.reshard.wires.shared_wire import SharedWire
+from rltrain.reshard.wires.wire import Wire
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long ranks wait for each other in shared memory where nothing was said, as long as torch does over wires."""
@@ -102,7 +102,7 @@ class Resharding:
         self._num_runs = 0
         self._table = self._agreement.together(lambda: CopyTable(self.steps.slices, device))
         self._binding = self._agreement.together(lambda: Binding(plan, device))
-        self._lanes = Lanes(device)
+        self._streams = DeviceStreams(device)
         self._over_gloo = group is not None and dist.get_backend(group) == "gloo"
         if group is not None and not self._over_gloo:
             # NCCL sets a group up in its first call, which all its ranks must make; some may have nothing to send.
@@ -134,7 +134,7 @@ class Resharding:
         bases = [*tensors, *staging.buffers, amax, *(self._node.slots if self._node else [])]
         try:
             self._table.bind(bases)
-            pipeline = Pipeline(self._table, self.steps, self._lanes)
+            pipeline = Pipeline(self._table, self.steps, self._streams)
             wires = self._move(pipeline, Memory(bases))
         finally:
             self._table.release()
@@ -171,7 +171,7 @@ class Resharding:
     def _allocate(self) -> Staging:
         staging = allocate(self.steps, self._device, host=self._over_gloo)
         for buffer in staging.buffers:
-            self._lanes.keep(buffer)
+            self._streams.keep(buffer)
         return staging
 
     def _move(self, pipeline: Pipeline, memory: Memory) -> list[Wire]:
@@ -183,16 +183,16 @@ class Resharding:
             pipeline.stage(steps, wire)
             wires += [wire] if wire else []
             rounds_before += steps.num_rounds
-        self._lanes.finish()
+        self._streams.finish()
         return wires
 
     def _wire(self, steps: StageSteps, memory: Memory, rounds_before: int) -> Wire | None:
         if self._group is None:
             return None
-        rank, lane = self.plan.rank, self._lanes.wire
+        rank, stream = self.plan.rank, self._streams.wire
         if steps.kind.shared:
-            return SharedWire(steps, rank, lane, self._node, rounds_before) if self._node else None
-        return (GlooWire if self._over_gloo else NcclWire)(steps, rank, lane, memory, self._group)
+            return SharedWire(steps, rank, stream, self._node, rounds_before) if self._node else None
+        return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, self._group)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.reshard.execute.steps import Message, Steps
+from rltrain.reshard.plan.steps import Message, Steps
 
 
 @dataclass(frozen=True, eq=False)

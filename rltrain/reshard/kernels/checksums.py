@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard.element_types import ITEM_BYTES, ElementType
+from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels import copy_table
 from rltrain.reshard.kernels.slices import SLICE, Bases, check_side
 from rltrain.reshard.kernels.torch_operations import TorchCopies
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Array, IntArray
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 _TYPE_OF_SIZE = {

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.cpu import CpuCopies
 from rltrain.reshard.kernels.slices import ANY_TYPE, BLOCK, SLICE, Bases, alignment, check_bounds, check_slices
 from rltrain.reshard.kernels.torch_operations import TorchCopies
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Array
 
 __all__ = ["BLOCK", "SLICE", "CopyTable", "NativeCopies"]
 

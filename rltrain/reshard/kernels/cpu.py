@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.slices import SLICE
-from rltrain.reshard.layout import Array
 
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.tiles import TILE, cut
-from rltrain.reshard.layout import Array
 
 _ARGUMENTS = (
     ctypes.c_void_p,  # tiles

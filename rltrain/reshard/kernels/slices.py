@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.reshard.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.layout import Array
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 
 Numbers = NDArray[Any]
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.reshard.element_types import ITEM_BYTES
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ITEM_BYTES
 from rltrain.reshard.kernels.slices import BLOCK, quantises
-from rltrain.reshard.layout import Array
 
 TILE = np.dtype(
     [

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rltrain.reshard.element_types import ElementType
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of, keyed_sum
 from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements
 from rltrain.reshard.kernels.slices import blocks_spanned, is_empty, quantises
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import Array
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

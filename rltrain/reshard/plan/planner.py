@@ -5,8 +5,9 @@ from functools import cached_property
 
 import numpy as np
 
-from rltrain.reshard.element_types import wire_types
-from rltrain.reshard.layout import BOX_FIELDS, Array, IntArray, Layout
+from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.element_types import wire_types
+from rltrain.reshard.layout import BOX_FIELDS, Layout
 from rltrain.reshard.plan.lines import Dealt, Lines, Node, deal
 from rltrain.reshard.plan.match import fragments_of, num_bytes, offsets
 from rltrain.reshard.plan.needs import Needs, needs_of, pieces_for

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rltrain.reshard.element_types import TypeArray
-from rltrain.reshard.layout import BOX_FIELDS, Array
+from rltrain.models.canonical_tensors import Array
+from rltrain.models.element_types import TypeArray
+from rltrain.reshard.layout import BOX_FIELDS
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from rltrain.rollout.embedded.kv_cache import DecodeAttention
 from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.embedded.recording import Record, Recordings
 from rltrain.rollout.embedded.sampling import draw
 from rltrain.rollout.embedded.slots import PLACE, POSITION, Slots
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.recording import Record, Recordings
 
 _SLOT_SIZES, _POSITION_SIZES = 2, 4
 """Of recorded steps, from each power of two up to the next."""

@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import DivergenceError
-from rltrain.reshard.families import Architecture
+from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import Completion, Request, SamplingParams
-from rltrain.rollout.recording import Record, recorder
 from rltrain.rollout.refusals import check_requests, expect_idle, served_version
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 

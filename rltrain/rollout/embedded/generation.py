@@ -12,9 +12,9 @@ from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.kv_cache import PrefillAttention
 from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.embedded.random_streams import random_streams
 from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
-from rltrain.rollout.engine import Completion, Drawn, FinishReason, Request, SamplingParams
-from rltrain.rollout.random_streams import random_streams
+from rltrain.rollout.engine import Completion, FinishReason, PartialResponse, Request, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.stop_strings import StopStrings
 
@@ -104,7 +104,7 @@ class Generation:
         """All requests without a completion, in the order of submission, each with what it has drawn so far."""
         requests = dict(self._unfinished)
         for response, (tokens, logprobs, versions) in zip(self._running, self._read(self._running), strict=True):
-            drawn = Drawn(tuple(tokens), tuple(logprobs), tuple(versions))
+            drawn = PartialResponse(tuple(tokens), tuple(logprobs), tuple(versions))
             requests[response.request.id] = replace(response.request, drawn=drawn)
         return list(requests.values())
 

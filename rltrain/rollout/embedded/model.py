@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.reshard.families import Architecture
-from rltrain.reshard.families.rotary import inverse_frequencies
+from rltrain.models import Architecture
+from rltrain.models.rotary import inverse_frequencies
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, rotate

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits with given random numbers (rollout.random_streams)."""
+"""GenerationLoop tokens from logits with given random numbers (rollout.random_streams)."""
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ def invert_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def truncate(probabilities: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Kept probabilities (others 0) in descending order, and their token ids; both [rows, at most vocab].
+    """HostCopy probabilities (others 0) in descending order, and their token ids; both [rows, at most vocab].
 
     The `top_k` most likely tokens stay (0: all), then the fewest of these that reach `top_p` of their joint mass.
     """

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rltrain.rollout.embedded.kv_cache import KvCache, read_length
+from rltrain.rollout.embedded.random_streams import uniforms
 from rltrain.rollout.embedded.transcript import Transcript
-from rltrain.rollout.random_streams import uniforms
 
 # Rows of the state.
 TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)

@@ -12,11 +12,11 @@ from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
 from rltrain.rollout.engine import Completion, Request, SamplingParams
 from rltrain.rollout.refusals import check_requests, expect_idle, served_version
 from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.delivery import Delivery
-from rltrain.rollout.sglang.flights import continued
+from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast, Row
+from rltrain.rollout.sglang.inflight_requests import continued
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.session import Session
-from rltrain.rollout.sglang.sharing import Row, Sharing
+from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SGLangEngine:
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
         self._settings = settings
         self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
-        self._sharing = Sharing(group)
+        self._sharing = EngineBroadcast(group)
         self._unfinished: dict[int, Request] = {}
         self._sampling: SamplingParams | None = None
         self._lost: str | None = None

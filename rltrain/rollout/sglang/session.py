@@ -9,11 +9,11 @@ from queue import Empty
 from typing import Any
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.rollout.engine import Drawn, Request, SamplingParams
+from rltrain.rollout.engine import PartialResponse, Request, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sglang.client import Client, Failure
-from rltrain.rollout.sglang.flights import Flight, StopCut, continued, generate_body
-from rltrain.rollout.sglang.sharing import Row
+from rltrain.rollout.sglang.engine_broadcast import Row
+from rltrain.rollout.sglang.inflight_requests import InflightRequest, StopCut, continued, generate_body
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
 _STREAM_REQUESTS = 64
@@ -21,7 +21,7 @@ _STREAM_REQUESTS = 64
 _ABORT_AGAIN_S = 0.25
 """Requests that were on their way to the server's scheduler do not see an abort."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
-_NOTHING = Drawn((), (), ())
+_NOTHING = PartialResponse((), (), ())
 
 
 class Session:
@@ -40,7 +40,7 @@ class Session:
         self._sampling: SamplingParams | None = None
         self._cut: StopCut | None = None
         self._queue: deque[Request] = deque()
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, InflightRequest] = {}
         self._done: list[tuple[Request, Row]] = []
         """Ended, and not taken yet."""
         self._ended: dict[Request, Row] = {}
@@ -133,7 +133,7 @@ class Session:
         for request, row in self._done:
             # Whoever gets it back may go on with it elsewhere, so there has to be something left to draw.
             drawn = row.drawn
-            shorter = Drawn(drawn.tokens[:-1], drawn.logprobs[:-1], drawn.policy_versions[:-1])
+            shorter = PartialResponse(drawn.tokens[:-1], drawn.logprobs[:-1], drawn.policy_versions[:-1])
             self._ended[continued(request, shorter)] = row
             rows.append(Row(row.id, shorter))
         self._done.clear()
@@ -147,10 +147,10 @@ class Session:
         if flights:
             self._client.call(*_ABORT_ALL)
 
-    def _flight(self, request: Request) -> Flight:
+    def _flight(self, request: Request) -> InflightRequest:
         assert self._sampling is not None
         limit = response_limit(request, self._sampling, self._max_context_tokens)
-        return Flight(request, limit, self._version)
+        return InflightRequest(request, limit, self._version)
 
     def _receive(self, wait_s: float) -> bool:
         """Take in one event of the server; False where none has come within `wait_s`."""
@@ -171,7 +171,7 @@ class Session:
                 self._end(flight, meta)
         return True
 
-    def _end(self, flight: Flight, meta: Mapping[str, Any]) -> None:
+    def _end(self, flight: InflightRequest, meta: Mapping[str, Any]) -> None:
         assert self._sampling is not None
         row = flight.end(meta, self._sampling, self._cut)
         if row.finish_reason is not None:

@@ -1,0 +1,165 @@
+"""Moves experience between roles: from every source replica's owner straight to the ranks of each destination replica.
+
+Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
+the token counts of all groups. A message is a fixed-size header, sent even when nothing follows, and one buffer of
+bytes. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.data.assignment import assign_groups
+from rltrain.data.experience import FIELDS, Columns, join, take
+from rltrain.liveness.waiting import Waiter
+
+HEADER = ("num_samples", "num_tokens", "num_groups")
+TAGS_PER_TRANSFER = 2
+FIRST_TAG = 2**30
+"""gloo numbers the collectives of a group from 0, and takes those for tags in some: messages on their way, in a group
+that others use too, must not be among them."""
+ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Samples on their way: some columns of an Experience, and `group_tokens` [groups] of the whole step."""
+
+    columns: Columns
+    group_tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """One transfer of one step. `position` of its post in the order makes its message tags unique."""
+
+    name: str
+    source: Grid
+    destination: Grid
+    fields: tuple[str, ...]
+    position: int
+    num_blocks: int = 1
+
+    def tag(self, part: int) -> int:
+        return FIRST_TAG + self.position * TAGS_PER_TRANSFER + part
+
+
+class Exchange:
+    """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
+
+    `serve` is what this rank does for others while it waits, if anything.
+    """
+
+    def __init__(
+        self, rank: int, group: dist.ProcessGroup, waiter: Waiter, serve: Callable[[], None] | None = None
+    ) -> None:
+        self.rank = rank
+        self.group = group
+        self.waiter = waiter
+        self.serve = serve
+        self.outbox: dict[int, tuple[Route, list[dist.Work], list[tuple[Tensor, Tensor]]]] = {}
+        self.to_self: dict[int, Shipment] = {}
+
+    def post(self, route: Route, shipment: Shipment) -> None:
+        """Send without blocking, from an owner of the source; other ranks of a source replica have nothing to say."""
+        if self.rank not in route.source.owners():
+            return
+        replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
+        works: list[dist.Work] = []
+        kept: list[tuple[Tensor, Tensor]] = []
+        for dp in range(route.destination.dp):
+            samples = torch.nonzero(replicas[shipment.columns["group_ids"]] == dp).flatten()
+            part = Shipment(take(shipment.columns, samples), shipment.group_tokens)
+            header, body = encode(part, route.fields)
+            kept.append((header, body))
+            for peer in route.destination.replica(dp):
+                if peer == self.rank:
+                    self.to_self[route.position] = part
+                    continue
+                works.append(started(dist.isend(header, peer, group=self.group, tag=route.tag(0))))
+                works.append(started(dist.isend(body, peer, group=self.group, tag=route.tag(1))))
+        self.outbox[route.position] = (route, works, kept)
+
+    def wait(self, route: Route) -> Shipment:
+        """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
+        sources = [rank for rank in route.source.owners() if rank != self.rank]
+        headers = {rank: torch.empty(len(HEADER), dtype=torch.int64) for rank in sources}
+        self._receive(route, 0, headers)
+        bodies = {rank: torch.empty(body_bytes(headers[rank], route.fields), dtype=torch.uint8) for rank in sources}
+        self._receive(route, 1, bodies)
+        shipments = [decode(headers[rank], bodies[rank], route.fields) for rank in sources]
+        if route.position in self.to_self:
+            shipments.append(self.to_self.pop(route.position))
+        return joined(shipments)
+
+    def posted(self, position: int) -> Shipment:
+        """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
+        route, _, messages = self.outbox[position]
+        return joined([decode(header, body, route.fields) for header, body in messages])
+
+    def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
+        works = [
+            started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(part))) for rank, buffer in buffers.items()
+        ]
+        self.waiter.wait(works, f"wait {route.name}", list(buffers), self.serve)
+
+    def retire(self, transfers: Sequence[int]) -> None:
+        """Wait until the sends of these positions have been received, and free their buffers."""
+        for position in transfers:
+            if position in self.outbox:
+                route, works, _ = self.outbox[position]
+                peers = [r for dp in range(route.destination.dp) for r in route.destination.replica(dp)]
+                self.waiter.wait(works, f"delivery of {route.name}", peers, self.serve)
+                del self.outbox[position]
+
+
+def joined(parts: Sequence[Shipment]) -> Shipment:
+    """All samples of parts of one shipment, by group id. A copy."""
+    columns = join(part.columns for part in parts)
+    by_group = torch.argsort(columns["group_ids"], stable=True)
+    return Shipment(take(columns, by_group), parts[0].group_tokens.clone())
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """torch returns None to a rank outside the group; every rank is in the exchange's."""
+    assert work is not None
+    return work
+
+
+def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Header [3] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
+    columns = shipment.columns
+    header = torch.tensor([len(columns["lengths"]), int(columns["lengths"].sum()), len(shipment.group_tokens)])
+    return header, torch.cat([as_bytes(shipment.group_tokens)] + [as_bytes(columns[name]) for name in fields])
+
+
+def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
+    """The inverse of `encode`."""
+    sizes = layout(header, fields)
+    padded = torch.split(body, [padded for _, padded in sizes])
+    group_tokens, *values = (piece[:size] for piece, (size, _) in zip(padded, sizes, strict=True))
+    columns = {name: value.view(FIELDS[name][0]) for name, value in zip(fields, values, strict=True)}
+    return Shipment(columns, group_tokens.view(torch.int64))
+
+
+def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
+    return sum(padded for _, padded in layout(header, fields))
+
+
+def layout(header: Tensor, fields: Sequence[str]) -> list[tuple[int, int]]:
+    """(bytes, padded bytes) of group_tokens and of each field."""
+    num_samples, num_tokens, num_groups = (int(n) for n in header)
+    sizes = [num_groups * torch.int64.itemsize]
+    for name in fields:
+        dtype, extent = FIELDS[name]
+        sizes.append((num_samples if extent == "sample" else num_tokens) * dtype.itemsize)
+    return [(size, size + -size % ALIGNMENT_BYTES) for size in sizes]
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    flat = values.contiguous().view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT_BYTES))

@@ -1,0 +1,46 @@
+"""Experience that crosses a checkpoint: shipments as the tensors of a file, and who sends them on."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.data.experience import take
+from rltrain.exchange.exchange import Shipment, joined
+
+Key = tuple[str, str, int, int]
+"""Source role, transfer, step and chunk."""
+
+GROUP_TOKENS = "group_tokens"
+
+
+def as_tensors(shipments: Mapping[Key, Shipment]) -> dict[str, Tensor]:
+    """Every column under "source/transfer/step/chunk/column"."""
+    return {
+        "/".join([*map(str, key), name]): values
+        for key, shipment in shipments.items()
+        for name, values in {**shipment.columns, GROUP_TOKENS: shipment.group_tokens}.items()
+    }
+
+
+def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment]]:
+    """What each of the ranks that saved had of every shipment, in the ranks' order."""
+    parts: dict[Key, list[Shipment]] = {}
+    for tensors in saved:
+        columns: dict[Key, dict[str, Tensor]] = {}
+        for path, values in tensors.items():
+            source, transfer, step, chunk, name = path.split("/")
+            columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
+        for key, of_shipment in columns.items():
+            group_tokens = of_shipment.pop(GROUP_TOKENS)
+            parts.setdefault(key, []).append(Shipment(of_shipment, group_tokens))
+    return parts
+
+
+def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipment:
+    """What replica `replica` sends on: part i is that of replica i mod num_replicas. It may hold no samples."""
+    mine = parts[replica::num_replicas]
+    if not mine:
+        nothing = take(parts[0].columns, torch.empty(0, dtype=torch.int64))
+        return Shipment(nothing, parts[0].group_tokens)
+    return joined(mine)

@@ -1,0 +1,196 @@
+"""How a process of a failing job ends: with one message for all ranks, whoever finds the failure first."""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rltrain.errors import UserError
+from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.system.processes import has_ended
+
+logger = logging.getLogger(__name__)
+
+USER_ERROR, FAILED = 2, 1
+"""Exit statuses: a mistake that the user can mend, anything else."""
+
+MESSAGE_GRACE_S = 5.0
+QUIET_GRACE_S = 3.0
+POLL_S = 0.05
+
+FAILURE, PRINTED = "failure", "failure_printed"
+
+
+class Ending:
+    """Ends this process, and with it the job. Nothing is torn down: others may still use the process groups.
+
+    The first rank to fail has the message. It prints it, and leaves it for torchrun's summary, which comes last on the
+    screen. Then it stays until the others have closed their mouths (`follow`, which every watchdog calls): a broken
+    connection makes transports talk. Those of its own launcher end well, so that the summary has one failure.
+
+    From any thread; one at a time, and no other comes after it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+        """`store` is only copied."""
+        self.store = store.clone()  # type: ignore[attr-defined]
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    def by(self, error: BaseException, thread: str = "") -> NoReturn:
+        """The message of a UserError, the traceback of any other `error`; `thread` is in whose name it was raised."""
+        if isinstance(error, UserError):
+            message = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
+            self.with_message(message, USER_ERROR, summary=message)
+        where = f"rank {self.rank}{f', thread {thread!r},' if thread else ''} failed"
+        last = "".join(traceback.format_exception_only(error)).strip()
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self.with_message(f"{where}:\n{text}", FAILED, summary=f"{where}: {last}\n(its traceback is above)")
+
+    def with_message(
+        self, message: str, status: int, *, summary: str = "", before_printing: Callable[[], None] = lambda: None
+    ) -> NoReturn:
+        """Print `message` if no other rank has printed one yet; `summary`, by itself the same, is for torchrun's.
+
+        Whoever prints calls `before_printing` first.
+        """
+        _this_thread_ends_the_process()
+        try:
+            self._with_message(message, status, summary or message, before_printing)
+        except dist.DistNetworkError as error:
+            self._without_store(message, error)
+
+    def follow(self) -> NoReturn:
+        """Another rank ends the job: say nothing more, and end."""
+        _this_thread_ends_the_process()
+        try:
+            self._follow(json.loads(self.store.get(FAILURE)))
+        except dist.DistNetworkError:
+            _exit(FAILED)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank ends the job."""
+        return bool(self.store.check([FAILURE]))
+
+    def _with_message(self, message: str, status: int, summary: str, before_printing: Callable[[], None]) -> NoReturn:
+        others = self._running()
+        if lost := [beat for beat in others if has_ended(beat.process)]:
+            summary = _name(lost)
+            message = f"{summary}. What rank {self.rank} saw of it:\n{message}"
+        mine = {
+            "rank": self.rank,
+            "launcher": _launcher(),
+            "status": status,
+            "summary": f"rank {self.rank} ended the job: {summary}",
+        }
+        failure = json.loads(self.store.compare_set(FAILURE, "", json.dumps(mine)))
+        if failure["rank"] != self.rank:
+            self._follow(failure)
+        before_printing()
+        print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
+        _leave_for_launcher(summary)
+        _close_mouth()  # this rank's other threads run on
+        self.store.set(PRINTED, "1")
+        wait_briefly(self.store, [_quiet(beat.rank) for beat in others if beat not in lost], QUIET_GRACE_S)
+        _exit(status)
+
+    def _follow(self, failure: dict[str, Any]) -> NoReturn:
+        _close_mouth()
+        self.store.set(_quiet(self.rank), "1")
+        if not wait_briefly(self.store, [PRINTED], 2 * MESSAGE_GRACE_S):
+            _exit(failure["status"])
+        if failure["launcher"] == _launcher():
+            _exit(0)
+        _leave_for_launcher(failure["summary"])
+        _exit(failure["status"])
+
+    def _running(self) -> list[Beat]:
+        """The last beats of the other ranks that have begun and are not done."""
+        beats = Board(self.store).read([rank for rank in range(self.num_ranks) if rank != self.rank])
+        return [beat for beat in beats.values() if beat.alive and not beat.finished]
+
+    def _without_store(self, message: str, error: dist.DistNetworkError) -> NoReturn:
+        """Nobody can be asked who prints: one rank of every machine does."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            gone = (
+                f"the job's store is gone: torchrun, which has it, was ended on the first node ({_first_line(error)})"
+            )
+            print(f"\nrltrain: rank {self.rank}: {gone}\n{message}", file=sys.stderr, flush=True)
+        _exit(FAILED)
+
+
+def end_quietly() -> NoReturn:
+    """End this process at once and well, without tearing anything down."""
+    _exit(0)
+
+
+def wait_briefly(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Until all `keys` are in the store, but no longer than `seconds`; whether they are."""
+    deadline = time.monotonic() + seconds
+    while keys and not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+_the_end = threading.RLock()
+
+
+def _this_thread_ends_the_process() -> None:
+    """Another one that comes to its end as well stays here, until the process is gone."""
+    _the_end.acquire()
+
+
+def _exit(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _close_mouth() -> None:
+    """Whatever a library still says, in C++ too, it says to nobody."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nobody, stream)
+
+
+def _leave_for_launcher(summary: str) -> None:
+    """In the file from which torchrun takes what it shows as a failed rank's traceback, at the end of its summary."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    content = {"message": summary, "extraInfo": {"py_callstack": summary, "timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": content}, file)
+    except OSError as error:
+        logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
+
+
+def _launcher() -> str:
+    """By which torchrun agents of a job differ."""
+    return os.environ.get("GROUP_RANK", "0")
+
+
+def _quiet(rank: int) -> str:
+    return f"quiet/{rank}"
+
+
+def _name(lost: list[Beat]) -> str:
+    names = "; ".join(f"rank {beat.rank}, last known to be at {beat}" for beat in lost)
+    return f"killed, as for want of memory, or crashed without a message: {names}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

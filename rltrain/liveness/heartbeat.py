@@ -1,0 +1,202 @@
+"""What every rank is doing and whether it gets on, published by a thread so that others may look at any time."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+
+from rltrain.liveness.stacks import main_thread_communicates
+from rltrain.liveness.task_clock import TaskClock
+from rltrain.system.processes import this_process
+from rltrain.system.threads import JobThread
+
+INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits at `what` for other ranks: `ranks`, or where there are none of them named, for any other."""
+
+    what: str
+    ranks: tuple[int, ...]
+    since: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank said of itself. Times are seconds since the epoch by its own clock."""
+
+    rank: int
+    task: str = "starting"
+    role: str = ""
+    """The role or roles for which it does the task, in words."""
+    step: int | None = None
+    chunk: int = 0
+    position: int | None = None
+    """Of the task in the order of tasks, which is the same on all ranks; None for one done out of turn."""
+    since: float = 0.0
+    progress: int = 0
+    """Grows with whatever gets done: tasks, tokens, micro-batches, bytes."""
+    still_s: float = 0.0
+    """Seconds since it last grew, of those in which the process ran."""
+    alive: int = 0
+    """Grows with every beat, as long as the process runs at all."""
+    communicates: bool = False
+    """Its main thread is inside a collective or a transfer, as far as its Python stack tells."""
+    sequences: Mapping[str, int] | None = None
+    """Process group, by a name equal on its ranks -> collectives that this rank has begun in it."""
+    wait: Wait | None = None
+    process: str = ""
+    """In which the rank runs, as rltrain/system/processes.py names it."""
+    finished: bool = False
+
+    def __str__(self) -> str:
+        """Such as "generate[3] (rollout)"."""
+        step = "" if self.step is None else f"[{self.step}{f'.{self.chunk}' if self.chunk else ''}]"
+        return f"{self.task}{step}" + (f" ({self.role})" if self.role else "")
+
+    def encoded(self) -> str:
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)}, default=vars)
+
+    @staticmethod
+    def decoded(text: str | bytes) -> "Beat":
+        values = json.loads(text)
+        if wait := values["wait"]:
+            values["wait"] = Wait(wait["what"], tuple(wait["ranks"]), wait["since"])
+        return Beat(**values)
+
+
+class Heartbeat:
+    """This rank's own. `begin` and `advance` set fields in memory: nothing is sent until the thread's next beat.
+
+    `sequences`, where set, is called at every beat for the collectives begun per process group. It must leave out
+    groups in which members begin unequal numbers of transfers.
+    """
+
+    def __init__(self, rank: int, store: dist.Store, interval_s: float = INTERVAL_S) -> None:
+        """The thread talks over a connection of its own: a store serves one call of a connection at a time."""
+        self.rank = rank
+        self.interval_s = interval_s
+        self.sequences: Callable[[], Mapping[str, int]] | None = None
+        self.task_clock = TaskClock()
+        self.board = Board(store)
+        self._thread_board = Board(store.clone())  # type: ignore[attr-defined]
+        self._task = Beat(rank, since=time.time())
+        self._progress = 0
+        self._progressed_at = time.monotonic()
+        self._waits: list[Wait] = []
+        self._num_beats = 0
+        self._ended = threading.Event()
+        self._publishing = threading.Lock()
+        self._thread: JobThread | None = None
+
+    def start(self) -> None:
+        """Publish now, and every `interval_s` from a thread from now on. Once is enough."""
+        if self._thread is None:
+            self.publish()
+            self._thread = JobThread(target=self._run, daemon=True, name="heartbeat")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Say that this rank has done its part: nobody is to wait for it any more. Ends the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._task = Beat(self.rank, task="finished", since=time.time(), finished=True)
+        self.publish()
+
+    def begin(
+        self,
+        task: str,
+        role: str = "",
+        step: int | None = None,
+        chunk: int = 0,
+        *,
+        position: int | None = None,
+    ) -> None:
+        """This rank begins `task`, whose fields are as in Beat. That is progress too."""
+        self._task = Beat(self.rank, task, role, step, chunk, position, since=time.time())
+        self.advance()
+
+    def advance(self, amount: int = 1) -> None:
+        """Something got done. Concurrent calls may count as one, which does not matter: that it grows does."""
+        self._progress += amount
+        self._progressed_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self, what: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Inside, this rank waits at `what` for `ranks` (none: any other). Of nested waits the inner one counts."""
+        entered = Wait(what, tuple(ranks), time.time())
+        self._waits.append(entered)
+        try:
+            with self.task_clock.waiting(what):
+                yield
+        finally:
+            self._waits.remove(entered)
+            self.advance()
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Inside, this rank does something out of turn, which it is to `begin` with no position: a joint task that
+        others need, in the middle of a task or wait of its own. Afterwards it is at that again.
+        """
+        outer = self._task, self._waits
+        self._waits = []
+        try:
+            yield
+        finally:
+            self._task, self._waits = outer
+            self.advance()
+
+    def now(self) -> Beat:
+        """What would be published at this moment."""
+        values = {field.name: getattr(self._task, field.name) for field in fields(Beat)}
+        values |= {
+            "progress": self._progress,
+            "still_s": time.monotonic() - self._progressed_at,
+            "alive": self._num_beats,
+            "communicates": main_thread_communicates(),
+            "sequences": None if self.sequences is None else dict(self.sequences()),
+            "wait": next(reversed(self._waits), None),
+            "process": this_process(),
+        }
+        return Beat(**values)
+
+    def publish(self) -> None:
+        """Publish now."""
+        with self._publishing:
+            self._num_beats += 1
+            self._thread_board.put(self.now())
+
+    def _run(self) -> None:
+        woken_at = time.monotonic()
+        while not self._ended.wait(self.interval_s):
+            slept_s, woken_at = time.monotonic() - woken_at, time.monotonic()
+            if slept_s > 2 * self.interval_s:  # the process, or its machine, stood still
+                self._progressed_at = min(self._progressed_at + slept_s - self.interval_s, woken_at)
+            self.publish()
+
+
+class Board:
+    """The latest beat of every rank, in the store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = dist.PrefixStore("heartbeat", store)
+
+    def put(self, beat: Beat) -> None:
+        self.store.set(str(beat.rank), beat.encoded())
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """The beats of `ranks`; one that has published none yet is starting."""
+        missing = {} if self.store.check([str(rank) for rank in ranks]) else self._missing(ranks)
+        present = [rank for rank in ranks if rank not in missing]
+        texts = self.store.multi_get([str(rank) for rank in present]) if present else []
+        return missing | {rank: Beat.decoded(text) for rank, text in zip(present, texts, strict=True)}
+
+    def _missing(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        return {rank: Beat(rank) for rank in ranks if not self.store.check([str(rank)])}

@@ -1,0 +1,73 @@
+"""Small values that ranks leave for each other in the shared store, and waits for them."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from rltrain.cluster.world import World
+from rltrain.errors import StallError
+from rltrain.liveness.heartbeat import Heartbeat
+from rltrain.liveness.observer import Observer
+from rltrain.liveness.stall import what_it_does
+
+POLL_S = 0.005
+POLL_SHARE = 0.01
+"""Of the time that a wait has lasted, between two looks for what it is for."""
+LOOK_S = 1.0
+"""Between two looks at the heartbeats of the ranks waited for."""
+
+
+class JobStore:
+    """Small JSON values that ranks leave for each other in the store: metrics, verdicts; and this rank's heartbeat.
+
+    In a `guarded` job a watchdog ends waits that are in vain; otherwise they end
+    themselves.
+    """
+
+    def __init__(self, world: World, guarded: bool = False) -> None:
+        self.world = world
+        self.guarded = guarded
+        self.store = dist.PrefixStore("job_store", world.store)
+        self.heartbeat = Heartbeat(world.rank, world.store)
+        self.observer = Observer(self.heartbeat.board, world.size, world.timeouts)
+
+    def put(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def has(self, *keys: str) -> bool:
+        return self.store.check(list(keys))
+
+    def get(self, key: str, waiting_for: str) -> Any:
+        """The value at `key`, once any other rank has put it there; StallError naming `waiting_for` if none will."""
+        if not self.has(key):
+            self._wait_for(key, waiting_for)
+        return json.loads(self.store.get(key))
+
+    def forget(self, key: str) -> None:
+        self.store.delete_key(key)
+
+    def activity(self, rank: int) -> str:
+        """What `rank` is doing, in words."""
+        beat = self.heartbeat.now() if rank == self.world.rank else self.heartbeat.board.read([rank])[rank]
+        return f"{what_it_does(beat)} since {max(time.time() - beat.since, 0):.0f} s"
+
+    def end_wait_in_vain(self, describe: Callable[[], str]) -> None:
+        """Raise StallError if nobody in the job gets on; `describe` says what it waits for, in words.
+
+        To be called every LOOK_S seconds of a wait inside `heartbeat.waiting`.
+        """
+        if not self.guarded and (stall := self.observer.find_stall()):
+            raise StallError(f"{describe()}: {stall}")
+
+    def _wait_for(self, key: str, waiting_for: str) -> None:
+        start = time.monotonic()
+        next_look = start + LOOK_S
+        with self.heartbeat.waiting(waiting_for, ()):
+            while not self.has(key):
+                time.sleep(max(POLL_S, min((time.monotonic() - start) * POLL_SHARE, LOOK_S)))
+                if time.monotonic() >= next_look:
+                    next_look += LOOK_S
+                    self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")

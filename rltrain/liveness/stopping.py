@@ -1,0 +1,156 @@
+"""Stopping a job that is asked to end: by SIGTERM and SIGUSR1 from a scheduler that takes the machines, by Ctrl-C."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rltrain.liveness.ending import FAILED, Ending
+from rltrain.liveness.heartbeat import Board
+from rltrain.liveness.observer import Observer
+from rltrain.system.processes import has_ended
+from rltrain.system.threads import JobThread
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ASKED_AGAIN = {signal.SIGINT, signal.SIGTERM}
+"""A second Ctrl-C, whatever torchrun does: at the first one a rank gets SIGINT twice, from the terminal and from
+torchrun, which at the second one sends SIGTERM."""
+
+LOOK_S = 0.5
+LOST_S = 10.0
+"""A rank of another machine without a heartbeat for this long is gone."""
+
+
+class StopRequest:
+    """Whether any rank of the job has got a signal that asks it to stop.
+
+    The signal is only noted. Ranks stop together, at a boundary between steps: the first one to come to it decides for
+    all. If that takes longer than `within_s`, the process ends without it, and at once where other ranks are gone: no
+    step will end then, and torchrun, which has sent the signal because of that, waits for those that are left.
+
+    In a job that saves nothing only SIGINT is listened to, and ends it at once with one line.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: dist.Store,
+        observer: Observer,
+        *,
+        saves: bool,
+        within_s: float,
+        last_resort: Callable[[], str],
+    ) -> None:
+        """`store` and `observer`'s are only copied. `last_resort` says what is left if the job ends without saving."""
+        self.ending = Ending(store, rank, len(observer.ranks))
+        self._store = dist.PrefixStore("stop", store.clone())  # type: ignore[attr-defined]
+        self._job_store = store.clone()  # type: ignore[attr-defined]
+        self._observer = Observer(Board(self._job_store), len(observer.ranks), observer.limits)
+        self.saves = saves
+        self.within_s = within_s
+        self._last_resort = last_resort
+        self._replaced: dict[signal.Signals, Any] = {}
+        # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
+        self._arrivals, self._arrive = socket.socketpair()
+        self._over = threading.Event()
+        self._thread = JobThread(target=self._follow, daemon=True, name="stop request")
+
+    @property
+    def _signals(self) -> tuple[signal.Signals, ...]:
+        return SIGNALS if self.saves else (signal.SIGINT,)
+
+    def listen(self) -> None:
+        """Take the signals over from now on. From the main thread."""
+        self._thread.start()
+        self._arrive.setblocking(False)
+        signal.set_wakeup_fd(self._arrive.fileno(), warn_on_full_buffer=False)
+        self._replaced = {number: signal.signal(number, _leave_to_thread) for number in self._signals}
+
+    def close(self) -> None:
+        """Nothing has to be stopped any more. From the main thread; may be repeated."""
+        self._over.set()
+        self._arrive.send(b"\0")
+        self._thread.join(LOOK_S)
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+
+    def verdict(self, boundary: int) -> str | None:
+        """Why the job ends at `boundary`, or None where it goes on: what the first rank to ask found, for all ranks."""
+        reason = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
+        agreed = self._store.compare_set(f"boundary/{boundary}", "", reason or "-").decode()
+        return None if agreed == "-" else agreed
+
+    def _follow(self) -> None:
+        while (requested := self._next_signal(None)) is None:
+            if self._over.is_set():
+                return
+        deadline = time.monotonic() + self.within_s
+        self._end_if_others_are_gone(requested)
+        if not self.saves:
+            self._end(requested, "the job ends and saves nothing, as checkpoint.save_interval is 0")
+        self._announce(requested)
+        while True:
+            also = self._next_signal(LOOK_S)
+            if self._over.is_set():
+                return
+            self._end_if_others_are_gone(requested)
+            if {requested, also} == ASKED_AGAIN:
+                self._end(requested, "asked again, the job ends at once without a checkpoint")
+            if time.monotonic() > deadline:
+                limit = f"checkpoint.stop_within_s = {self.within_s:g} s"
+                self._end(requested, f"the step did not end within {limit}, so nothing was saved", FAILED)
+
+    def _end(self, requested: signal.Signals, why: str, status: int | None = None) -> NoReturn:
+        left = f"; {self._last_resort()}" if self.saves else ""
+        self.ending.with_message(f"{requested.name}: {why}{left}", status or 128 + requested)
+
+    def _next_signal(self, seconds: float | None) -> signal.Signals | None:
+        """The next one that has come; None for one that is not for it, or where none comes within `seconds`."""
+        self._arrivals.settimeout(seconds)
+        try:
+            number = self._arrivals.recv(1)[0]
+        except TimeoutError:
+            return None
+        return signal.Signals(number) if number in self._signals else None
+
+    def _announce(self, requested: signal.Signals) -> None:
+        name = requested.name
+        if self._store.compare_set("requested", "", name).decode() == name and self._store.add("announced", 1) == 1:
+            sooner = "; Ctrl-C once more ends it at once" if requested == signal.SIGINT else ""
+            logger.warning(
+                "%s: the job saves at the end of its step and ends, within %g s%s", name, self.within_s, sooner
+            )
+
+    def _end_if_others_are_gone(self, requested: signal.Signals) -> None:
+        try:
+            if self.ending.has_begun:
+                self.ending.follow()
+            gone = self._others_are_gone()
+        except dist.DistNetworkError as error:
+            logger.debug("stop request: the store is gone: %s", error)
+            gone = True
+        if gone:
+            os._exit(128 + requested)
+
+    def _others_are_gone(self) -> bool:
+        statuses = self._observer.look(self._observer.ranks)
+        ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
+        statuses |= self._observer.look(ended)  # what they said last: one that has just finished is not lost
+        return any(
+            (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
+            for rank, status in statuses.items()
+        )
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """The thread that follows the signals has got the number already."""

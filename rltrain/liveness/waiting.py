@@ -1,0 +1,92 @@
+"""Waits with a limit and a name: what they wait for is reported, and the limit runs while the others do not get on."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from rltrain.errors import StallError
+from rltrain.liveness.job_store import LOOK_S, JobStore
+from rltrain.liveness.stall import what_it_does
+from rltrain.system.threads import JobThread
+
+logger = logging.getLogger(__name__)
+
+SERVE_S = 0.005
+"""Between two calls of `serve`."""
+
+
+class Waiter:
+    """How this rank waits for others, and reports what they do every `report_s`. For one thread at a time."""
+
+    def __init__(self, job_store: JobStore, report_s: float) -> None:
+        self.job_store = job_store
+        self.rank = job_store.world.rank
+        self.report_s = report_s
+
+    def wait(
+        self,
+        works: Sequence[dist.Work],
+        what: str,
+        ranks: Sequence[int],
+        serve: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait for point-to-point `works` with `ranks`, as `until` does.
+
+        The transport's own time-out would break the process group and name nobody, so a thread waits without one.
+        """
+        if not works:
+            return
+        finished = threading.Event()
+        failures: list[Exception] = []
+        JobThread(target=_drain, args=(works, finished, failures), daemon=True, name=f"wait {what}").start()
+        self.until(finished.wait, what, ranks, serve)
+        if failures:
+            raise StallError(f"{self._describe(what, ranks)}: the connection broke: {failures[0]}") from failures[0]
+
+    def until(
+        self,
+        arrived: Callable[[float], bool],
+        what: str,
+        ranks: Sequence[int],
+        serve: Callable[[], None] | None = None,
+    ) -> None:
+        """Call `arrived(seconds)`, which waits that long at most and says whether it is done, until it is.
+
+        `ranks` are those waited for, none for any other. `serve` is called in between, every few milliseconds: what
+        this rank does meanwhile, for others that need it. Raises StallError when nobody in the job has shown
+        progress for longer than `timeouts` allows; in a guarded job the watchdog ends the process instead.
+        """
+        if arrived(0.0):
+            return
+        look_s = min(LOOK_S, self.report_s)
+        start = last_look = last_report = time.monotonic()
+        with self.job_store.heartbeat.waiting(what, ranks):
+            while not arrived(SERVE_S if serve else look_s):
+                if serve:
+                    serve()
+                now = time.monotonic()
+                if now - last_report >= self.report_s:
+                    last_report = now
+                    logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
+                if now - last_look >= look_s:
+                    last_look = now
+                    self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
+
+    def _describe(self, what: str, ranks: Sequence[int]) -> str:
+        others = ranks or [rank for rank in range(self.job_store.world.size) if rank != self.rank]
+        beats = self.job_store.heartbeat.board.read(others)
+        activity = "; ".join(f"rank {rank} {what_it_does(beat)}" for rank, beat in sorted(beats.items()))
+        return f"rank {self.rank} waits at {what}: {activity}"
+
+
+def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[Exception]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except Exception as error:  # for the thread that waits
+        failures.append(error)
+    finally:
+        finished.set()

@@ -1,0 +1,102 @@
+"""Ends a job in which nobody gets on any more, with one message and every rank's Python stacks in the run folder."""
+
+import json
+import logging
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rltrain.liveness.ending import MESSAGE_GRACE_S, USER_ERROR, Ending, wait_briefly
+from rltrain.liveness.heartbeat import INTERVAL_S, Board, Heartbeat
+from rltrain.liveness.observer import Observer
+from rltrain.liveness.stacks import describe_threads
+from rltrain.liveness.stall import is_silent, what_it_does
+from rltrain.system.threads import JobThread
+
+logger = logging.getLogger(__name__)
+
+STALL = "stall"
+
+
+class Watchdog:
+    """A thread per rank. It also sees ranks that hang inside a collective or a kernel, which have no limit of ours.
+
+    The lowest rank that runs reads all heartbeats and judges; the others look for its verdict only. After a verdict
+    every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end. As they do
+    where another rank fails.
+
+    A task that gets on silently, as a first compilation does, looks like one that hangs: the limit, or the task's own
+    in `timeouts.tasks`, must exceed its longest silent piece.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        observer: Observer,
+        store: dist.Store,
+        output_dir: Path,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`store` and `observer`'s are only copied: the thread talks over a connection of its own."""
+        self.heartbeat = heartbeat
+        self.rank = heartbeat.rank
+        self.store = store.clone()  # type: ignore[attr-defined]
+        self.ending = Ending(store, self.rank, len(observer.ranks))
+        self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits)
+        self.folder = output_dir / "stalls"
+        self.interval_s = interval_s
+        self._ended = threading.Event()
+        self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
+
+    def start(self) -> None:
+        """Watch from now on. The heartbeat must have been started."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This rank has done its part and will not be needed any more: to be called before the process ends."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self.interval_s):
+            self._look()
+
+    def _look(self) -> None:
+        if self.store.check([STALL]):
+            self._end(json.loads(self.store.get(STALL)))
+        elif self.ending.has_begun:
+            self.ending.follow()
+        elif self._judges() and (stall := self.observer.find_stall()):
+            self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(stall)))))
+
+    def _judges(self) -> bool:
+        """Where rank 0 does not run all others look at each other: one read by each, for as long as that lasts."""
+        if self.rank == 0 or self._running([0]):
+            return self.rank == 0
+        return not self._running(range(self.rank))
+
+    def _end(self, verdict: str) -> None:
+        self._write_stacks(verdict)
+        self.store.set(f"{STALL}/written/{self.rank}", "1")
+        message = f"{verdict}. What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
+        self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
+
+    def _write_stacks(self, verdict: str) -> None:
+        text = f"{verdict}\n\nrank {self.rank} {what_it_does(self.heartbeat.now())}\n\n{describe_threads()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank{self.rank}.txt").write_text(text)
+        except OSError as error:
+            # The message must be printed all the same: a full or hung file system may be why the job stalls.
+            logger.error("cannot write to %s: %s", self.folder, error)
+
+    def _wait_for_stacks(self) -> None:
+        others = self._running(self.observer.ranks)
+        wait_briefly(self.store, [f"{STALL}/written/{rank}" for rank in others], MESSAGE_GRACE_S)
+
+    def _running(self, ranks: Collection[int]) -> list[int]:
+        limits = self.observer.limits
+        statuses = self.observer.look(ranks).items()
+        return [rank for rank, seen in statuses if not seen.beat.finished and not is_silent(seen, limits)]

@@ -1,0 +1,144 @@
+"""The checkpoint's tensors of a model, numbered, with their shapes and types."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.models.architecture import Architecture
+from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
+from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
+from rltrain.models.dense import LLAMA, LLAMA_WITH_BIASES, MISTRAL, QWEN2, QWEN3, VALUE_HEAD
+from rltrain.models.element_types import ElementType, TypeArray, uniform
+from rltrain.models.moe import MIXTRAL, QWEN3_MOE
+from rltrain.models.table import Layer, Row, Table
+
+TABLES = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+
+NUM_LABELS = 1
+"""Scores of a value head, in the terms of transformers' models for sequence classification."""
+
+
+def table_of(architecture: Architecture) -> Table:
+    """The family's table, or that of its variant, with the head that `architecture` has."""
+    table = TABLES[architecture.family]
+    if architecture.output_bias:
+        table = LLAMA_WITH_BIASES
+    if architecture.mla and architecture.mla.q_rank is None:
+        table = MOONLIGHT
+    return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
+
+
+def layer_of(architecture: Architecture, sparse: bool) -> Layer:
+    """The parameters of a layer with experts (`sparse`) or without."""
+    table = table_of(architecture)
+    if not sparse:
+        return table.dense
+    assert table.sparse is not None, f"{architecture.family} has no layers with experts"
+    return table.sparse
+
+
+def sizes(architecture: Architecture) -> dict[str, int]:
+    """What the named dimensions of `Part` measure, in elements."""
+    measured = {
+        "vocab": architecture.vocab_size,
+        "hidden": architecture.hidden_size,
+        "queries": architecture.query_size,
+        "keys": architecture.kv_size,
+        "head": architecture.head_dim,
+        "ffn": architecture.ffn_hidden_size,
+        "labels": NUM_LABELS,
+    }
+    if moe := architecture.moe:
+        measured |= {
+            "experts": moe.num_experts,
+            "expert_ffn": moe.ffn_hidden_size,
+            "shared_ffn": moe.shared_ffn_hidden_size,
+        }
+    if mla := architecture.mla:
+        measured |= {
+            "q_rank": mla.q_rank or 0,
+            "kv_rank": mla.kv_rank,
+            "kv_rank_and_rope": mla.kv_rank + mla.rope_head_dim,
+            "keys_and_values": architecture.num_heads * (mla.plain_head_dim + mla.value_head_dim),
+            "values": architecture.num_heads * mla.value_head_dim,
+        }
+    return measured
+
+
+@lru_cache(maxsize=8)
+def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
+    """The checkpoint's tensors in their fixed order: embedding, layer by layer, final norm, head unless it is tied.
+
+    In a layer, those that it has once come before those of its experts, which are ordered by expert.
+    """
+    table, size, num_experts = table_of(architecture), sizes(architecture), architecture.num_experts
+    names: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1) -> None:
+        parts = [part for row in rows for part in row.parts]
+        names.extend(part.name.format(layer=layer, expert=expert) for expert in range(copies) for part in parts)
+        shapes.extend([tuple(size[dimension] for dimension in part.dimensions) for part in parts] * copies)
+
+    add((table.embedding,))
+    for number, sparse in enumerate(architecture.sparse_layers):
+        layer = layer_of(architecture, sparse)
+        add(layer.rows, number)
+        add(layer.experts, number, copies=num_experts)
+    add((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
+    return CanonicalTensors(tuple(names), tuple(shapes))
+
+
+@lru_cache(maxsize=8)
+def first_tensors(architecture: Architecture) -> IntArray:
+    """[layers + 1]: the number of every layer's first tensor, and of what follows the last layer."""
+    counts = [
+        tensors_in(layer.rows) + tensors_in(layer.experts) * architecture.num_experts
+        for layer in (layer_of(architecture, sparse) for sparse in architecture.sparse_layers)
+    ]
+    return np.cumsum([tensors_in((table_of(architecture).embedding,)), *counts])
+
+
+def tensors_in(rows: tuple[Row, ...]) -> int:
+    return sum(len(row.parts) for row in rows)
+
+
+def element_types(architecture: Architecture, dtype: str) -> TypeArray:
+    """[tensors]: the type of every tensor in a model of `dtype`; some stay fp32."""
+    types = uniform(len(canonical_tensors(architecture).names), dtype)
+    types[_marked(architecture, lambda row: row.float32)] = ElementType.FLOAT32
+    return types
+
+
+@lru_cache(maxsize=8)
+def quantizable_tensors(architecture: Architecture) -> NDArray[np.bool_]:
+    """[tensors]: which may be held in FP8: matrices of attention, MLPs and experts. Not to be written to."""
+    marked = _marked(architecture, lambda row: row.quantizable)
+    marked.setflags(write=False)
+    return marked
+
+
+def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[np.bool_]:
+    """[tensors]: whether the row of each has a mark."""
+
+    def of(rows: tuple[Row, ...]) -> list[bool]:
+        return [mark(row) for row in rows for _ in row.parts]
+
+    table = table_of(architecture)
+    layers = [layer_of(architecture, sparse) for sparse in architecture.sparse_layers]
+    marks = of((table.embedding,))
+    marks += chain.from_iterable(of(layer.rows) + of(layer.experts) * architecture.num_experts for layer in layers)
+    marks += of((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
+    return np.array(marks, dtype=bool)

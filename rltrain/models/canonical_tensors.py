@@ -1,0 +1,28 @@
+"""The tensors of a Hugging Face checkpoint, seen as two-dimensional: [n] is [1, n]."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.void]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CanonicalTensors:
+    """Names and shapes of a checkpoint's tensors; a tensor's number is its place here."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def matrix_shapes(self) -> IntArray:
+        """[tensors, 2]: the shapes with vectors as one row."""
+        return np.array([(1, *shape)[-2:] for shape in self.shapes], dtype=np.int64)

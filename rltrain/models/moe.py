@@ -1,0 +1,61 @@
+"""Mixture-of-experts families with the attention of dense ones."""
+
+from dataclasses import replace
+
+from rltrain.models.dense import (
+    ATTENTION_OUTPUT,
+    INPUT_NORM,
+    LLAMA,
+    POST_ATTENTION_NORM,
+    QK_NORMS,
+    QKV,
+    QWEN3,
+)
+from rltrain.models.table import Layer, Row, in_layer
+
+# Transformer Engine fuses the norm with an MLP's first layer, but not with a router.
+SPARSE_MLP_NORM = replace(POST_ATTENTION_NORM, megatron_te=None)
+
+ROUTER = in_layer(("mlp.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
+
+
+def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, Row]:
+    """An expert's matrices, given what the checkpoint calls the block of experts and the three of each."""
+    expert = f"{block}.experts.{{expert}}"
+    return (
+        in_layer(
+            (f"{expert}.{gate}.weight", "expert_ffn", "hidden"),
+            (f"{expert}.{up}.weight", "expert_ffn", "hidden"),
+            megatron="mlp.experts.local_experts.{expert}.linear_fc1.weight",
+            megatron_te="mlp.experts.linear_fc1.weight{expert}",
+            engine=f"{block}.experts.w13_weight",
+            split="rows",
+            quantizable=True,
+        ),
+        in_layer(
+            (f"{expert}.{down}.weight", "hidden", "expert_ffn"),
+            megatron="mlp.experts.local_experts.{expert}.linear_fc2.weight",
+            megatron_te="mlp.experts.linear_fc2.weight{expert}",
+            engine=f"{block}.experts.w2_weight",
+            split="columns",
+            quantizable=True,
+        ),
+    )
+
+
+EXPERTS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
+
+QWEN3_MOE = replace(
+    QWEN3,
+    sparse=Layer((INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, *QK_NORMS, ROUTER), EXPERTS),
+)
+
+MIXTRAL_ROUTER = in_layer(("block_sparse_moe.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
+
+MIXTRAL = replace(
+    LLAMA,
+    sparse=Layer(
+        (INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, MIXTRAL_ROUTER),
+        expert_rows("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+)

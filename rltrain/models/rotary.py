@@ -1,0 +1,56 @@
+"""Rotary frequencies, which training and engines must compute alike. Apart from its siblings because it loads torch."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rltrain.models.architecture import Architecture, YarnScaling
+
+
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """[rotated elements of a head / 2] fp32 angles per position, with Llama 3's scaling or YaRN's where one applies.
+
+    Llama 3's scaling keeps wavelengths below original_max_positions / high_freq_factor, stretches those above
+    original_max_positions / low_freq_factor by `factor`, and interpolates in between.
+    """
+    rotated = architecture.mla.rope_head_dim if architecture.mla else architecture.head_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    frequencies = 1.0 / architecture.rope_theta**exponents
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, YarnScaling):
+        kept = _kept_by_yarn(scaling, architecture.rope_theta, rotated)
+    else:
+        turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def rotation_magnitude(architecture: Architecture) -> float:
+    """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN."""
+    scaling = architecture.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    if not (scaling.mscale and scaling.mscale_all_dim):
+        return _magnitude(scaling.factor, 1.0)
+    return _magnitude(scaling.factor, scaling.mscale) / _magnitude(scaling.factor, scaling.mscale_all_dim)
+
+
+def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
+    """[rotated / 2] how much of each frequency stays: all of those that turn more than `beta_fast` times in the
+    original context, nothing of those that turn less than `beta_slow` times, a linear part of those between."""
+
+    def pair_that_turns(times: float) -> float:
+        return rotated * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), rotated - 1)
+    pairs = torch.arange(rotated // 2, dtype=torch.float32)
+    return 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,268 @@
+"""Whether every destination rank holds what the source ranks hold, by checksums of canonical tensors.
+
+A checksum is a sum over elements, modulo 2**64, of a number that the element's bits and its place in the canonical
+tensor give (csrc/reshard.h). So the checksum of what a rank holds of a tensor is the sum of those of the boxes that it
+was sent, whoever sent them. A sender works them out from its own memory, not from what was packed of it, and converts
+by torch operations; a destination from the pieces of its layout, not from what the plan says that it gets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rltrain.errors import SyncMismatchError
+from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
+from rltrain.models.element_types import ElementType
+from rltrain.reshard.fp8.block_scales import PLACE_IN_BLOCKS, BlockTable, SplitBlocks
+from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
+from rltrain.reshard.kernels.checksums import BOX, checksums
+from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS
+from rltrain.reshard.kernels.quantize import block_amax, inverse_scales_of, per_element, quantize_elements, scales_of
+from rltrain.reshard.kernels.slices import BLOCK
+from rltrain.reshard.kernels.torch_types import DTYPES
+from rltrain.reshard.layout import PIECE, Layout
+from rltrain.reshard.plan.rank_plan import RankPlan
+
+RECORD = np.dtype([("peer", np.int64), ("tensor", np.int64), ("checksum", np.int64)])
+"""The checksum of what is between this rank and `peer` of one tensor."""
+
+Values = Callable[[int, int, int], Tensor]
+"""(number of a box, first row, number of rows) -> those rows of the box, as the destination is to hold them."""
+
+
+@torch.no_grad()
+def verify(
+    plan: RankPlan,
+    source: Layout,
+    destination: Layout,
+    source_tensors: Mapping[str, Tensor] | None,
+    destination_tensors: Mapping[str, Tensor] | None,
+    *,
+    group: dist.ProcessGroup | None,
+    blocks: BlockTable | None = None,
+) -> None:
+    """Compare what this rank's `destination_tensors` hold after a reshard with what all ranks' `source_tensors` hold.
+
+    `plan` is this rank's, for these layouts. With layouts of `blocks.quantized`, `blocks` is this rank's table and
+    `source_tensors` are without scales, which are worked out anew. Bits of NaN may differ where a tensor's type does;
+    everything else must be equal bit for bit. What was fanned out is compared with what the rank that passed it on
+    holds. What is not converted is read once, where it lies.
+
+    Raises SyncMismatchError, on every rank alike, about the lowest tensor that differs anywhere. Collective over:
+    `group`, which is gloo's and holds the ranks of both layouts; None where that is this rank alone.
+    """
+    checksums = _Checksums(source, destination)
+    wanted = _flats(plan.destination_parameters, destination_tensors)
+    pieces = destination.on(plan.rank).pieces if plan.rank in destination.ranks else np.empty(0, dtype=PIECE)
+    found = checksums.of(pieces, plan.rank, _as_held(wanted, pieces))
+    held = _Source(plan, source_tensors, blocks, group)
+    stages = (
+        (plan.copies, plan.rank, held.converted(plan.copies, "source_")),
+        (plan.direct.sends, plan.direct.sends["peer"], held.converted(plan.direct.sends)),
+        (plan.fan_out.sends, plan.fan_out.sends["peer"], _as_held(wanted, plan.fan_out.sends)),
+    )
+    sent = np.concatenate([checksums.of(boxes, peer, memory) for boxes, peer, memory in stages])
+    received = _exchange(sent, plan.rank, group)
+    totals = np.zeros((2, len(source.tensors.names)), dtype=np.int64)
+    for total, records in zip(totals, (found, received), strict=True):
+        np.add.at(total, records["tensor"], records["checksum"])
+    _compare(np.flatnonzero(totals[0] != totals[1]), sent, source.tensors, plan.rank, group)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Memory that boxes lie in, at the places that their fields with `prefix` say.
+
+    Those that `in_place` events are read as they are, the others are what `values` gives of them.
+    """
+
+    flats: Sequence[Tensor]
+    prefix: str
+    in_place: NDArray[np.bool_]
+    values: Values | None = None
+
+
+class _Checksums:
+    """Checksums of boxes: per tensor, and per peer that they are shared with."""
+
+    def __init__(self, source: Layout, destination: Layout) -> None:
+        self._widths = source.tensors.matrix_shapes[:, 1]
+        self._same_type = source.types == destination.types
+
+    def of(self, boxes: Array, peer: IntArray | int, held: _Held) -> Array:
+        """[RECORD], one per peer and tensor among `boxes`."""
+        keys = np.stack([np.broadcast_to(peer, len(boxes)), boxes["tensor"]], axis=1)
+        pairs, entries = np.unique(keys.astype(np.int64), axis=0, return_inverse=True)
+        summed = self._summed(boxes, entries.reshape(-1), held.prefix)
+        sums = checksums(summed[held.in_place], held.flats, len(pairs))
+        for number in np.flatnonzero(~held.in_place).tolist():
+            assert held.values is not None, "boxes that are not read in place are converted"
+            self._add_converted(sums, summed[number], number, held.values)
+        records = np.zeros(len(pairs), dtype=RECORD)
+        records["peer"], records["tensor"], records["checksum"] = pairs[:, 0], pairs[:, 1], sums
+        return records
+
+    def _summed(self, boxes: Array, entries: IntArray, prefix: str) -> Array:
+        """[BOX]"""
+        summed = np.zeros(len(boxes), dtype=BOX)
+        summed["base"] = boxes[prefix + "parameter"]
+        summed["offset"], summed["stride"] = boxes[prefix + "offset"], boxes[prefix + "stride"]
+        summed["rows"], summed["cols"], summed["entry"] = boxes["rows"], boxes["cols"], entries
+        summed["width"] = self._widths[boxes["tensor"]]
+        summed["place"] = boxes["row"] * summed["width"] + boxes["col"]
+        summed["exact"] = self._same_type[boxes["tensor"]]
+        return summed
+
+    def _add_converted(self, sums: IntArray, box: np.void, number: int, values: Values) -> None:
+        """`box`, which is number `number` for `values`."""
+        step = max(MAX_ELEMENTS // max(int(box["cols"]), 1), 1)
+        for first in range(0, int(box["rows"]), step):
+            part = values(number, first, min(step, int(box["rows"]) - first)).contiguous()
+            summed = np.array([box], dtype=BOX)
+            summed["base"] = summed["offset"] = 0
+            summed["rows"], summed["stride"] = len(part), box["cols"]
+            summed["place"] += first * box["width"]
+            sums += checksums(summed, [part], len(sums))
+
+
+def _flats(parameters: Sequence[tuple[str, tuple[int, ...]]], tensors: Mapping[str, Tensor] | None) -> list[Tensor]:
+    return [] if tensors is None else [tensors[name].detach().view(-1) for name, _ in parameters]
+
+
+def _rows(flat: Tensor, box: np.void, prefix: str, first: int, rows: int) -> Tensor:
+    """Rows of a box in the parameter that holds it, [rows, cols]."""
+    stride = int(box[prefix + "stride"])
+    return flat[int(box[prefix + "offset"]) + first * stride :].as_strided((rows, int(box["cols"])), (stride, 1))
+
+
+def _as_held(flats: list[Tensor], boxes: Array) -> _Held:
+    """What the memory of the destination holds of `boxes`."""
+    return _Held(flats, "", np.ones(len(boxes), dtype=bool))
+
+
+class _Source:
+    """A rank's source parameters, converted by torch to what the destination is to hold.
+
+    Collective over: `group`, where `blocks` are given and any is split.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        tensors: Mapping[str, Tensor] | None,
+        blocks: BlockTable | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._source_types, self._types, self._blocks = plan.source_types, plan.destination_types, blocks
+        # The scales, which are the first parameter, are made here.
+        self._flats = _flats([(n, shape) for n, shape in plan.source_parameters if n != SCALES_PARAMETER], tensors)
+        if blocks is None:
+            return
+        device = self._flats[0].device if self._flats else torch.device("cpu")
+        self._amax = torch.zeros(blocks.num_entries, device=device)
+        if blocks.num_entries:
+            self._flats.insert(0, self._amax)
+            self._measure(blocks)
+        SplitBlocks(blocks, device).share(self._amax, group)
+        self._inverse = inverse_scales_of(self._amax)
+        if blocks.num_entries:
+            self._flats[0] = scales_of(self._amax)
+
+    def converted(self, boxes: Array, prefix: str = "") -> _Held:
+        """Of `boxes`, which lie at the places that their fields with `prefix` say."""
+        to_float8, from_float8 = (
+            types[boxes["tensor"]] == ElementType.FLOAT8_E4M3 for types in (self._types, self._source_types)
+        )
+        quantised = to_float8 & ~from_float8
+        places = np.zeros(len(boxes), dtype=PLACE_IN_BLOCKS)
+        if quantised.any():
+            assert self._blocks is not None, "the plan quantises: its blocks must be given"
+            places[quantised] = self._blocks.places(boxes[quantised])
+
+        def values(number: int, first: int, rows: int) -> Tensor:
+            box = boxes[number]
+            part = _rows(self._flats[int(box[prefix + "parameter"])], box, prefix, first, rows)
+            dtype = DTYPES[ElementType(self._types[box["tensor"]])]
+            if not quantised[number]:
+                return part.to(dtype)
+            place = places[number]
+            phases = int(place["row_phase"]) + first, int(place["col_phase"])
+            inverse = _entries(self._inverse, place, phases[0] + rows, phases[1] + part.shape[1])
+            return quantize_elements(part, per_element(inverse, part.shape, row_phase=phases[0], col_phase=phases[1]))
+
+        as_it_is = self._types[boxes["tensor"]] == self._source_types[boxes["tensor"]]
+        return _Held(self._flats, prefix, as_it_is, values)
+
+    def _measure(self, blocks: BlockTable) -> None:
+        """Write the largest magnitudes of this rank's blocks, as far as it holds them."""
+        for piece, place in zip(blocks.pieces, blocks.places(blocks.pieces), strict=True):
+            rows, above, left = int(piece["rows"]), int(place["row_phase"]), int(place["col_phase"])
+            entries = _entries(self._amax, place, above + rows, left + int(piece["cols"]))
+            part = _rows(self._flats[int(piece["parameter"])], piece, "", 0, rows)
+            entries.copy_(block_amax(torch.nn.functional.pad(part, (left, 0, above, 0))))
+
+
+def _entries(table: Tensor, place: np.void, rows: int, cols: int) -> Tensor:
+    """Of the blocks that `rows` and `cols` elements span, counted from the beginning of the first block."""
+    shape = -(-rows // BLOCK), -(-cols // BLOCK)
+    return table[int(place["amax_offset"]) :].as_strided(shape, (int(place["amax_stride"]), 1))
+
+
+def _exchange(sent: Array, rank: int, group: dist.ProcessGroup | None) -> Array:
+    """[RECORD] of what the ranks of `group` sent to this one, given what this one `sent`; peers are the senders."""
+    if group is None:
+        return sent
+    ranks = np.array(dist.get_process_group_ranks(group), dtype=np.int64)
+    sent = sent[np.argsort(np.searchsorted(ranks, sent["peer"]), kind="stable")]
+    counts = torch.from_numpy(np.bincount(np.searchsorted(ranks, sent["peer"]), minlength=len(ranks)))
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    outgoing = torch.from_numpy(np.stack([sent["tensor"], sent["checksum"]], axis=1))
+    incoming = torch.empty((int(theirs.sum()), 2), dtype=torch.int64)
+    dist.all_to_all_single(incoming, outgoing, theirs.tolist(), counts.tolist(), group=group)
+    received = np.zeros(len(incoming), dtype=RECORD)
+    received["peer"] = np.repeat(ranks, theirs.numpy())
+    received["tensor"], received["checksum"] = incoming.numpy().T
+    return received
+
+
+def _compare(
+    differing: IntArray, sent: Array, tensors: CanonicalTensors, rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """Raise, on all ranks, about the lowest of the tensors that differ on any, which `differing` are on this one."""
+    none = len(tensors.names)
+    lowest = torch.tensor([differing[0] if len(differing) else none])
+    if group is not None:
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    tensor = int(lowest[0])
+    if tensor == none:
+        return
+    wrong = _ranks_where(tensor in differing, rank, group)
+    receivers = sent["peer"][sent["tensor"] == tensor]
+    senders = _ranks_where(bool(np.isin(receivers, wrong).any()), rank, group)
+    raise SyncMismatchError(
+        f"after the weight sync {tensors.names[tensor]} differs on rank(s) {_listed(wrong)} from what rank(s) "
+        f"{_listed(senders)} sent: its checksums were expected to be equal (weight_sync.verify). Either values changed "
+        "on the way, or one side wrote to its weights meanwhile. To find out, sync with weight_sync.transport=golden, "
+        "which uses no plan, and with RLTRAIN_NATIVE=off, which uses no kernels."
+    )
+
+
+def _ranks_where(condition: bool, rank: int, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of `group` on which `condition` holds."""
+    if group is None:
+        return [rank] if condition else []
+    ranks = dist.get_process_group_ranks(group)
+    flags = torch.zeros(len(ranks), dtype=torch.int32)
+    flags[ranks.index(rank)] = int(condition)
+    dist.all_reduce(flags, group=group)
+    return [other for other, flag in zip(ranks, flags.tolist(), strict=True) if flag]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"

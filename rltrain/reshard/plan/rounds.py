@@ -1,0 +1,340 @@
+"""Cutting what ranks exchange into rounds of bounded size, alike on both ends. Nothing is communicated.
+
+What a rank sends to another in a stage is one stream of bytes. All ranks cut all their streams into the same number of
+rounds, each stream into about equal runs, so that in no round a rank packs or receives more than a bucket holds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rltrain.models.canonical_tensors import Array, IntArray
+from rltrain.models.element_types import ITEM_BYTES, TypeArray
+from rltrain.reshard.layout import BOX_FIELDS
+from rltrain.reshard.plan.match import elements, num_bytes
+
+ALIGNMENT = 16
+"""Bytes. Runs begin at multiples of it in their streams, and in staging buffers."""
+
+MAX_GRANULE = 2**16
+"""Bytes. Runs are multiples of a granule, so that ranks that exchange little do it in few messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """What one rank sends or receives in a stage, one stream per peer.
+
+    `boxes` [TRANSFER] are sorted by peer; box i is of type `types[i]` on the wire and begins at byte `begin[i]` of its
+    peer's stream. Within a stream wide elements precede narrow ones, so that each lies at a multiple of its size
+    without any padding. `peers` are ascending; stream p has `num_bytes[p]` and is boxes `first[p]:first[p + 1]`.
+    """
+
+    boxes: Array
+    types: TypeArray
+    begin: IntArray
+    peers: IntArray
+    first: IntArray
+    num_bytes: IntArray
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+def streams(transfers: Array, types: TypeArray) -> Streams:
+    """The streams of `transfers` [TRANSFER], sorted by peer; `types` [tensors] is what each tensor is on the wire."""
+    item = ITEM_BYTES[types[transfers["tensor"]]]
+    if len(item) and item.min() != item.max():
+        transfers = transfers[np.lexsort((-item, transfers["peer"]))]
+    wire = types[transfers["tensor"]]
+    size = num_bytes(transfers, types)
+    peers, first = np.unique(transfers["peer"], return_index=True)
+    end = np.cumsum(size)
+    whole = np.diff(np.append((end - size)[first], end[-1:] if len(end) else 0))[: len(peers)]
+    begin = end - size - np.repeat((end - size)[first], np.diff(np.append(first, len(size))))
+    return Streams(transfers, wire, begin, peers.astype(np.int64), np.append(first, len(size)), whole)
+
+
+def checksums(made: Streams) -> IntArray:
+    """[peers]: a number that depends on every box of a stream, its type and its place: equal where both ends agree."""
+    if not len(made.boxes):
+        return np.zeros(0, dtype=np.int64)
+    mixed = made.begin.astype(np.uint64)
+    for name in BOX_FIELDS:
+        mixed = _mix(mixed ^ made.boxes[name].astype(np.uint64))
+    mixed = _mix(mixed ^ made.types.astype(np.uint64))
+    return np.add.reduceat(mixed, made.first[:-1]).view(np.int64)
+
+
+def distinct(made: Streams) -> tuple[Streams, IntArray]:
+    """(streams without those that have the same boxes as an earlier one, [streams] the number there of each one's)."""
+    _, first, kind = np.unique(checksums(made), return_index=True, return_inverse=True)
+    kept = np.sort(first)
+    counts = np.diff(made.first)
+    boxes = np.isin(np.repeat(np.arange(len(counts)), counts), kept)
+    ends = np.cumsum(counts[kept])
+    result = Streams(
+        made.boxes[boxes],
+        made.types[boxes],
+        made.begin[boxes],
+        made.peers[kept],
+        np.append(0, ends),
+        made.num_bytes[kept],
+    )
+    return result, np.searchsorted(kept, first[kind])
+
+
+def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Numbers spread over 64 bits; products wrap around."""
+    numbers = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    result: NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(29))
+    return result
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How all ranks cut their streams in a stage: into `count` runs that end at multiples of `granule` bytes."""
+
+    count: int
+    granule: int
+
+    def bounds(self, num_bytes: IntArray) -> IntArray:
+        """[streams, count + 1]: run k of a stream of each length is the bytes from bound k to bound k + 1."""
+        shares = np.arange(self.count + 1)
+        # In two steps, because bytes x rounds may not fit into 64 bits.
+        whole, rest = np.divmod(num_bytes[:, None], max(self.count, 1))
+        bounds: IntArray = (whole * shares + rest * shares // max(self.count, 1)) // self.granule * self.granule
+        bounds[:, -1] = num_bytes
+        return bounds
+
+
+def choose_rounds(max_bytes: int, max_peers: int, bucket_bytes: int) -> Rounds:
+    """The fewest rounds in which no rank packs or receives more than `bucket_bytes`, alignment included.
+
+    `max_bytes` is the most that any rank sends or receives in the stage, `max_peers` the most ranks that it does it
+    with.
+    Raises ValueError where so small a bucket cannot hold a message per peer.
+    """
+    if max_bytes == 0:
+        return Rounds(0, ALIGNMENT)
+    granule = MAX_GRANULE
+    # A run is at most a granule longer than an equal share, and a message is rounded up to the next place.
+    while granule > ALIGNMENT and 8 * granule * max_peers > bucket_bytes:
+        granule //= 2
+    shared = bucket_bytes - 2 * granule * max_peers
+    if shared <= 0:
+        raise ValueError(
+            f"buckets of {bucket_bytes} bytes are too small for {max_peers} peers: expected more than "
+            f"{2 * granule * max_peers} (config key weight_sync.bucket_mb)"
+        )
+    return Rounds(-(-max_bytes // shared), granule)
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """What a rank sends or receives in a stage: messages `starts[k]:starts[k + 1]` in round k.
+
+    Message i is number `numbers[i]` between this rank and rank `peers[i]`, on both of them. It is `sizes[i]` bytes at
+    byte `offsets[i]` of parameter `parameters[i]`, or of the staging buffer where that is -1.
+    """
+
+    peers: IntArray
+    numbers: IntArray
+    sizes: IntArray
+    offsets: IntArray
+    parameters: IntArray
+    starts: IntArray
+
+    @property
+    def staged_bytes(self) -> int:
+        """The most that a round takes of the staging buffer."""
+        return int((self.offsets + self.sizes)[self.parameters < 0].max(initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Streams cut into rounds, and what of them is packed or unpacked: `boxes` [TRANSFER], those of round k from
+    `starts[k]` to `starts[k + 1]`. Box i is of type `types[i]` in the staging buffer, which it begins `staged[i]`
+    elements into.
+    """
+
+    boxes: Array
+    types: TypeArray
+    staged: IntArray
+    starts: IntArray
+    messages: Messages
+
+
+def cut(
+    made: Streams, rounds: Rounds, held: TypeArray, large_bytes: int | None = None, places: IntArray | None = None
+) -> Cut:
+    """Boxes that lie in several rounds are cut between elements: part of a row, whole rows, part of a row.
+
+    With `large_bytes` a box of at least that size travels in messages of its own, on both ends of a stream. A message
+    whose elements are neighbours in one parameter, of the type that they have on the wire, goes from or to there; all
+    others are staged. `held` [tensors] is the type of each in the parameters. Without `large_bytes` every run is one
+    message and everything is staged. `places` [streams] is the byte of the staging buffer at which each stream's runs
+    begin, in all rounds; without it those of a round lie one after another.
+    """
+    bounds = rounds.bounds(made.num_bytes)
+    whole, low, high, run = _runs_of(made, bounds)
+    index, fields = _rectangles(made.boxes[whole], low, high)
+    whole, run = whole[index], run[index]
+    stream, number = np.divmod(run, rounds.count + 1)
+    order = np.argsort(number, kind="stable")
+    whole, stream, number = whole[order], stream[order], number[order]
+    boxes, types = made.boxes[whole], made.types[whole]
+    for name, values in fields.items():
+        boxes[name] = values[order]
+    item = ITEM_BYTES[types]
+    segment = _segments(made, large_bytes)[whole]
+    first = np.flatnonzero(_changes(number, stream, segment))
+    message = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(whole))))
+    in_place = np.zeros(len(first), dtype=bool)
+    if large_bytes is not None:
+        in_place = _in_place(boxes, held[boxes["tensor"]] == types, message, len(first))
+    num_bytes = elements(boxes) * item
+    staged = _staged(np.where(in_place[message], 0, num_bytes), number, stream, places)
+    messages = Messages(
+        peers=made.peers[stream[first]],
+        numbers=_numbers_within(stream[first]),
+        sizes=np.bincount(message, weights=num_bytes, minlength=len(first)).astype(np.int64),
+        offsets=np.where(in_place, boxes["offset"][first] * item[first], staged[first]),
+        parameters=np.where(in_place, boxes["parameter"][first], -1),
+        starts=np.searchsorted(number[first], np.arange(rounds.count + 1)),
+    )
+    kept = np.flatnonzero(~in_place[message])
+    starts = np.searchsorted(number[kept], np.arange(rounds.count + 1))
+    return Cut(boxes[kept], types[kept], staged[kept] // item[kept], starts, messages)
+
+
+def fixed_places(num_bytes: IntArray, rounds: Rounds) -> IntArray:
+    """[streams]: places for `cut` that leave room for the longest run of each of these streams."""
+    longest = np.diff(rounds.bounds(num_bytes), axis=1).max(axis=1, initial=0)
+    room = -(-longest // ALIGNMENT) * ALIGNMENT
+    places: IntArray = np.cumsum(room) - room
+    return places
+
+
+def _staged(num_bytes: IntArray, number: IntArray, stream: IntArray, places: IntArray | None) -> IntArray:
+    """[boxes]: the byte at which each begins in its round's staging buffer, which it takes `num_bytes` of.
+
+    Runs begin at multiples of ALIGNMENT; within one boxes follow each other, wide elements before narrow ones.
+    """
+    end = np.cumsum(num_bytes)
+    run = np.flatnonzero(_changes(number, stream))
+    length = np.diff(np.append(run, len(end)))
+    before = (end - num_bytes)[run]
+    place = places[stream[run]] if places is not None else _in_turn(np.diff(np.append(before, end[-1:])), number[run])
+    staged: IntArray = end - num_bytes + np.repeat(place - before, length)
+    return staged
+
+
+def _in_turn(size: IntArray, number: IntArray) -> IntArray:
+    """[runs]: where each of `size` bytes begins in its round's staging buffer."""
+    size = -(-size // ALIGNMENT) * ALIGNMENT
+    place: IntArray = np.cumsum(size) - size
+    first = np.flatnonzero(_changes(number))
+    place -= np.repeat(place[first], np.diff(np.append(first, len(number))))
+    return place
+
+
+def _numbers_within(group: IntArray) -> IntArray:
+    """[rows]: how many rows before each are of the same group."""
+    order = np.argsort(group, kind="stable")
+    _, begins, counts = np.unique(group[order], return_index=True, return_counts=True)
+    numbers = np.empty(len(group), dtype=np.int64)
+    numbers[order] = np.arange(len(group)) - np.repeat(begins, counts)
+    return numbers
+
+
+def _changes(*columns: IntArray) -> NDArray[np.bool_]:
+    """Whether each row differs from the one before it; the first one does."""
+    changes: NDArray[np.bool_] = np.logical_or.reduce([np.diff(column, prepend=-1) != 0 for column in columns])
+    return changes
+
+
+def _segments(made: Streams, large_bytes: int | None) -> IntArray:
+    """[boxes]: numbers, ascending, equal for neighbours in a stream that share messages."""
+    size = elements(made.boxes) * ITEM_BYTES[made.types]
+    large = size >= large_bytes if large_bytes is not None else np.zeros(len(size), dtype=bool)
+    begins = large | np.concatenate([[False], large])[: len(large)] | (made.begin == 0)
+    segments: IntArray = np.cumsum(begins)
+    return segments
+
+
+def _in_place(boxes: Array, same_type: NDArray[np.bool_], message: IntArray, num_messages: int) -> NDArray[np.bool_]:
+    """[messages]: whether the elements of each are neighbours in one parameter, in the order of the message, and all of
+    the type that they have on the wire."""
+    apart = ~same_type | (boxes["rows"] > 1) & (boxes["stride"] != boxes["cols"])
+    end = boxes["offset"] + elements(boxes)
+    follows = (boxes["offset"][1:] == end[:-1]) & (boxes["parameter"][1:] == boxes["parameter"][:-1])
+    apart[1:] |= ~follows & (message[1:] == message[:-1])
+    in_place: NDArray[np.bool_] = np.bincount(message, weights=apart, minlength=num_messages) == 0
+    return in_place
+
+
+def _runs_of(made: Streams, bounds: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(box, first element, end, run): every box once for every run that it has elements in; run k of stream p has the
+    number p * (rounds + 1) + k."""
+    stream = np.repeat(np.arange(len(made.peers)), np.diff(made.first))
+    base = np.cumsum(made.num_bytes) - made.num_bytes
+    item = ITEM_BYTES[made.types]
+    begin = base[stream] + made.begin
+    end = begin + elements(made.boxes) * item
+    flat = (base[:, None] + bounds).reshape(-1)
+    first = np.searchsorted(flat, begin, side="right") - 1
+    count = np.searchsorted(flat, end - 1, side="right") - first
+    box = np.repeat(np.arange(len(begin)), count)
+    run = first[box] + np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
+    low = (np.maximum(flat[run], begin[box]) - begin[box]) // item[box]
+    high = (np.minimum(flat[run + 1], end[box]) - begin[box]) // item[box]
+    kept = high > low
+    return box[kept], low[kept], high[kept], run[kept]
+
+
+def _rectangles(boxes: Array, low: IntArray, high: IntArray) -> tuple[IntArray, dict[str, IntArray]]:
+    """(index, fields): elements [low, high) of every box as rectangles.
+
+    `index` is the box that each comes of, `fields` are new values of the box's.
+    """
+    parts = np.flatnonzero((low > 0) | (high < elements(boxes)))
+    cols, low_row, high_row = (
+        boxes["cols"][parts],
+        low[parts] // boxes["cols"][parts],
+        high[parts] // boxes["cols"][parts],
+    )
+    first_row = -(-low[parts] // cols)
+    within = high_row < first_row
+    zeros = np.zeros_like(cols)
+    head = (
+        low_row,
+        low[parts] % cols,
+        zeros + 1,
+        np.where(within, high[parts] - low[parts], first_row * cols - low[parts]),
+    )
+    body = (first_row, zeros, np.maximum(high_row - first_row, 0), cols)
+    tail = (high_row, zeros, zeros + 1, np.where(within, 0, high[parts] - high_row * cols))
+    row, col, rows, widths = (np.stack(columns, axis=1).reshape(-1) for columns in zip(head, body, tail, strict=True))
+    # Each cut box gives three rectangles, of which some are empty; all others stay as they are.
+    count = np.ones(len(boxes), dtype=np.int64)
+    count[parts] = 3
+    index = np.repeat(np.arange(len(boxes)), count)
+    from_parts = count[index] == 3
+    shape = {name: boxes[name][index] for name in ("rows", "cols")}
+    moved = {name: np.zeros(len(index), dtype=np.int64) for name in ("row", "col")}
+    for values, given in ((shape, {"rows": rows, "cols": widths}), (moved, {"row": row, "col": col})):
+        for name, found in given.items():
+            values[name][from_parts] = found
+    kept = (shape["rows"] > 0) & (shape["cols"] > 0)
+    index = index[kept]
+    row, col = moved["row"][kept], moved["col"][kept]
+    fields = {
+        "row": boxes["row"][index] + row,
+        "col": boxes["col"][index] + col,
+        "rows": shape["rows"][kept],
+        "cols": shape["cols"][kept],
+        "offset": boxes["offset"][index] + row * boxes["stride"][index] + col,
+    }
+    return index, fields

@@ -1,0 +1,69 @@
+"""Sending and receiving the messages of one round after another.
+
+A round is first expected, then started once it is packed; what arrived is taken by unpacking it. All ranks start the
+rounds in the same order.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+
+from rltrain.errors import SyncError
+from rltrain.reshard.execute.device_streams import DeviceStream, Event
+from rltrain.reshard.plan.steps import Message, StageSteps
+
+
+class Wire(ABC):
+    """The transfers of one stage on `rank`, by work in `stream`.
+
+    `bytes_sent` counts by peer what was handed to the transport. `spans` are, once the stage is over, from when
+    messages were handed over to when those that this rank receives, or else those that it sends, were through.
+    """
+
+    def __init__(self, steps: StageSteps, rank: int, stream: DeviceStream) -> None:
+        self.steps, self.rank, self.stream = steps, rank, stream
+        self.bytes_sent: Counter[int] = Counter()
+        self.bytes_received = 0
+        self.spans: list[tuple[Event, Event]] = []
+
+    @abstractmethod
+    def expect(self, number: int, free: Event | None) -> None:
+        """Be ready to receive round `number`, whose buffer is `free` from that event on (None: now)."""
+
+    @abstractmethod
+    def start(self, number: int, packed: Event) -> None:
+        """Send round `number`, whose messages are `packed` from that event on, and receive what was expected."""
+
+    @abstractmethod
+    def left(self, number: int) -> Event:
+        """When the messages that round `number` sends have left their buffer."""
+
+    @abstractmethod
+    def arrived(self, number: int) -> Event:
+        """When the messages that round `number` receives are in their buffer."""
+
+    @abstractmethod
+    def taken(self, number: int, unpacked: Event) -> None:
+        """Those that round `number` receives are `unpacked` from that event on."""
+
+    @abstractmethod
+    def finish(self) -> Event:
+        """When all that remains has left and arrived; after the rounds."""
+
+    def count_sent(self, messages: list[Message]) -> None:
+        for message in messages:
+            self.bytes_sent[message.peer] += message.num_bytes
+
+    def count_received(self, messages: list[Message]) -> None:
+        self.bytes_received += sum(message.num_bytes for message in messages)
+
+    def round(self, number: int) -> str:
+        """How messages for people name it."""
+        return f"round {number + 1} of {self.steps.num_rounds}"
+
+    def failed(self, what: str, error: RuntimeError | str) -> SyncError:
+        """In place of an `error` of the transport, one that says what this rank was about."""
+        return SyncError(
+            f"rank {self.rank} could not {what} in stage {self.steps.kind.name} of a reshard: {error}. Look for "
+            "what ended or holds up the other rank: its own message comes first in the log. How long a rank waits "
+            "for another is config key timeouts.no_progress_s"
+        )

@@ -1,0 +1,208 @@
+"""A part of a role's memory, such as its weights, that leaves the device and comes back in place."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from rltrain.residency.device_memory import copy_bytes
+from rltrain.residency.host_memory import HostRegion, aligned
+from rltrain.residency.storage_memory import ResizedStorages, SizedStorages, StorageMemory
+
+
+def _nothing() -> None:
+    pass
+
+
+class MemoryPart:
+    """The storages behind some tensors, moved whole and freed in place: views and flat buffers stay valid.
+
+    `tensors` lists them anew at every departure, since an optimizer makes its states in its first step. `forget` gives
+    up what belongs to the part and is made again by whoever needs it; called before the part is dropped.
+
+    On the device: save, leave; away: allocate, fill. Copies may still be under way when `save` and `fill` return, which
+    is what DeviceMemory.finish_copies is for. Not thread safe.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, forget: Callable[[], None] = _nothing) -> None:
+        self._tensors = tensors
+        self._forget = forget
+        self._region: HostRegion | None = None
+        self._away: SizedStorages = []
+        self.memory: StorageMemory = ResizedStorages()
+        """May be replaced while the part is on the device and has never left it."""
+        self.place: Literal["device", "host", "dropped"] = "device"
+        self.host_is_current = False
+        """Whether the host has what the device has, or had when the part left."""
+
+    @property
+    def beneath(self) -> "MemoryPart | None":
+        """The part whose storages it uses when that one is away; None where it has its own."""
+        return None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its storages on the device, when it is there."""
+        return sum(size for _, size in self.storages())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of its storages on the device now."""
+        return self.size_bytes if self.place == "device" else 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that its storages hold now: 0 while it is away."""
+        return self.memory.allocated_bytes(self.storages())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that it keeps on the host, current or not."""
+        return self._region.num_bytes if self._region else 0
+
+    def storages(self) -> SizedStorages:
+        """Each once, whether the part is on the device or away."""
+        if self.place != "device":
+            return self._away
+        distinct: dict[int, UntypedStorage] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            distinct.setdefault(storage._cdata, storage)
+        return [(storage, storage.nbytes()) for storage in distinct.values()]
+
+    def changed(self) -> None:
+        """Somebody writes to it on the device: what the host has of it is void."""
+        self.host_is_current = False
+
+    def save(self) -> None:
+        """Copy it to the host unless that has it already."""
+        if self.place != "device":
+            raise RuntimeError(f"a part that is {self.place} has nothing on the device to copy")
+        if not self.host_is_current:
+            storages = self.storages()
+            if self._region is None and storages:
+                self._region = HostRegion(storages[0][0].device)
+            copy_bytes((host, device) for device, host in self._images(storages))
+            self.host_is_current = True
+
+    def leave(self, *, drop: bool = False) -> None:
+        """Free its memory on the device; with `drop` nobody will read it again before it has been rewritten."""
+        if self.place != "device" or not (drop or self.host_is_current):
+            raise RuntimeError(
+                f"a part that is {self.place}, current on the host: {self.host_is_current}, cannot leave"
+            )
+        if drop:
+            self._forget()
+            self.host_is_current = False
+        self._away = self.storages()
+        self.place = "dropped" if drop else "host"
+        self.memory.free(self._away)
+
+    def allocate(self) -> None:
+        """Take its memory on the device again, contents undefined. `fill` follows."""
+        if self.place == "device":
+            raise RuntimeError("a part that is on the device has its memory")
+        self.memory.allocate(self.storages())
+
+    def fill(self, *, rewritten: bool = False) -> None:
+        """Bring back what it held; zeros where a task is about to rewrite all of it. After `allocate`."""
+        if self.place == "dropped" and not rewritten:
+            raise RuntimeError("a part that was dropped is needed by a task that does not rewrite it")
+        storages = self.storages()
+        if rewritten:
+            _zero(storages)  # what no task writes, such as padding, must not be what lay there before
+        else:
+            self._fill(storages)
+        self.place, self._away = "device", []
+
+    def read(self, tensor: Tensor, first: int = 0, count: int | None = None, *, into: Tensor | None = None) -> Tensor:
+        """A copy on the host of `count` elements from `first` of `tensor`, flattened; all of them without a count.
+
+        `tensor` is contiguous and lies in one of the part's storages, which may be on the device or away. `into` is
+        written over and returned: being given new memory takes several times as long as copying. RuntimeError where
+        the part was dropped.
+        """
+        if self.place == "dropped":
+            raise RuntimeError("a part that was dropped cannot be read")
+        count = tensor.numel() - first if count is None else count
+        copy = torch.empty(count, dtype=tensor.dtype) if into is None else into
+        if not self.host_is_current:
+            return copy.copy_(tensor.detach().view(-1)[first : first + count])
+        begin = self._begin_on_host(tensor.untyped_storage()) + (int(tensor.storage_offset()) + first) * tensor.itemsize
+        at = 0
+        for piece in self._region.pieces(begin, copy.nbytes) if self._region else ():
+            copy.view(torch.uint8)[at : at + piece.numel()] = piece
+            at += piece.numel()
+        return copy
+
+    def _begin_on_host(self, wanted: UntypedStorage) -> int:
+        begin = 0
+        for storage, size in self.storages():
+            if storage._cdata == wanted._cdata:
+                return begin
+            begin += aligned(size)
+        raise RuntimeError("the tensor lies in none of the part's storages")
+
+    def _fill(self, storages: SizedStorages) -> None:
+        copy_bytes(self._images(storages))
+
+    def _images(self, storages: SizedStorages) -> Iterator[tuple[Tensor, Tensor]]:
+        """(bytes on the device, the same bytes on the host), pair by pair."""
+        if self._region is None:
+            return
+        self._region.reserve(sum(aligned(size) for _, size in storages))
+        begin = 0
+        for storage, size in storages:
+            device, first = as_bytes(storage), 0
+            for host in self._region.pieces(begin, size):
+                yield device[first : first + host.numel()], host
+                first += host.numel()
+            begin += aligned(size)
+
+
+class Overlay(MemoryPart):
+    """Constant values on the host that take the place of another part's while that one is away.
+
+    `host` has one tensor for each of `tensors`, which are views of the storages of `beneath`, equal in shape and dtype.
+    """
+
+    def __init__(self, beneath: MemoryPart, tensors: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+        super().__init__(lambda: tensors)
+        self._beneath = beneath
+        self._pairs = list(zip(tensors, host, strict=True))
+        self.place = "host"
+        self.host_is_current = True
+
+    @property
+    def beneath(self) -> MemoryPart:
+        return self._beneath
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(host.nbytes for _, host in self._pairs)
+
+    def storages(self) -> SizedStorages:
+        return super().storages() if self.place == "device" else self._beneath.storages()
+
+    def changed(self) -> None:
+        raise RuntimeError("an overlay is constant: no task may write to it")
+
+    def allocate(self) -> None:
+        if self._beneath.place == "device":
+            raise RuntimeError("an overlay takes the place of a part that is away; that one is on the device")
+        super().allocate()
+
+    def _fill(self, storages: SizedStorages) -> None:
+        _zero(storages)  # between the tensors may be padding
+        copy_bytes((tensor.detach(), host) for tensor, host in self._pairs)
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """The whole storage as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _zero(storages: SizedStorages) -> None:
+    for storage, _ in storages:
+        as_bytes(storage).zero_()

@@ -1,0 +1,31 @@
+"""rltrain's own engine on a rollout rank."""
+
+from collections.abc import Callable
+
+import torch
+
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.site import EngineSite, HostedEngine
+
+
+def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
+    """As rollout.build says."""
+    config, world = site.config, site.world
+    dtype = getattr(torch, config.model.dtype)
+    layout = engine_layout(site.architecture, site.grid, dtype=config.model.dtype)
+    parameters = allocate_parameters(layout, world.rank, dtype=dtype, device=world.device)
+    engine = EmbeddedEngine(
+        site.architecture,
+        parameters,
+        tp_group=site.groups[site.ranks] if len(site.ranks) > 1 else None,
+        max_running_requests=config.rollout.max_running_requests,
+        max_context_tokens=config.rollout.max_context_tokens,
+        dtype=dtype,
+        device=world.device,
+        tokenizer=site.tokenizer,
+    )
+    engine.begin_update()  # its weights are zeros until the first weight sync
+    parts = {"weights": MemoryPart(parameters.values), "kv_cache": MemoryPart(engine.cache_tensors, forget=leave)}
+    return HostedEngine(engine, parts)

@@ -1,0 +1,165 @@
+"""One response at the server: what is sent for it, what comes back, and what that makes of it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rltrain.errors import DivergenceError, EngineError
+from rltrain.rollout.engine import FinishReason, PartialResponse, Request, SamplingParams
+from rltrain.rollout.sglang.engine_broadcast import Row
+
+PROGRESS_TOKENS = 64
+"""The server tells after how many tokens how far a response has come."""
+_LOWEST_LOGPROB = -1e30
+"""SGLang reports minus infinity as the lowest number of its type."""
+
+StopCut = Callable[[Sequence[int], Sequence[int]], int | None]
+"""(tokens drawn before, new tokens) -> how many of the new ones there are when a stop string is complete."""
+
+
+@dataclass
+class InflightRequest:
+    """A request at the server. `tokens` and `logprobs` are what it is known to have drawn there."""
+
+    request: Request
+    limit: int
+    """How many tokens the response may have, those of `request.drawn` included."""
+    version: int
+    """Of the weights when it was sent."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    num_certain: int = 0
+    """So many of them were drawn by the weights that it was sent to."""
+
+    def take(self, event: Mapping[str, Any], version: int) -> None:
+        """Add what an event brings: the last tokens and log-probs of as many as `completion_tokens` says.
+
+        `version` is the server's now.
+        """
+        meta = event["meta_info"]
+        total = meta["completion_tokens"]
+        values = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        for known, new in ((self.tokens, event["output_ids"]), (self.logprobs, values)):
+            known[total - len(new) : total] = new
+        if version == self.version:
+            self.num_certain = min(len(self.tokens), len(self.logprobs))
+
+    def known(self) -> Request:
+        """The request with all that is known of it, though the server has not ended it."""
+        certain = self.logprobs[: self.num_certain]
+        count = next((place for place, value in enumerate(certain) if not _is_finite(value)), len(certain))
+        return continued(self.request, self._drawn(count, [self.version] * count))
+
+    def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Row:
+        """The response as the server has ended it; without a finish reason where it has more to draw.
+
+        Raises DivergenceError for log-probs that are not finite, EngineError for an answer that makes no sense.
+        """
+        if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
+            raise EngineError(
+                f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for request "
+                f"{self.request.id}; expected {meta['completion_tokens']} of both. Leave out rollout.sglang.args that "
+                "change what it returns."
+            )
+        versions = self._versions(meta)
+        reason = meta["finish_reason"]
+        self._check_finite(versions, reason)
+        before = self.request.drawn.tokens if self.request.drawn else ()
+        count = cut(before, self.tokens) if cut else None
+        if count is not None:
+            return self._row(count, versions, "stop")
+        return self._row(len(self.tokens), versions, self._finish_reason(reason, sampling))
+
+    def _row(self, count: int, versions: Sequence[int], reason: FinishReason | None) -> Row:
+        drawn = self._drawn(count, versions)
+        return Row(self.request.id, drawn or PartialResponse((), (), ()), reason)
+
+    def _drawn(self, count: int, versions: Sequence[int]) -> PartialResponse | None:
+        """What was drawn before, and the first `count` tokens drawn here."""
+        before = self.request.drawn
+        if not count:
+            return before
+        tokens, versions = tuple(self.tokens[:count]), tuple(versions[:count])
+        logprobs = tuple(math.nan if value is None else value for value in self.logprobs[:count])
+        if before is None:
+            return PartialResponse(tokens, logprobs, versions)
+        return PartialResponse(before.tokens + tokens, before.logprobs + logprobs, before.policy_versions + versions)
+
+    def _versions(self, meta: Mapping[str, Any]) -> list[int]:
+        """Policy version of every token drawn here."""
+        count = len(self.tokens)
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+        versions: list[int] = []
+        for span in spans:
+            if span["end"] > len(versions):
+                versions += [int(span["version"])] * (min(span["end"], count) - len(versions))
+        return versions
+
+    def _check_finite(self, versions: Sequence[int], reason: Mapping[str, Any]) -> None:
+        if not all(map(_is_finite, self.logprobs)) or reason.get("matched") == "NaN happened":
+            raise DivergenceError(
+                f"The rollout policy (version {versions[-1] if versions else self.version}) gives log-probs that are "
+                "not finite: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
+                "model.path."
+            )
+
+    def _finish_reason(self, reason: Mapping[str, Any], sampling: SamplingParams) -> FinishReason | None:
+        """None: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
+        before = self.request.drawn.tokens if self.request.drawn else ()
+        matched = reason.get("matched")
+        if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
+            return "stop"
+        if len(before) + len(self.tokens) >= self.limit:
+            return "length"
+        if reason["type"] == "length" and not self.tokens:
+            raise EngineError(
+                f"SGLang ended request {self.request.id} after {len(before)} tokens of the {self.limit} that its "
+                "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
+                "rollout.sglang.args, or lower rollout.max_context_tokens."
+            )
+        return None
+
+
+def sampling_fields(flight: InflightRequest, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a response."""
+    before = flight.request.drawn.tokens if flight.request.drawn else ()
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "max_new_tokens": flight.limit - len(before),
+        "stop_token_ids": [*sampling.stop_token_ids],
+        "ignore_eos": not sampling.stop_token_ids,
+        "stop": [*sampling.stop],
+        "no_stop_trim": True,
+        "stream_interval": PROGRESS_TOKENS,
+    }
+    return fields | ({"sampling_seed": flight.request.seed} if seeded else {})
+
+
+def generate_body(
+    flights: Mapping[str, InflightRequest], sampling: SamplingParams, *, cache_key: str, seeded: bool
+) -> dict[str, Any]:
+    """Of one /generate for `flights`, by the names that its events call them."""
+    contexts = [
+        [*flight.request.prompt, *(flight.request.drawn.tokens if flight.request.drawn else ())]
+        for flight in flights.values()
+    ]
+    return {
+        "rid": [*flights],
+        "input_ids": contexts,
+        "sampling_params": [sampling_fields(flight, sampling, seeded=seeded) for flight in flights.values()],
+        "extra_key": cache_key,
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def continued(request: Request, drawn: PartialResponse | None) -> Request:
+    """`request` with what is drawn of it."""
+    return replace(request, drawn=drawn if drawn and drawn.tokens else request.drawn)
+
+
+def _is_finite(logprob: float | None) -> bool:
+    return logprob is not None and math.isfinite(logprob) and logprob > _LOWEST_LOGPROB

@@ -1,0 +1,317 @@
+"""The last hop of a weight sync: from this rank's staging memory into the parameters of the server's process."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.errors import EngineError, EngineLost
+from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.layout import Layout
+from rltrain.rollout.sglang.weights.call_queue import Call, CallQueue
+from rltrain.rollout.sglang.weights.gathering import from_first, gather_bytes
+from rltrain.rollout.sglang.weights.host_copy import HostCopy
+from rltrain.rollout.sglang.weights.payload import payload
+from rltrain.rollout.sglang.weights.staging import NUM_SLOTS, Staging
+
+LOADER = "rltrain_weight_loader.load"
+"""For the server's --custom-weight-loader: server/rltrain_weight_loader.py on its PYTHONPATH."""
+
+TARGET = {"selector": "target"}
+"""Weights of a draft model are not ours."""
+
+
+@dataclass
+class _Flight:
+    """A message that the engine's ranks are about to answer, each into `file`. `answer`: on the engine's first rank."""
+
+    id: str
+    file: int
+    answer: Future[dict[str, Any]] | None
+
+
+class Delivery:
+    """This rank's share of an engine's weights on their way into the server.
+
+    `parts` are the engine's layout as `reshard.parts.split` gives it: they pass one after another through two slots of
+    staging memory, so that the engine copies one part while the next arrives. `group` holds the engine's ranks (gloo),
+    in the order of the server's tensor-parallel ranks; None: this rank alone. `call` reaches the server and is given
+    on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory.
+
+    A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A server that is lost on the
+    way holds up nobody: the remaining parts are still taken and kept, and `finish` raises EngineLost on all ranks.
+
+    Methods are collective over: the engine's ranks.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Layout],
+        rank: int,
+        *,
+        device: torch.device,
+        keep: bool,
+        group: dist.ProcessGroup | None,
+        call: Call | None,
+    ) -> None:
+        self.version: int | None = None
+        """Of the weights that the server has, as it says itself; None while they are not complete."""
+        self.num_parts = len(parts)
+        self._device, self._group = device, group
+        self._staging = Staging(parts, rank, device)
+        self._kept = HostCopy(self._staging, self.num_parts, device) if keep else None
+        self._arrived_version: int | None = None
+        self._courier = CallQueue(call) if call else None
+        self._replies = [_reply_file() for _ in range(NUM_SLOTS)]
+        self._flights: dict[int, _Flight] = {}
+        """By slot."""
+        self._lost = self._refused = False
+        """Equal on all ranks. Nothing more is sent to a server once it is lost, or has refused something."""
+        self._failure = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's share of the weights."""
+        return sum(self._staging.num_bytes(part) for part in range(self.num_parts))
+
+    def check_layout(self) -> None:
+        """After every start of the server: whether its parameters are those that `parts` describe.
+
+        Raises EngineError naming the first that differs, and where the server stores weights in another way than it
+        takes them; EngineLost where it does not answer.
+        """
+        self.begin()
+        flight = self._send({"op": "describe"})
+        reply = self._landed(flight)
+        refusal = self._first(_difference(self._expected(), reply, self._device.type) if reply else "")
+        if self._refused:
+            raise EngineError(f"the SGLang server takes no weights: {self._failure}")
+        self._raise_if_failed()
+        if refusal:
+            raise EngineError(
+                f"the SGLang server does not hold its weights as rltrain would write them: {refusal}. Change "
+                "rollout.sglang.args, or use rollout.engine=embedded"
+            )
+        self._request("/end_weight_update", {})
+        self._raise_if_failed()
+
+    def begin(self) -> None:
+        """Open an update. The server has no complete weights until `finish` returns."""
+        self.version = None
+        self._flights, self._lost, self._refused, self._failure = {}, False, False, ""
+        if self._courier:
+            self._courier.reset()
+            self._courier.send("/begin_weight_update", TARGET)
+
+    def tensors(self, part: int) -> Mapping[str, Tensor]:
+        """Where to write the part's parameters, by name; padding is zero. Waits until the engine has read what was
+        there before."""
+        self._free_slot(part)
+        self._staging.clear_padding(part)
+        self._synchronize()
+        return self._staging.views(part)
+
+    def arrived(self, part: int, verify: bool = False) -> None:
+        """`tensors(part)` are written: hand them to the engine, which copies them while this rank goes on.
+
+        `verify`: the engine compares checksums of its parameters, once written, with those of what was staged.
+        """
+        self._synchronize()
+        if self._kept:
+            self._kept.store(part)
+        self._load(part, verify)
+
+    def finish(self, version: int) -> None:
+        """All parts have arrived. Returns when the server serves them as `version`, which is read back from it.
+
+        Raises EngineLost where any of this, or of what came before, failed on any rank. The parts are kept then, if any
+        are: `redeliver` gives them to a server that was started anew.
+        """
+        self._arrived_version = version
+        for slot in sorted(self._flights):
+            self._landed(self._flights.pop(slot))
+        self._settle()
+        self._landed(self._send({"op": "finish"}, weight_version=str(version)))
+        self._settle()
+        self._request("/end_weight_update", {})
+        served = self._request("/model_info", None).get("weight_version")
+        if not self._failure and served != str(version):
+            self._failure = f"it says that its weights are of version {served}; expected {version}"
+        self._raise_if_failed()
+        self.version = version
+
+    def redeliver(self, verify: bool = False) -> None:
+        """Give the kept weights to a server that was started anew; `version` is as before. Nothing where none arrived.
+
+        Raises EngineError without a copy, and EngineLost as `finish` does.
+        """
+        if self._arrived_version is None:
+            return
+        if self._kept is None:
+            raise EngineError(
+                "an SGLang server was started anew and needs its weights, but no copy of them was kept; expected "
+                "rollout.sglang.keep_weights=true"
+            )
+        self.begin()
+        for part in range(self.num_parts):
+            self._free_slot(part)
+            self._kept.restore(part)
+            self._synchronize()
+            self._load(part, verify)
+        self.finish(self._arrived_version)
+
+    def close(self) -> None:
+        """Give staging memory back. The server must be gone, or at least in no update."""
+        if self._courier:
+            self._courier.close()
+        self._staging.close()
+        for file in self._replies:
+            os.close(file)
+
+    def _load(self, part: int, verify: bool) -> None:
+        views = self._staging.views(part) if verify else {}
+        fields = [
+            (
+                field.name,
+                str(field.dtype).removeprefix("torch."),
+                field.shape,
+                field.offset,
+                checksum_of(views[field.name]) if verify else None,
+            )
+            for field in self._staging.fields[part]
+        ]
+        message = {"op": "load", "memory": self._staging.handle(part), "fields": fields}
+        slot = self._staging.slot(part)
+        self._flights[slot] = self._send(message, slot)
+
+    def _free_slot(self, part: int) -> None:
+        if (flight := self._flights.pop(self._staging.slot(part), None)) is not None:
+            self._landed(flight)
+
+    def _send(self, message: dict[str, Any], slot: int = 0, **settings: str) -> _Flight:
+        """Each rank's message to its rank of the server, all in one request. One at a time per slot."""
+        number, file = secrets.token_hex(8), self._replies[slot]
+        if self._lost:
+            return _Flight(number, file, None)
+        message |= {"id": number, "reply": f"/proc/{os.getpid()}/fd/{file}"}
+        messages = gather_bytes(json.dumps(message).encode(), self._group)
+        body = {
+            "serialized_named_tensors": [payload(text.decode()) for text in messages],
+            "load_format": LOADER,
+            "flush_cache": False,
+            **TARGET,
+            **settings,
+        }
+        answer = self._courier.send("/update_weights_from_tensor", body) if self._courier else None
+        return _Flight(number, file, answer)
+
+    def _landed(self, flight: _Flight) -> dict[str, Any]:
+        """This rank's reply, once the server has answered; {} where it has not or says that it failed."""
+        if self._lost:
+            return {}
+        self._wait(flight.answer)
+        if self._lost:
+            return {}
+        reply = _reply(flight)
+        if reply.get("error"):
+            self._failure = self._failure or str(reply["error"])
+            return {}
+        return reply
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """The server's answer on all ranks; {} where it is lost."""
+        if self._lost:
+            return {}
+        answer = self._courier.send(path, body) if self._courier else None
+        return self._wait(answer)
+
+    def _wait(self, answer: Future[dict[str, Any]] | None) -> dict[str, Any]:
+        """The answer that the engine's first rank waits for, on all ranks; notes there where it does not come."""
+        result: dict[str, Any] = {}
+        if answer is not None:
+            try:
+                result = {"answer": answer.result()}
+            except (EngineError, EngineLost, OSError) as error:
+                result = {"failure": str(error) or type(error).__name__, "refused": isinstance(error, EngineError)}
+        result = json.loads(from_first(json.dumps(result).encode(), self._group))
+        if "failure" in result:
+            self._lost, self._refused = True, bool(result["refused"])
+            self._failure = self._failure or result["failure"]
+            return {}
+        answered: dict[str, Any] = result["answer"]
+        return answered
+
+    def _first(self, text: str) -> str:
+        """The first rank's text that is not empty, on all ranks."""
+        return next((other.decode() for other in gather_bytes(text.encode(), self._group) if other), "")
+
+    def _settle(self) -> None:
+        """Have all ranks know of a failure on any."""
+        self._failure = self._first(self._failure)
+        self._lost = self._lost or bool(self._failure)
+
+    def _raise_if_failed(self) -> None:
+        self._settle()
+        if self._failure:
+            raise EngineLost(f"delivering weights to the SGLang server failed: {self._failure}")
+
+    def _expected(self) -> dict[str, tuple[str, list[int]]]:
+        return {
+            field.name: (str(field.dtype).removeprefix("torch."), list(field.shape))
+            for fields in self._staging.fields
+            for field in fields
+        }
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _reply_file() -> int:
+    """A file without a name, which the server's process opens through this one's open files."""
+    file = os.memfd_create("rltrain-reply")
+    os.fchmod(file, 0o600)
+    return file
+
+
+def _reply(flight: _Flight) -> dict[str, Any]:
+    text = os.pread(flight.file, os.fstat(flight.file).st_size, 0)
+    reply: dict[str, Any] = json.loads(text) if text else {}
+    if reply.pop("id", None) != flight.id:
+        return {"error": "a rank of the server answered without having run rltrain's weight loader; see its log"}
+    return reply
+
+
+def _difference(expected: Mapping[str, tuple[str, list[int]]], reply: Mapping[str, Any], device: str) -> str:
+    """What is first wrong with the parameters that a rank of the server described; empty where nothing is."""
+    live = {name: (dtype, shape, stride, place) for name, dtype, shape, stride, place in reply["parameters"]}
+    if reply["refusals"]:
+        return str(reply["refusals"][0])
+    for name, (dtype, shape) in expected.items():
+        if name not in live:
+            return f"it has no parameter {name}; expected {shape} of {dtype}"
+        wanted = (dtype, shape, _contiguous(shape), device)
+        if live[name] != wanted:
+            is_dtype, is_shape, is_stride, is_device = live[name]
+            return (
+                f"parameter {name} is {is_shape} of {is_dtype} with strides {is_stride} on {is_device}; expected "
+                f"{shape} of {dtype} with strides {wanted[2]} on {device}"
+            )
+    for name in live:
+        if name not in expected:
+            return f"it has a parameter {name}, of {live[name][1]}, that training does not have"
+    return ""
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides[: len(shape)]

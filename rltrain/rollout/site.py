@@ -1,0 +1,42 @@
+"""What an engine is built of, and what it is to the rest of the job."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.world import World
+from rltrain.config.schema import Config
+from rltrain.liveness.job_store import JobStore
+from rltrain.models import Architecture
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.rollout.engine import Engine
+from rltrain.rollout.stop_strings import Tokenizer
+
+
+@dataclass(frozen=True)
+class EngineSite:
+    """This rank's place for an engine on `ranks`, of those of the rollout's `grid`."""
+
+    config: Config
+    world: World
+    ranks: tuple[int, ...]
+    grid: Grid
+    groups: ProcessGroups
+    architecture: Architecture
+    tokenizer: Tokenizer
+    job_store: JobStore
+    leaves: bool
+    """Whether it gives its device memory up between its tasks."""
+
+    @property
+    def spans_nodes(self) -> bool:
+        return len({rank // self.world.ranks_per_node for rank in self.ranks}) > 1
+
+
+@dataclass(frozen=True)
+class HostedEngine:
+    """`parts` are "weights" and "kv_cache", as residency.memory_plan names them."""
+
+    engine: Engine
+    parts: Mapping[str, MemoryPart]

@@ -1,0 +1,88 @@
+"""Weight syncs that engines join before their place in the order: between two decode steps, or while they wait."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from rltrain.liveness.polling import POLL_S
+
+
+class InFlightSync:
+    """For one rank of the rollout or the actor, which share no ranks.
+
+    A sync is due once the actor has arrived at it: `announce`, by one rank of the actor. The first rank of an engine,
+    its leader, then decides when to join, and the engine's other ranks follow it: in a generate task by what the leader
+    tells them, elsewhere by the count of syncs that it has joined.
+    """
+
+    def __init__(
+        self,
+        syncs: Sequence[tuple[int, int]],
+        store: dist.Store,
+        *,
+        leader: int,
+        rank: int,
+        run: Callable[[int], None],
+    ) -> None:
+        """`syncs` are (position in the order, first position from which it may be joined); `run` executes the entry at
+        a position. `leader` is that of this rank's engine, or the rank that speaks for the actor."""
+        self.store = dist.PrefixStore("in_flight", store)
+        self.syncs = syncs
+        self.run = run
+        self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
+        self.is_leader = rank == leader
+        self.num_joined = self.num_entered = 0
+        self.position = 0
+        """Of the entry that this rank executes."""
+        self._last_poll = 0.0
+
+    def announce(self) -> None:
+        """The actor has arrived at its next sync. By its leader alone."""
+        self.store.add("announced", 1)
+
+    def is_due(self) -> bool:
+        """Whether this rank is to join the next sync now. Looks into the store every few milliseconds at most."""
+        now = time.monotonic()
+        if now - self._last_poll < POLL_S or self.num_joined == len(self.syncs):
+            return False
+        self._last_poll = now
+        if self.position < self.syncs[self.num_joined][1]:
+            return False
+        return bool(self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined)
+
+    def join_if_due(self) -> None:
+        """To be called while this rank waits for others outside of a generate task."""
+        if self.is_due():
+            self.join()
+
+    def enter(self) -> None:
+        """This rank comes to its next generate task, in which the leader tells the others when to join."""
+        self.num_entered += 1
+        if self.is_leader:
+            self.store.add(self.entered_key, 1)
+
+    def leader_has_entered(self) -> bool:
+        """Whether the leader has come to the generate task at which this rank is."""
+        return self.store.add(self.entered_key, 0) >= self.num_entered
+
+    def join_before_leader_enters(self) -> None:
+        """To be called while this rank waits for that.
+
+        The leader may enter and join a sync between two looks of this rank, which it will then tell this one of. What
+        it joined before, it cannot get past without this rank: so its having entered is looked at last.
+        """
+        if self.is_due() and not self.leader_has_entered():
+            self.join()
+
+    def join(self) -> None:
+        """Join the next sync. Collective over: the ranks of actor and rollout."""
+        if self.is_leader:
+            self.store.add(self.joined_key, 1)
+        self.num_joined += 1
+        self.run(self.syncs[self.num_joined - 1][0])
+
+    def reach(self, position: int) -> None:
+        """This rank has come to the place of a sync in the order; join unless that has been done."""
+        if self.num_joined == 0 or self.syncs[self.num_joined - 1][0] < position:
+            self.join()

@@ -1,3 +1,0 @@
-from rltrain.training.uncompiled import import_megatron
-
-import_megatron()  # before a module of this package does

@@ -1,0 +1,69 @@
+"""What Megatron's config says of attention and of experts, for an architecture."""
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from rltrain.cluster.grid import Grid
+from rltrain.models import Architecture, YarnScaling
+
+
+def config_class(architecture: Architecture) -> type[TransformerConfig]:
+    """Megatron's config that has the settings of `attention_settings`."""
+    return MLATransformerConfig if architecture.mla else TransformerConfig
+
+
+def attention_settings(architecture: Architecture) -> dict[str, Any]:
+    """Heads and their sizes, and with latent attention its rotary embeddings, which are modules of every layer."""
+    mla, scaling = architecture.mla, architecture.rope_scaling
+    if mla is None:
+        return {"num_query_groups": architecture.num_kv_heads, "kv_channels": architecture.head_dim}
+    settings: dict[str, Any] = {
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.plain_head_dim,
+        "qk_pos_emb_head_dim": mla.rope_head_dim,
+        "v_head_dim": mla.value_head_dim,
+        "rope_type": "rope",
+        "rotary_base": architecture.rope_theta,
+        "rotary_scaling_factor": 1.0,
+    }
+    if isinstance(scaling, YarnScaling):
+        settings |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            # transformers heeds mscale only beside mscale_all_dim.
+            "mscale": scaling.mscale if scaling.mscale_all_dim else 1.0,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+    return settings
+
+
+def expert_settings(architecture: Architecture, grid: Grid, *, grouped: bool) -> dict[str, Any]:
+    """Routing and experts, none for a dense model. `grouped`: all of a rank's experts in one kernel."""
+    moe = architecture.moe
+    if moe is None:
+        return {}
+    chosen_groups = moe.top_groups < moe.num_groups
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(sparse) for sparse in architecture.sparse_layers] if moe.dense_layers else 1,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_grouped_gemm": grouped,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_topk": moe.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalized,
+        "moe_router_topk_scaling_factor": moe.scaling,
+        "moe_router_num_groups": moe.num_groups if chosen_groups else None,
+        "moe_router_group_topk": moe.top_groups if chosen_groups else None,
+        "moe_router_enable_expert_bias": moe.score == "sigmoid",
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": grid.etp or grid.tp,
+    }

@@ -1,0 +1,140 @@
+"""Micro-batches through Megatron's schedules, and log-probs without gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from rltrain.data.experience import Experience
+from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
+from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.packing import MicroBatch, pack
+
+Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, its local logits [tokens, columns], or values [tokens]) -> (loss scalar, anything to keep)."""
+
+
+def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+    """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism.
+
+    Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
+    packing keeps that padding small, and no shapes have to be sent.
+    """
+    config = model.config
+    return pack(
+        experience,
+        max_tokens,
+        device=model.device,
+        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        equal_lengths=config.pipeline_model_parallel_size > 1,
+    )
+
+
+def run_schedule(
+    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], outputs: Outputs, *, backward: bool
+) -> list[Any]:
+    """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
+
+    `model` is a LanguageModel or its data-parallel wrapper. Losses are summed: nothing is divided by the number of
+    micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
+    """
+    language_model = cast(LanguageModel, unwrap_model(model))
+    groups, config = language_model.pg_collection, language_model.config
+
+    def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(batches)
+        language_model.on_micro_batch()
+        hidden_or_logits = model(
+            input_ids=batch.padded_tokens[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=language_model.sequences(batch.segments),
+        )
+
+        def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, kept = outputs(batch, logits[0, : batch.num_tokens])
+            # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
+            return loss, torch.zeros((), dtype=torch.int), kept
+
+        return hidden_or_logits, last_stage
+
+    arguments: dict[str, Any] = {
+        "forward_step_func": step,
+        "data_iterator": iter(micro_batches),
+        "model": model,
+        "num_microbatches": len(micro_batches),
+        "seq_length": len(micro_batches[0].padded_tokens),
+        "micro_batch_size": 1,
+        "forward_only": not backward,
+        "pg_collection": groups,
+    }
+    if groups.pp.size() == 1:
+        return forward_backward_no_pipelining(**arguments)
+    return forward_backward_pipelining_without_interleaving(
+        **arguments, p2p_communicator=P2PCommunicator(groups.pp, config)
+    )
+
+
+def token_logprobs(
+    model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
+    from; both [tokens] fp32, 0 at a sample's first token. Collective over: the tensor-parallel group."""
+    experience = batch.experience
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits,
+        experience.tokens.roll(-1),
+        vocab_size=model.architecture.vocab_size,
+        temperature=temperature,
+        group=model.pg_collection.tp,
+    )
+    predicted = torch.ones(batch.num_tokens, device=logits.device)
+    predicted[experience.offsets()[:-1]] = 0
+    return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
+
+
+def compute_logprobs(model: LanguageModel, experience: Experience, *, temperature: float, max_tokens: int) -> Tensor:
+    """[tokens] fp32 host log-probs of the replica's samples under `model`, 0 at each sample's first token; otherwise as
+    `evaluate_tokens`."""
+    return evaluate_tokens(
+        model, experience, lambda batch, logits: token_logprobs(model, batch, logits, temperature)[0], max_tokens
+    )
+
+
+@torch.no_grad()
+def evaluate_tokens(
+    model: LanguageModel, experience: Experience, per_token: Callable[[MicroBatch, Tensor], Tensor], max_tokens: int
+) -> Tensor:
+    """[tokens] fp32 in host memory: what `per_token` makes of each micro-batch and the last stage's output for it.
+
+    Every rank of the replica passes the same samples and gets the same result; `max_tokens` per micro-batch.
+    Collective over: the replica's tensor- and pipeline-parallel groups.
+    """
+    result = torch.zeros(experience.num_tokens, device=model.device)
+    if experience.num_samples == 0:
+        return result.cpu()
+
+    def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        values = per_token(batch, of_tokens)
+        return values.new_zeros(()), values
+
+    was_training = model.training
+    model.eval()
+    micro_batches = make_micro_batches(model, experience, max_tokens)
+    kept = run_schedule(model, micro_batches, outputs, backward=False)
+    model.train(was_training)
+
+    for batch, values in zip(micro_batches, kept, strict=False):
+        result[batch.token_index.to(result.device)] = values
+    pipeline = model.pg_collection.pp
+    if pipeline.size() > 1:
+        dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
+    return result.cpu()

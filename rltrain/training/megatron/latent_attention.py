@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-V3, Moonlight) over packed sequences, without Transformer Engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from rltrain.models import Architecture, YarnScaling
+from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
+from rltrain.training.megatron.attention import PositionRotaryEmbedding
+
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's latent attention on explicit process groups.
+
+    Megatron's own asks the global parallel state for the group over which the latents' projections are split, and for
+    that of queries that are made from the hidden state.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **settings: Any,
+    ) -> None:
+        with_group = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        super().__init__(config, replace(submodules, linear_q_proj=with_group), pg_collection=pg_collection, **settings)
+        self.linear_kv_down_proj.register_forward_hook(_whole_latent)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj.register_forward_hook(_whole_latent)
+
+
+def _whole_latent(projection: ColumnParallelLinear, _: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """(all elements of the latents of this rank's tokens, the projection's bias), from a share of all tokens' latents.
+
+    Collective over: the tensor-parallel group.
+    """
+    whole = gather_from_tensor_model_parallel_region(output[0], group=projection.tp_group)
+    if projection.sequence_parallel:
+        whole = scatter_to_sequence_parallel_region(whole, group=projection.tp_group)
+    return whole, output[1]
+
+
+class LatentRotaryEmbedding(PositionRotaryEmbedding):
+    """Stands where MLASelfAttention has its rotary embedding; `architecture` must have latent attention."""
+
+    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+        super().__init__(inverse_frequencies(architecture).to(device))
+        self.yarn = isinstance(architecture.rope_scaling, YarnScaling)
+        self.magnitude = rotation_magnitude(architecture)
+
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """Angles [tokens, 1, rotated elements], as all heads of packed tokens take them; with YaRN also what the
+        rotated elements are multiplied by."""
+        angles = super().forward(positions)[:, 0]
+        return (angles, self.magnitude) if self.yarn else angles
+
+
+def rotate_by_position(model: torch.nn.Module, architecture: Architecture, device: torch.device) -> None:
+    """Give all latent attention in `model` one rotary embedding, of the positions in packed sequences."""
+    rotary = LatentRotaryEmbedding(architecture, device)
+    for module in model.modules():
+        if isinstance(module, LatentSelfAttention):
+            module.rotary_pos_emb = rotary

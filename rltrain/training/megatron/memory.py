@@ -1,0 +1,53 @@
+"""What a model and its training hold on the device, in the parts that come and go on their own."""
+
+from collections.abc import Iterator
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.trainable import TrainableModel
+
+
+def model_parts(model: LanguageModel) -> dict[str, MemoryPart]:
+    """The only part of a model that is evaluated and not trained: weights."""
+    return {"weights": MemoryPart(model.parameters)}
+
+
+def training_parts(trainable: TrainableModel) -> dict[str, MemoryPart]:
+    """Weights, master_weights, optimizer and gradients, none of which shares memory with another.
+
+    With fp32 weights the optimizer works on these themselves, and master_weights is empty.
+    """
+    model, ddp, optimizer = trainable.model, trainable.ddp, trainable.optimizer
+    return {
+        **model_parts(model),
+        "master_weights": MemoryPart(lambda: _master_weights(model, optimizer)),
+        "optimizer": MemoryPart(lambda: _states(optimizer)),
+        # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.
+        "gradients": MemoryPart(lambda: _gradients(ddp), forget=lambda: optimizer.zero_grad(set_to_none=True)),
+    }
+
+
+def _master_weights(model: LanguageModel, optimizer: MegatronOptimizer) -> list[Tensor]:
+    """What the optimizer works on, but for views of the weights."""
+    weights = {_storage(parameter) for parameter in model.parameters()}
+    optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for parameter in optimized if _storage(parameter) not in weights]
+
+
+def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Moments and step counts; none before the first step."""
+    for _, state in optimizer.state.items():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(ddp: DistributedDataParallel) -> list[Tensor]:
+    return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Tells storages apart, also those that are empty at the moment."""
+    return tensor.untyped_storage()._cdata

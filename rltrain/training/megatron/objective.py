@@ -1,0 +1,40 @@
+"""What a model is trained for: which numbers per token its loss function gets, and what is reported of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rltrain.algorithms import value
+from rltrain.training.megatron.forward import token_logprobs
+from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.megatron.values import token_values
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`role` is the name in config keys and messages.
+
+    `token_outputs` takes (model, micro-batch, the last stage's output for its tokens, temperature) and gives the
+    `num_outputs` tensors [tokens] that the loss function takes, differentiable. It may be collective over the
+    tensor-parallel group. `summarize` makes a mini-batch's reported metrics from the means of the loss function's sums.
+    """
+
+    role: str
+    token_outputs: Callable[[LanguageModel, MicroBatch, Tensor, float], tuple[Tensor, ...]]
+    num_outputs: int
+    summarize: Callable[[Metrics], dict[str, float]] = dict
+
+
+def _token_values(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:
+    return (token_values(model, batch, outputs),)
+
+
+POLICY = Objective("actor", token_logprobs, num_outputs=2)
+"""Loss functions get the log-prob of every token, and the entropy of the distribution that it was drawn from."""
+
+VALUE = Objective("critic", _token_values, num_outputs=1, summarize=value.summarize)
+"""Loss functions get the value of the state before every token. Temperature plays no part."""

@@ -1,0 +1,76 @@
+"""What a model's optimizer keeps of every parameter, whichever class of optimizer it is."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from rltrain.training.megatron.model import LanguageModel, local_parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """What the optimizer works on of one parameter: its elements from `first`, flattened.
+
+    `master` is fp32: the weights themselves or a copy; `part` is the one of the model's training_parts that it lies in.
+    A shard is this rank's alone among those with the same parameter; else all have the same.
+    """
+
+    master: Tensor
+    first: int
+    is_shard: bool
+    part: str
+
+
+def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
+    """By the names of `local_parameters`. Those of which a distributed optimizer has no share here are missing."""
+    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
+    is_shard = isinstance(optimizer, DistributedOptimizer)
+    found: dict[str, Optimized] = {}
+    for parameter, master in _masters(optimizer):
+        first = optimizer._get_model_param_range_map(parameter)["param"].start if is_shard else 0
+        part = "weights" if parameter.dtype == torch.float32 else "master_weights"
+        found[names[id(parameter)]] = Optimized(master, first, is_shard, part)
+    return found
+
+
+def _masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    groups: list[tuple[list[Any], list[Any]]] = []
+    if isinstance(optimizer, DistributedOptimizer):
+        groups += zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
+        groups += zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+    elif optimizer.config.bf16:
+        groups += zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True)
+        groups += zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+    else:
+        groups += [(group["params"], group["params"]) for group in optimizer.param_groups]
+    for parameters, masters in groups:
+        yield from zip(parameters, masters, strict=True)
+
+
+def step_count(optimizer: MegatronOptimizer) -> Tensor | int:
+    """How many steps the optimizer has made: a number, or a tensor among its states. 0 also where it has no shares."""
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return next((group["step"] for group in optimizer.param_groups if "step" in group), 0)
+    # Every parameter has a gradient in every step, so one's count is that of all.
+    return next((state["step"] for _, state in optimizer.state.items()), 0)
+
+
+def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
+    """Zero moments as the optimizer would make them in its first step, counted as after `num_steps`."""
+    for group in optimizer.param_groups:
+        if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+            group["step"] = num_steps
+        for master in group["params"]:
+            state: dict[str, Any] = {moment: torch.zeros_like(master) for moment in MOMENTS}
+            if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+                on_device = group["fused"] or group["capturable"]
+                state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")
+            optimizer.state[master] = state

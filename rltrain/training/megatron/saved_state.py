@@ -1,0 +1,209 @@
+"""The files of a training state: what they say of themselves, and the boxes of canonical tensors that lie in them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rltrain.checkpoint.run.files import Contents
+from rltrain.errors import CheckpointError
+from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
+from rltrain.reshard.layout import PIECE
+from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
+
+FORMAT = "rltrain training state 1"
+CONFIG_KEY = "config key checkpoint.resume"
+FIELDS = PIECE.names or ()
+PIECES = "pieces"
+"""[boxes, FIELDS] int64; offsets and strides are those in the flat tensors."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """`num_updates` of the run, and the steps that the optimizer made: those in which there was something to learn."""
+
+    num_updates: int
+    optimizer_steps: int
+
+
+def contents(
+    tensors: CanonicalTensors, parameters: Sequence[str], pieces: Array, flats: Mapping[str, Tensor], counts: Counts
+) -> Contents:
+    """One rank's file. `flats` are named by `flat_name`; `pieces` lie in those of parameter number `parameter`."""
+    table = np.stack([pieces[field].astype(np.int64) for field in FIELDS], axis=1)
+    metadata = {
+        "format": FORMAT,
+        "tensors": _described(tensors),
+        "parameters": json.dumps(parameters),
+        "num_updates": str(counts.num_updates),
+        "optimizer_steps": str(counts.optimizer_steps),
+    }
+    return Contents({PIECES: torch.from_numpy(table), **flats}, metadata)
+
+
+def flat_name(kind: str, parameter: str) -> str:
+    """What the flat tensor of a parameter is called that has its values of one kind, such as its master weights."""
+    return f"{kind}.{parameter}"
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """Where values of one kind go: `pieces` lie in the flat tensors `flats` of their parameters.
+
+    What no piece covers is padding. None stands for parameters without pieces.
+    """
+
+    kind: str
+    pieces: Array
+    flats: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """What goes where in one destination: `found` are the boxes, `begin` where they begin in the flat tensors."""
+
+    to: Destination
+    found: Overlaps
+    begin: IntArray
+    saved_begin: IntArray
+    file: IntArray
+
+
+class SavedState:
+    """The files of all ranks that saved a state, each of which holds other elements.
+
+    CheckpointError where one is missing or damaged, is of a model with other tensors, or of another moment.
+    """
+
+    def __init__(self, files: Sequence[Path], tensors: CanonicalTensors) -> None:
+        if not files:
+            raise CheckpointError(f"the checkpoint has no files of this role's training state ({CONFIG_KEY})")
+        self._files, self._tensors = files, tensors
+        self._expected = _described(tensors)
+        self._parameters: list[list[str]] = []
+        tables, counts = zip(*map(self._open, files), strict=True)
+        self.counts = self._agreed([i for i, table in enumerate(tables) if len(table)], counts)
+        pieces, file = np.concatenate(tables), np.repeat(np.arange(len(files)), [len(table) for table in tables])
+        order = np.argsort(pieces["tensor"], kind="stable")
+        self._pieces: Array = pieces[order]
+        self._file: IntArray = file[order]
+
+    def read(self, destinations: Sequence[Destination]) -> None:
+        """Fill all destinations, their padding with zeros.
+
+        CheckpointError where the files hold an element of theirs not once.
+        """
+        moves = [self._moves(destination) for destination in destinations]
+        for destination in destinations:
+            _zero_padding(destination)
+        for number in np.unique(np.concatenate([move.file for move in moves])):
+            with _opened(self._files[number]) as opened:
+                for move in moves:
+                    self._copy(opened, number, move)
+
+    def _open(self, file: Path) -> tuple[Array, Counts]:
+        """The table of pieces in one file, and its counts."""
+        with _opened(file) as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({CONFIG_KEY})"
+                )
+            if metadata["tensors"] != self._expected:
+                raise CheckpointError(f"{file} {_difference(json.loads(metadata['tensors']), self._tensors)}")
+            self._parameters.append(json.loads(metadata["parameters"]))
+            table = opened.get_tensor(PIECES).numpy()
+        pieces = np.empty(len(table), dtype=PIECE)
+        for column, field in enumerate(FIELDS):
+            pieces[field] = table[:, column]
+        return pieces, Counts(int(metadata["num_updates"]), int(metadata["optimizer_steps"]))
+
+    def _agreed(self, numbers: Sequence[int], counts: Sequence[Counts]) -> Counts:
+        """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""
+        for number in numbers:
+            if counts[number] != counts[numbers[0]]:
+                first, other = self._files[numbers[0]], self._files[number]
+                raise CheckpointError(
+                    f"{first} and {other} were not saved together: {counts[numbers[0]]} and {counts[number]}; copy "
+                    f"all files of one checkpoint ({CONFIG_KEY})"
+                )
+        return counts[numbers[0] if numbers else 0]
+
+    def _moves(self, to: Destination) -> _Moves:
+        found = overlaps(to.pieces, boxes_of(self._pieces))
+        held = np.bincount(found.piece, weights=elements(found.boxes), minlength=len(to.pieces)).astype(np.int64)
+        wrong = np.flatnonzero(held != elements(to.pieces))
+        if len(wrong):
+            piece = to.pieces[wrong[0]]
+            raise CheckpointError(
+                f"the {len(self._files)} files of the training state in {self._files[0].parent} hold {held[wrong[0]]} "
+                f"elements of {describe(piece, self._tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
+                f"Files of some ranks are missing or twice there ({CONFIG_KEY})"
+            )
+        return _Moves(
+            to,
+            found,
+            begin=offsets(to.pieces[found.piece], found.boxes),
+            saved_begin=offsets(self._pieces[found.fragment], found.boxes),
+            file=self._file[found.fragment],
+        )
+
+    def _copy(self, opened: Any, number: int, move: _Moves) -> None:
+        """What comes from file `number`, which is `opened`."""
+        for index in np.flatnonzero(move.file == number):
+            piece, saved = move.to.pieces[move.found.piece[index]], self._pieces[move.found.fragment[index]]
+            box, flat = move.found.boxes[index], move.to.flats[piece["parameter"]]
+            assert flat is not None, "a piece lies in a flat tensor"
+            name = flat_name(move.to.kind, self._parameters[number][saved["parameter"]])
+            try:
+                values = _view(opened.get_tensor(name), move.saved_begin[index], box, saved["stride"])
+            except (SafetensorError, RuntimeError) as problem:
+                raise CheckpointError(f"{self._files[number]}: {name} is not what {PIECES} says: {problem}") from None
+            _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
+
+
+def _view(flat: Tensor, begin: np.int64, box: np.void, stride: np.int64) -> Tensor:
+    """[rows, cols]"""
+    return flat[int(begin) :].as_strided((int(box["rows"]), int(box["cols"])), (int(stride), 1))
+
+
+def _zero_padding(destination: Destination) -> None:
+    pieces = destination.pieces
+    covered = np.bincount(pieces["parameter"], weights=elements(pieces), minlength=len(destination.flats))
+    for flat, count in zip(destination.flats, covered, strict=True):
+        if flat is not None and flat.numel() != count:
+            flat.zero_()
+
+
+def _described(tensors: CanonicalTensors) -> str:
+    return json.dumps(dict(zip(tensors.names, tensors.shapes, strict=True)))
+
+
+def _difference(saved: Mapping[str, Sequence[int]], tensors: CanonicalTensors) -> str:
+    """In words, the first of them."""
+    model = {name: list(shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True)}
+    name = next(name for name in [*model, *saved] if model.get(name) != saved.get(name))
+    here, there = (f"has shape {shapes[name]}" if name in shapes else "does not exist" for shapes in (model, saved))
+    return (
+        f"is of another model: {name} {there} there; in the model of this run it {here}. Resume with the model that "
+        f"was trained, or start anew ({CONFIG_KEY})"
+    )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete ({CONFIG_KEY})") from None
+    except (SafetensorError, OSError) as problem:
+        raise CheckpointError(f"{file} is damaged or cut short: {problem} ({CONFIG_KEY})") from None
+    with opened:
+        yield opened

@@ -1,0 +1,114 @@
+"""The training state of a model, saved and loaded through layouts: master weights, the optimizer's moments, its steps.
+
+Every element is saved by one rank, so a state can be loaded in any other layout, with or without a distributed
+optimizer.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from rltrain.checkpoint.run.files import Contents
+from rltrain.models.canonical_tensors import IntArray
+from rltrain.reshard.layout import Layout
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.megatron.model import local_parameters
+from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
+from rltrain.training.megatron.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.megatron.shards import answered_for, replica_of, within
+from rltrain.training.megatron.trainable import TrainableModel
+
+MASTER = "master"
+
+Range = tuple[int, int]
+"""(start, stop) in a flattened parameter."""
+
+
+def save_state(
+    trainable: TrainableModel,
+    parts: Mapping[str, MemoryPart],
+    layout: Layout,
+    rank: int,
+    copies: MutableMapping[str, Tensor] | None = None,
+) -> Contents:
+    """The share of the training state that `rank` answers for, read where it lies: on the device or on the host.
+
+    `parts` are the model's `training_parts`, `layout` is where its weights lie. `copies` is empty at the first save and
+    given again at the next, which writes over the tensors of the one before. Between optimizer steps: RuntimeError
+    where gradients wait for one, and where a part was dropped. Not collective.
+    """
+    if trainable.has_gradients:
+        raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
+    optimizer, names = trainable.optimizer, _parameter_names(layout, rank)
+    optimized = optimized_parameters(trainable.model, optimizer)
+    shares = {name: _share(one, *replica_of(layout, rank)) for name, one in optimized.items()}
+    pieces = within(answered_for(layout, rank), *_limits(names, shares))
+    flats: dict[str, Tensor] = {}
+
+    def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
+        flat = flat_name(kind, name)
+        flats[flat] = parts[part].read(values, first, count, into=copies.get(flat) if copies else None)
+
+    for name in (names[number] for number in np.unique(pieces["parameter"])):
+        one, (start, stop) = optimized[name], shares[name]
+        first, count = start - one.first, stop - start
+        copy(MASTER, name, one.part, one.master, first, count)
+        for moment in MOMENTS if one.master in optimizer.state else ():
+            copy(moment, name, "optimizer", optimizer.state[one.master][moment], first, count)
+    if copies is not None:
+        copies.update(flats)
+    steps = step_count(optimizer)
+    if isinstance(steps, Tensor):
+        steps = int(parts["optimizer"].read(steps))
+    return contents(layout.tensors, names, pieces, flats, Counts(trainable.num_updates, steps))
+
+
+def load_state(trainable: TrainableModel, layout: Layout, rank: int, files: Sequence[Path]) -> None:
+    """Take over a training state from the files of all ranks that saved it, whatever their layout was.
+
+    Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the
+    files only what this rank needs is read. CheckpointError where one is missing or damaged, where they do not belong
+    together or to a model of these tensors, and where they lack a part of one. Not collective.
+    """
+    saved = SavedState(files, layout.tensors)
+    if saved.counts.optimizer_steps:
+        make_states(trainable.optimizer, saved.counts.optimizer_steps)
+    saved.read(list(_destinations(trainable, layout, rank, with_moments=saved.counts.optimizer_steps > 0)))
+    trainable.num_updates = saved.counts.num_updates
+
+
+def _destinations(trainable: TrainableModel, layout: Layout, rank: int, *, with_moments: bool) -> Iterator[Destination]:
+    names, pieces = _parameter_names(layout, rank), layout.on(rank).pieces
+    weights = local_parameters(trainable.model)
+    yield Destination(MASTER, pieces, [weights[name].detach().view(-1) for name in names])
+
+    optimized = optimized_parameters(trainable.model, trainable.optimizer)
+    held = {name: (one.first, one.first + one.master.numel()) for name, one in optimized.items()}
+    state = trainable.optimizer.state
+    copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
+    kinds = [(MASTER, copies)]
+    if with_moments:
+        kinds += [(moment, {name: state[one.master][moment] for name, one in optimized.items()}) for moment in MOMENTS]
+    for kind, tensors in kinds:
+        cut = within(pieces, *_limits(names, {name: held[name] for name in tensors}))
+        yield Destination(kind, cut, [tensors[name].detach().view(-1) if name in tensors else None for name in names])
+
+
+def _parameter_names(layout: Layout, rank: int) -> list[str]:
+    return [name for name, _ in layout.on(rank).parameters]
+
+
+def _share(one: Optimized, index: int, replicas: int) -> Range:
+    """What replica `index` saves of what its optimizer has of a parameter."""
+    count = one.master.numel()
+    if one.is_shard:
+        return one.first, one.first + count
+    return count * index // replicas, count * (index + 1) // replicas
+
+
+def _limits(names: Sequence[str], ranges: Mapping[str, Range]) -> tuple[IntArray, IntArray]:
+    """(starts, stops) by parameter: nothing of those that have no range."""
+    limits = np.array([ranges.get(name, (0, 0)) for name in names], dtype=np.int64).reshape(-1, 2)
+    return limits[:, 0], limits[:, 1]

@@ -1,0 +1,205 @@
+"""A model together with its gradients and optimizer."""
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor
+
+from rltrain.algorithms.losses import LossFunction, LossOutput
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.errors import ConfigError, DivergenceError
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.learning_rate import learning_rate
+from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.objective import POLICY, Objective
+from rltrain.training.megatron.optimizer import build_optimizer
+from rltrain.training.megatron.packing import MicroBatch
+
+# Beside the metrics of a mini-batch while they are reduced.
+NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
+
+
+class TrainableModel:
+    """Data-parallel gradients, optimizer and learning-rate schedule around a model whose weights are loaded.
+
+    An optimizer step is any number of calls of `accumulate`, at least one on every rank, and one of `step`; the
+    learning rate decays over `total_updates` of them. What is accumulated are sums: `step` alone reduces them over data
+    parallelism and divides them, once.
+    """
+
+    def __init__(
+        self, model: LanguageModel, settings: schema.Trained, *, total_updates: int, objective: Objective = POLICY
+    ) -> None:
+        """Collective over: the role's ranks."""
+        self.model = model
+        self.settings = settings
+        self.objective = objective
+        self.total_updates = total_updates
+        self.num_updates = 0
+        self.groups = model.pg_collection
+        self.ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=settings.distributed_optimizer and self.groups.dp_cp.size() > 1,
+            ),
+            model,
+            pg_collection=self.groups,
+        )
+        self.optimizer = build_optimizer(self.ddp, settings.optimizer, self.groups)
+        # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
+        model.config.finalize_model_grads_func = None
+        self._pending: _Pending | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some wait for their optimizer step."""
+        return self._pending is not None
+
+    def train_batch(
+        self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """`accumulate` and `step`: one optimizer step on the mini-batch of which `experience` is this replica's share.
+
+        Collective over: the role's ranks.
+        """
+        self.accumulate(experience, loss_function, temperature=temperature)
+        return self.step()
+
+    def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
+        """Add the gradients of `experience`, this replica's share of a part of the mini-batch. It may be empty.
+
+        Every rank of the replica passes the same samples; all parts of a mini-batch have the same fields and loss
+        function. Collective over: the replica's tensor- and pipeline-parallel groups.
+        """
+        if self._pending is None:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._pending = _Pending()
+        self._pending.num_samples += experience.num_samples
+        self._pending.response_tokens += int(experience.response_mask.sum())
+
+        def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, LossOutput]:
+            token_outputs = self.objective.token_outputs(self.model, batch, outputs, temperature)
+            output = loss_function(batch.experience, *token_outputs)
+            # A copy: the pipeline schedule frees the storage of what a stage returns.
+            kept = LossOutput(
+                output.loss.detach().clone(), output.divisor, output.sums, output.token_sums, output.maxima
+            )
+            return output.loss, kept
+
+        if experience.num_samples:
+            micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
+            self._pending.outputs += run_schedule(self.ddp, micro_batches, loss, backward=True)
+        elif self.groups.pp.rank() == self.groups.pp.size() - 1:
+            # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
+            nothing = [torch.zeros(0)] * self.objective.num_outputs
+            self._pending.outputs.append(loss_function(experience, *nothing))
+
+    def step(self) -> dict[str, float]:
+        """The optimizer step on what was accumulated. Collective over: the role's ranks.
+
+        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics over the whole mini-batch, equal
+        on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the weights as they
+        are. Raises on all ranks, before any weight changes, DivergenceError when the loss or the gradient norm is not
+        finite, and ConfigError when no rank had a sample. What was accumulated is used up in any case.
+        """
+        if self._pending is None:
+            raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
+        pending, self._pending = self._pending, None
+        metrics = self._reduce(pending)
+        self._require_samples(metrics.pop(NUM_SAMPLES))
+        divisor = metrics.pop(DIVISOR)
+        self._require_finite("loss", metrics["loss"])
+        rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
+        grad_norm = self._update(divisor, rate) if divisor else 0.0
+        self.num_updates += 1
+        return {**self.objective.summarize(metrics), "grad_norm": grad_norm, "lr": rate}
+
+    def _update(self, divisor: float, rate: float) -> float:
+        """Divide, clip and apply the gradients; their norm before clipping. Collective over: the role's ranks."""
+        finalize_model_grads([self.ddp], None, pg_collection=self.groups)
+        self.ddp.scale_gradients(1 / divisor)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
+        self._require_finite("gradient norm", grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step_with_ready_grads()
+        return grad_norm
+
+    def _reduce(self, pending: "_Pending") -> dict[str, float]:
+        """The mini-batch's metrics with NUM_SAMPLES and DIVISOR, on every rank of the role."""
+        metrics: dict[str, float] = {}
+        if pending.outputs:  # on the last pipeline stage
+            first, device = pending.outputs[0], self.model.device
+            counts = torch.tensor([pending.num_samples, pending.response_tokens], dtype=torch.float64, device=device)
+            rows = [(o.divisor, o.loss, *o.sums.values(), *o.token_sums.values()) for o in pending.outputs]
+            totals = torch.cat([counts, _scalars(rows, device).sum(0)])
+            dist.all_reduce(totals, group=self.groups.dp_cp)
+            num_samples, response_tokens, divisor, *sums = totals.tolist()
+            divisors = [divisor] * (1 + len(first.sums)) + [response_tokens] * len(first.token_sums)
+            means = [total / (by or 1) for total, by in zip(sums, divisors, strict=True)]
+            metrics = dict(zip(["loss", *first.sums, *first.token_sums], means, strict=True))
+            if first.maxima:
+                maxima = _scalars([tuple(o.maxima.values()) for o in pending.outputs], device).amax(0)
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.dp_cp)
+                metrics |= dict(zip(first.maxima, maxima.tolist(), strict=True))
+            metrics |= {NUM_SAMPLES: num_samples, DIVISOR: divisor}
+        return _from_last_stage(metrics, self.groups.pp, self.model.device)
+
+    def _require_samples(self, num_samples: float) -> None:
+        if not num_samples:
+            raise ConfigError(
+                f"optimizer step {self.num_updates + 1} of the {self.objective.role} has no sample on any of its "
+                f"{self.groups.dp_cp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
+                "batch.mini_batches"
+            )
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            role = self.objective.role
+            raise DivergenceError(
+                f"the {role}'s {what} is {value} at optimizer step {self.num_updates + 1}; its weights were left as "
+                f"they were. Lower {role}.optimizer.lr, or look at this step's rewards and log-probs."
+            )
+
+
+class _Pending:
+    """What was accumulated since the last optimizer step, beside the gradients."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.response_tokens = 0
+        self.outputs: list[LossOutput] = []
+
+
+def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
+    """[rows, columns] fp64."""
+    values = [value.detach().to(device, torch.float64) for row in rows for value in row]
+    return torch.stack(values).view(len(rows), -1)
+
+
+def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+    """The last pipeline stage's metrics, on every stage. Collective over: the pipeline-parallel group."""
+    if pipeline.size() == 1:
+        return metrics
+    source = pipeline.size() - 1
+    names = torch.tensor(list(json.dumps(list(metrics)).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(names)], device=device)
+    dist.broadcast(size, group=pipeline, group_src=source)
+    if pipeline.rank() != source:
+        names = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(names, group=pipeline, group_src=source)
+    keys = json.loads(bytes(names.tolist()))
+    values = torch.tensor([metrics.get(key, 0.0) for key in keys], dtype=torch.float64, device=device)
+    dist.broadcast(values, group=pipeline, group_src=source)
+    return dict(zip(keys, values.tolist(), strict=True))
