@@ -65,7 +65,7 @@ class Checkpointing:
             return
         self._boundary = step
         reason = self.stop.verdict(step) if self.stop else None
-        if reason or step in self.order.saves:
+        if reason or self.order.saves(step):
             with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
                 self.finish()  # nothing is stopped for that one
             self.stopped_by = reason
@@ -102,7 +102,7 @@ class Checkpointing:
             poll(self.job.waiter, lambda: self.store.check(awaited) or None, what, [*missing])
 
     def _save(self, step: int) -> None:
-        rank, cut, begin = self.job.world.rank, self.order.boundaries[step], time.perf_counter()
+        rank, cut, begin = self.job.world.rank, self.order.boundary(step), time.perf_counter()
         files: dict[str, Contents] = {}
         for name, role in self.roles.items():
             files |= {f"{name}/{file}": contents for file, contents in role.save_state().items()}
@@ -167,7 +167,7 @@ class Checkpointing:
             "world_size": job.world.size,
             "config": job.config.model_dump(mode="json"),
             "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
-            "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundaries[step])],
+            "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundary(step)).values()],
             "stopped_by": self.stopped_by,
             "history": read_id(Path(job.config.output_dir, ID_FILE)),
         }

@@ -23,11 +23,7 @@ def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role]
     residency = _residency(job, order, trace)
     roles: dict[str, Role] = {}
     for name in job.placement.hosts(job.world.rank):
-        actor = roles.get("actor")
-        if name == "reference":
-            roles[name] = Reference(job, actor if isinstance(actor, Actor) else None)
-        else:
-            roles[name] = ROLES[name](job)
+        roles[name] = ROLES[name].beside(job, roles)
         if ROLES[name].uses_device:
             residency.admit(name, roles[name].parts)
     return roles, residency

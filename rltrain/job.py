@@ -29,7 +29,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.doubts import doubts
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.steps import build_order, shortened
 from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
 
@@ -71,7 +71,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     architectures = role_architectures(config, placement.roles)
     check_against_architecture(config, grids, architectures)
     check_schedule(config, placement, grids)
-    check(build_order(config, placement), placement)
+    check(build_order(shortened(config), placement), placement)
     native.backend(world.device.type)
     if world.rank == 0:
         for doubt in doubts(config, placement):
@@ -80,7 +80,6 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     watchdog = start_watchdog(job_store, config)
     claim_folders(config, grids["actor"].owner(0), job_store)
     order, resumed = where_to_begin(config, placement, architectures, job_store)
-    check(order, placement)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()

@@ -20,16 +20,16 @@ from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, LOGS, REWOUND, begin_logs, forget_steps, logs_in, read_id, shorten
 from rltrain.roles.role import Job
+from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.steps import build_order, shortened
+from rltrain.tasks.roles import trained_roles
 from rltrain.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "batch.samples_per_prompt", "data.shuffle")
 """Where a run is in its prompts follows from the step alone, with these."""
-
-TRAINED_ROLES = ("actor", "critic")
 
 
 def find_checkpoint(config: Config, job_store: JobStore) -> Resumed | None:
@@ -123,7 +123,7 @@ def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _architecture_problems(architectures: Mapping[str, Architecture], saved: Mapping[str, Any]) -> Iterator[str]:
-    for role in TRAINED_ROLES:
+    for role in trained_roles():
         if role not in architectures or role not in saved:
             continue
         now = json.loads(json.dumps(asdict(architectures[role])))
@@ -135,12 +135,18 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
 def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
     """What is left to do, and whether it goes on with the responses and experience that the checkpoint holds.
 
-    Where the schedule has changed, or the run had ended, the steps ahead are drawn anew.
+    Where the schedule has changed, or the run had ended, the steps ahead are drawn anew. ConfigError where what is left
+    cannot finish.
     """
+    check(_rest(shortened(config, checkpoint.step), placement, checkpoint)[0], placement)
+    return _rest(config, placement, checkpoint)
+
+
+def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
     run, step = checkpoint.run, checkpoint.step
     whole = build_order(config, placement)
     rest = whole.from_step(step)
-    crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundaries[step])]
+    crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundary(step)).values()]
     if crossing == run["crossing"] and run["config"]["schedule"] == config.schedule.model_dump(mode="json"):
         return rest, True
     return build_order(config, placement, first_step=step), False

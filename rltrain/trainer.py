@@ -1,7 +1,7 @@
 """The run: builds the roles that this rank hosts and executes the order of tasks."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -30,16 +30,17 @@ def reporting_rank(job: Job, entry: Entry) -> int:
 
 
 def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) -> Reporter:
-    expected: dict[int, Counter[int]] = defaultdict(Counter)
-    for entry in order:
-        if entry.kind == "task":
-            expected[entry.step][reporting_rank(job, entry)] += 1
+    def expected(step: int) -> Counter[int]:
+        return Counter(reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
+
     logging_rank = job.leader_of("actor")
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = []
     if is_logging:
         sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
-    return Reporter(job.job_store, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
+    ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
+    steps = range(job.first_step, job.config.steps + 1)
+    return Reporter(job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.config.lead)
 
 
 class Trainer:
@@ -68,13 +69,16 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
-        self.end = len(order)
+        self.position = 0
+        """Of the entry that this rank has come to, those aside that it joins out of turn."""
+        self.end = order.end
         """Position at which training ends; later entries are executed only if they are final."""
 
     def run(self) -> bool:
         """Every entry of this rank, in order; whether it came to the end, and was not stopped by a signal."""
         try:
-            for position, entry in enumerate(self.order):
+            for position, entry in self.order.items():
+                self.position = position
                 if self.checkpointing.stopped_by:
                     self.end = position
                     break
@@ -114,7 +118,7 @@ class Trainer:
             reward: Reward = self.roles["reward"]  # type: ignore[assignment]
             self.job.job_store.put(verdict, reward.evaluation_score >= goal)
         if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
-            self.end = self.order.index(Entry("task", "decide_to_stop", self.job.placement.roles, step))
+            self.end = self.position
 
     def _execute(self, position: int) -> None:
         entry = self.order[position]

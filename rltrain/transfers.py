@@ -11,31 +11,7 @@ from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
-
-SAMPLES = (
-    "sample_ids",
-    "group_ids",
-    "prompt_ids",
-    "lengths",
-    "truncated",
-    "tokens",
-    "response_mask",
-    "policy_version",
-    "rollout_logprobs",
-)
-
-# The fields of Experience that each transfer carries.
-FIELDS_OF: dict[str, tuple[str, ...]] = {
-    "samples": SAMPLES,
-    "evaluation_samples": SAMPLES,
-    "scored": (*SAMPLES, "rewards"),
-    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
-    "values": ("group_ids", "lengths", "values"),
-    "returns": ("group_ids", "lengths", "response_mask", "returns"),
-}
-
-MINI_BATCHED = ("actor", "critic")
-"""Roles whose replicas each get their share of every mini-batch."""
+from rltrain.tasks.roles import TRANSFERS, trained_roles
 
 
 class Transfers:
@@ -43,30 +19,30 @@ class Transfers:
 
     def __init__(self, job: Job, order: Order, exchange: Exchange, roles: Mapping[str, Role], trace: AnyTrace) -> None:
         self.job, self.order, self.exchange, self.roles, self.trace = job, order, exchange, roles, trace
-        self.wait_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "wait"}
-        self.post_position = {entry.transfer: i for i, entry in enumerate(order) if entry.kind == "post"}
-        self.last_post = {(e.name, e.roles[0], e.step, e.chunk): i for i, e in enumerate(order) if e.kind == "post"}
+        self.awaited: dict[int, int] = {}
+        """Position of a post in the exchange's outbox -> that of its wait."""
 
     def post(self, position: int) -> None:
         """Send what the source role left, once what should have been received before this position has been."""
-        self.exchange.retire([p for p in self.exchange.outbox if self._wait_of(p) < position])
+        self._retire_before(position)
         entry = self.order[position]
         source, shipment = entry.roles[0], (entry.name, entry.step, entry.chunk)
         shipments = self.roles[source].shipments
+        self.awaited[position] = self.order.wait_of(position)
         self.exchange.post(self._route(position), shipments[shipment])
-        if position == self.last_post[entry.name, source, entry.step, entry.chunk]:
+        if not self._is_posted_again(position):
             del shipments[shipment]
         self.trace.counter("steps in the outbox", len({self.order[p].step for p in self.exchange.outbox}))
 
     def wait(self, position: int) -> None:
         """Receive for the destination role."""
         entry = self.order[position]
-        shipment = self.exchange.wait(self._route(self.post_position[entry.transfer]))
+        shipment = self.exchange.wait(self._route(self.order.post_of(position)))
         self.roles[entry.roles[1]].shipments[entry.name, entry.step, entry.chunk] = shipment
 
     def finish(self, end: int) -> None:
         """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
-        self.exchange.retire([p for p in self.exchange.outbox if self._wait_of(p) < end])
+        self._retire_before(end)
 
     def save(self, position: int) -> dict[str, Tensor]:
         """What this rank posted before `position` that is awaited behind it: copies, for `restore`; {} if nothing is.
@@ -74,8 +50,7 @@ class Transfers:
         To be called when this rank has come to `position`.
         """
         crossing: dict[Key, Shipment] = {}
-        for entry in self.order.crossing(position):
-            posted = self.post_position[entry.transfer]
+        for posted, entry in self.order.crossing(position).items():
             key = (entry.roles[0], entry.name, entry.step, entry.chunk)
             if posted in self.exchange.outbox and key not in crossing:
                 crossing[key] = self.exchange.posted(posted)
@@ -104,8 +79,21 @@ class Transfers:
                 "ranks of training where it was."
             )
 
-    def _wait_of(self, posted: int) -> int:
-        return self.wait_position[self.order[posted].transfer]
+    def _retire_before(self, position: int) -> None:
+        """Wait until all has been received whose wait stands before `position`."""
+        due = [posted for posted, awaited in self.awaited.items() if awaited < position]
+        self.exchange.retire(due)
+        for posted in due:
+            del self.awaited[posted]
+
+    def _is_posted_again(self, position: int) -> bool:
+        """Whether another role is sent the same later."""
+        entry = self.order[position]
+        same = (entry.kind, entry.name, entry.roles[0], entry.chunk)
+        return any(
+            later > position and (e.kind, e.name, e.roles[0], e.chunk) == same
+            for later, e in self.order.of_step(entry.step)
+        )
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
@@ -115,7 +103,7 @@ class Transfers:
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
-            fields=FIELDS_OF[entry.name],
+            fields=TRANSFERS[entry.name],
             position=posted,
-            num_blocks=self.job.config.chunk_blocks if destination in MINI_BATCHED else 1,
+            num_blocks=self.job.config.chunk_blocks if destination in trained_roles() else 1,
         )

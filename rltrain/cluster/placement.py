@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.roles import ROLES, split_roles
+from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
 
@@ -19,7 +19,7 @@ GRAMMAR = 'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.roles.ROLES`."""
+    """The ranks of every role, sorted. Roles come in the order of `rltrain.config.roles.role_names`."""
 
     ranks_by_role: Mapping[str, tuple[int, ...]]
     given: Mapping[str, str]
@@ -76,7 +76,8 @@ def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_p
             placed[role], given[role] = ranks, where
     if not placed:
         raise PlacementError("placement: no role is placed; expected role: ranks, for example actor: 0-3")
-    roles = sorted(placed, key=lambda role: (ROLES.index(role) if role in ROLES else len(ROLES), role))
+    names = role_names()
+    roles = sorted(placed, key=lambda role: (names.index(role) if role in names else len(names), role))
     return Placement({role: placed[role] for role in roles}, given, world_size)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.roles import TRAINING_ROLES
+from rltrain.tasks.roles import model_roles
 
 RankList = tuple[int, ...]
 
@@ -51,7 +51,7 @@ def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[Rank
     lists: dict[frozenset[str], set[RankList]] = {}
     for role, grid in grids.items():
         own = lists[frozenset({role})] = {grid.ranks, *grid.lists("pp", "cp", "tp")}
-        if role in TRAINING_ROLES:
+        if role in model_roles():
             own.update(ranks for field in model_group_lists(grid).values() for ranks in field)
     for pair in WEIGHT_SYNC_PAIRS:
         if all(role in grids for role in pair):

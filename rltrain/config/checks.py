@@ -6,7 +6,7 @@ Every refusal names the keys, the values given and what would be accepted; all r
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from rltrain.config.roles import NOT_YET, ROLES, nearest, required_roles, split_roles, usable_roles
+from rltrain.config.roles import NOT_YET, nearest, required_roles, role_names, split_roles, usable_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 
@@ -83,11 +83,11 @@ def _raise_if_any(problems: Iterable[str], error: type[ConfigError], more: Itera
 
 def _role_problems(config: Config) -> Iterator[str]:
     placed = [(key, role) for key in config.placement for role in split_roles(key)]
-    usable = [role for role in ROLES if role in usable_roles(config)]
+    usable = [role for role in role_names() if role in usable_roles(config)]
     for key, role in placed:
         if role in NOT_YET:
             yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
-        elif role not in ROLES:
+        elif role not in role_names():
             closest = nearest(role, usable)
             hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
             yield f"placement.{key}: unknown role {role!r}; {hint}"

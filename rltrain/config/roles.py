@@ -4,18 +4,18 @@ import difflib
 from collections.abc import Iterable
 
 from rltrain.config.schema import Config
-
-ROLES = ("actor", "critic", "reference", "rollout", "reward", "env")
-"""Every role name, in the order in which roles are listed."""
-
-TRAINING_ROLES = ("actor", "critic", "reference")
-"""Roles whose model is Megatron's."""
+from rltrain.tasks.roles import DECLARED
 
 NOT_YET = {
     "env": "environments come in a later version; a reward function scores responses until then",
     "reward_model": "reward models come in a later version; role reward scores responses by a function",
 }
 """Roles that a placement may not name, and why."""
+
+
+def role_names() -> tuple[str, ...]:
+    """Every role name, in the order in which roles are listed."""
+    return (*DECLARED, "env")
 
 
 def split_roles(key: str) -> tuple[str, ...]:
@@ -35,7 +35,11 @@ def required_roles(config: Config) -> tuple[str, ...]:
 def usable_roles(config: Config) -> tuple[str, ...]:
     """Roles that have a task in the run. A reference that no penalty needs still gives the distance from it."""
     required = required_roles(config)
-    return required if config.algorithm == "sft" else tuple({*required, "reference"})
+    return required if config.algorithm == "sft" else tuple({*required, *_optional_roles()})
+
+
+def _optional_roles() -> Iterable[str]:
+    return (role.name for role in DECLARED.values() if not role.needed_by_algorithm)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

@@ -22,7 +22,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.doubts import doubts
 from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.repeating import obstacle_to_repeating
-from rltrain.schedule.steps import build_order
+from rltrain.schedule.steps import build_order, num_entries, shortened
 
 CONFIG_FILE = "config.json"
 
@@ -36,19 +36,19 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
     grids = role_grids(config, placement)
     check_schedule(config, placement, grids)
     order = build_order(config, placement)
-    check(order, placement)
+    check(build_order(shortened(config), placement), placement)
     architectures = {}
     if Path(config.model.path, CONFIG_FILE).exists():
         architectures = role_architectures(config, placement.roles)
         check_against_architecture(config, grids, architectures)
-    steady = steady_order(config, placement)
+    steady, entries = steady_order(config, placement), num_entries(config, placement)
     guests = ["reference"] if reference_uses_actor_modules(config, grids, architectures) else []
     sections = {
         f"Ranks: {world_size}, {ranks_per_node} per node": rank_map(placement, grids, world_size, ranks_per_node),
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
-        f"Schedule: {describe_mode(config)}; {len(order)} entries, no deadlock": describe_order(order, config),
+        f"Schedule: {describe_mode(config)}; {entries} entries, no deadlock": describe_order(order, config),
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests),

@@ -7,8 +7,10 @@ from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.dry_run.steps import fullest_step
 from rltrain.dry_run.table import table
-from rltrain.residency.memory_plan import DEVICE_ROLES, TRAINED_PARTS, Key, MemoryPlan, Place, leaving_roles
+from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.schedule.order import Order
+from rltrain.tasks.declaration import Key
+from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 
 PARTS = (*TRAINED_PARTS, "kv_cache")
 """In the order of their columns. With fp32 weights there are no master weights beside them."""
@@ -49,7 +51,7 @@ def _kinds_of_ranks(placement: Placement) -> dict[tuple[str, ...], list[int]]:
     """Ranks by their roles with something on the device."""
     kinds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in range(placement.world_size):
-        hosted = tuple(role for role in placement.hosts(rank) if role in DEVICE_ROLES)
+        hosted = tuple(role for role in placement.hosts(rank) if role in device_roles())
         if hosted:
             kinds[hosted].append(rank)
     return kinds

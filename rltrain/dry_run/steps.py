@@ -39,8 +39,9 @@ def steady_order(config: Config, placement: Placement) -> Order:
 
 def fullest_step(order: Order) -> int:
     """The first of the steps with most entries, among those without an evaluation and after step 0 if there are any."""
-    evaluated = {entry.step for entry in order if "evaluation" in entry.name}
-    counts = Counter(entry.step for entry in order if entry.step and entry.step not in evaluated)
+    distinct = [*order.distinct()]
+    evaluated = {entry.step for entry in distinct if "evaluation" in entry.name}
+    counts = Counter(entry.step for entry in distinct if entry.step and entry.step not in evaluated)
     return max(sorted(counts), key=lambda step: counts[step], default=0)
 
 
@@ -48,7 +49,7 @@ def describe_order(order: Order, config: Config) -> list[str]:
     """The entries of the first step, of one in the middle without an evaluation, and those after the last step."""
     lines = []
     for step in sorted({0, fullest_step(order), config.steps}):
-        lines += [f"{number:3d}  {entry}" for number, entry in enumerate(e for e in order if e.step == step)] + [""]
+        lines += [f"{number:3d}  {entry}" for number, entry in enumerate(e for _, e in order.of_step(step))] + [""]
     return lines[:-1]
 
 

@@ -22,6 +22,7 @@ TAGS_PER_TRANSFER = 2
 FIRST_TAG = 2**30
 """gloo numbers the collectives of a group from 0, and takes those for tags in some: messages on their way, in a group
 that others use too, must not be among them."""
+NUM_TAGS = 2**30
 ALIGNMENT_BYTES = 8
 
 
@@ -35,7 +36,8 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Route:
-    """One transfer of one step. `position` of its post in the order makes its message tags unique."""
+    """One transfer of one step. `position` of its post in the order makes its message tags its own among those of all
+    that is on its way."""
 
     name: str
     source: Grid
@@ -45,7 +47,7 @@ class Route:
     num_blocks: int = 1
 
     def tag(self, part: int) -> int:
-        return FIRST_TAG + self.position * TAGS_PER_TRANSFER + part
+        return FIRST_TAG + self.position * TAGS_PER_TRANSFER % NUM_TAGS + part
 
 
 class Exchange:

@@ -3,12 +3,15 @@
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Protocol
 
 from rltrain.liveness.job_store import JobStore
 from rltrain.observability.names import times_a_task
 
 Metrics = dict[str, float]
+
+STEPS_KEPT = 64
 
 
 class Sink(Protocol):
@@ -20,7 +23,7 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """`expected` tells, per step, how many tasks of each reporting rank add metrics.
+    """`expected(step)` tells how many tasks of each of the reporting `ranks` add metrics of a step.
 
     A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
     logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
@@ -30,7 +33,9 @@ class Reporter:
     def __init__(
         self,
         job_store: JobStore,
-        expected: Mapping[int, Counter[int]],
+        expected: Callable[[int], Counter[int]],
+        steps: range,
+        ranks: Collection[int],
         logging_rank: int,
         sinks: Collection[Sink],
         at_publish: Callable[[], Metrics] = dict,
@@ -38,7 +43,8 @@ class Reporter:
     ) -> None:
         self.job_store = job_store
         self.rank = job_store.world.rank
-        self.expected = expected
+        self.expected = lru_cache(maxsize=STEPS_KEPT)(expected)
+        self.ranks = ranks
         self.logging_rank = logging_rank
         self.sinks = sinks
         self.at_publish = at_publish
@@ -46,7 +52,7 @@ class Reporter:
         self.published: deque[tuple[int, Metrics]] = deque(maxlen=steps_ahead + 2)
         """The last ones, among them all that may be of steps whose training this rank has yet to do."""
         self.num_added: Counter[int] = Counter()
-        self.uncollected = sorted(expected) if self.rank == logging_rank else []
+        self.uncollected = steps if self.rank == logging_rank else steps[:0]
         self.previous_step_end = time.perf_counter()
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -55,7 +61,7 @@ class Reporter:
         seconds = {name for name in pending.keys() & metrics.keys() if times_a_task(name)}
         pending.update({name: value + pending[name] if name in seconds else value for name, value in metrics.items()})
         self.num_added[step] += 1
-        if self.num_added[step] == self.expected[step][self.rank]:
+        if self.num_added[step] == self.expected(step)[self.rank]:
             self._publish(step)
         self.collect()
 
@@ -78,7 +84,7 @@ class Reporter:
             self._publish(step)
         self.job_store.put(f"metrics/closed/{self.rank}", True)
         if self.rank == self.logging_rank:
-            for rank in sorted({rank for counts in self.expected.values() for rank in counts}):
+            for rank in sorted(self.ranks):
                 self.job_store.get(f"metrics/closed/{rank}", waiting_for=f"the last metrics of rank {rank}")
             self._collect(complete_only=False)
         self.abandon()
@@ -95,6 +101,7 @@ class Reporter:
 
     def _publish(self, step: int) -> None:
         metrics = self.pending.pop(step) | self.at_publish()
+        self.num_added.pop(step, None)
         if self.rank == self.logging_rank:
             now = time.perf_counter()
             metrics["perf/step_time_s"] = now - self.previous_step_end
@@ -105,11 +112,11 @@ class Reporter:
     def _collect(self, complete_only: bool) -> None:
         while self.uncollected:
             step = self.uncollected[0]
-            keys = [f"metrics/{step}/{rank}" for rank in sorted(self.expected[step])]
+            keys = [f"metrics/{step}/{rank}" for rank in sorted(self.expected(step))]
             present = [key for key in keys if self.job_store.has(key)]
             if complete_only and len(present) < len(keys):
                 return
-            self.uncollected.pop(0)
+            self.uncollected = self.uncollected[1:]
             merged: Metrics = {}
             for key in present:
                 _merge(merged, self.job_store.get(key, waiting_for=key))

@@ -1,27 +1,38 @@
 """When the communicators of roles that share a rank are released and made again, the same on all of their members."""
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import RankList, lists_of_task, role_group_lists
-from rltrain.residency.memory_plan import Task, needs_of
+from rltrain.schedule.order import Entry, Order
+from rltrain.tasks.roles import needs_of
+
+
+@dataclass
+class _Use:
+    """A task that may use a list, and the generation that the list has there."""
+
+    position: int
+    generation: int
 
 
 class CommunicatorPlan:
-    """The generation that each of a rank's communicators has at each of its uses. Pure, derived from the order.
+    """The generation that each of a rank's communicators has at each of its uses. Derived from the order.
 
     Between two uses a communicator is released if meanwhile every member has its device for roles that do not use it:
     then all of them leave the old generation, each when it comes to that, and make the new one at the next use, which
-    is a task that all of them join. Communicators of roles in `kept`, which stay on the device or never were there,
-    are always open.
+    is a task that all of them join. A generation is named by the position of its first use. Communicators of roles in
+    `kept`, which stay on the device or never were there, are always open.
+
+    To be asked for ascending positions.
     """
 
     def __init__(
         self,
-        order: Sequence[Task],
+        order: Order,
         placement: Placement,
         grids: Mapping[str, Grid],
         rank: int,
@@ -31,43 +42,62 @@ class CommunicatorPlan:
     ) -> None:
         never_released = lists_of_task(kept, grids)
         self.lists = tuple(ranks for ranks in lists if rank in ranks and ranks not in never_released)
+        self._order, self._placement, self._grids, self._rank = order, placement, grids, rank
         self._users = {ranks: _users(ranks, grids) for ranks in self.lists}
-        self._device_tasks = _DeviceTasks(order, placement)
-        self._rank = rank
-        self._uses: dict[RankList, list[int]] = {ranks: [] for ranks in self.lists}
-        used_by = {roles: lists_of_task(roles, grids) for roles in {entry.roles for entry in order}}
-        for position, entry in enumerate(order):
-            if entry.kind == "task":
-                for ranks in used_by[entry.roles] & self._uses.keys():
-                    self._uses[ranks].append(position)
-        self._generations = {ranks: self._count(ranks, uses) for ranks, uses in self._uses.items()}
+        self._used_by: dict[tuple[str, ...], frozenset[RankList]] = {}
+        self._needs_device: dict[tuple[str, tuple[str, ...]], bool] = {}
+        self._last = dict.fromkeys(self.lists, _Use(-1, 0))
+        self._next = {ranks: self._use_after(ranks, last) for ranks, last in self._last.items()}
 
     def to_open(self, position: int) -> dict[RankList, int]:
         """List -> generation, of those that the task at `position` may use."""
-        return {
-            ranks: self._generations[ranks][index - 1]
-            for ranks, uses in self._uses.items()
-            if (index := bisect_right(uses, position)) and uses[index - 1] == position
-        }
+        self._come_to(position + 1)
+        return {ranks: use.generation for ranks, use in self._last.items() if use.position == position}
 
     def to_close(self, position: int) -> list[RankList]:
         """Those whose generation is over, and whose users have no part in the task at `position`."""
+        self._come_to(position)
         return [ranks for ranks in self.lists if self._is_over(ranks, position)]
 
-    def _is_over(self, ranks: RankList, position: int) -> bool:
-        if not self._device_tasks.is_one(position, self._rank, self._users[ranks]):
-            return False
-        uses, generations = self._uses[ranks], self._generations[ranks]
-        index = bisect_right(uses, position)
-        return index == len(uses) or generations[index] != (generations[index - 1] if index else 0)
+    def _come_to(self, position: int) -> None:
+        """Uses before `position` are past."""
+        for ranks in self.lists:
+            while (use := self._next[ranks]) is not None and use.position < position:
+                self._last[ranks], self._next[ranks] = use, self._use_after(ranks, use)
 
-    def _count(self, ranks: RankList, uses: list[int]) -> list[int]:
-        generations, generation = [], 0
-        for last, use in zip([-1, *uses], uses, strict=False):
-            users = self._users[ranks]
-            generation += all(self._device_tasks.are_between(last, use, member, users) for member in ranks)
-            generations.append(generation)
-        return generations
+    def _use_after(self, ranks: RankList, last: _Use) -> _Use | None:
+        """The next use, with the generation of `last` unless the list is released in between."""
+        for position, entry in self._order.ahead(last.position):
+            if entry.kind == "task" and ranks in self._lists_of(entry.roles):
+                is_released = all(self._leaves_between(last.position, position, member, ranks) for member in ranks)
+                return _Use(position, position if is_released else last.generation)
+        return None
+
+    def _leaves_between(self, first: int, last: int, member: int, ranks: RankList) -> bool:
+        """Whether there is a task of `member`, and of no user of `ranks`, that needs a device, strictly in between."""
+        between = self._order.items(first + 1, last)
+        return any(self._is_without(ranks, entry, member) for _, entry in between)
+
+    def _is_over(self, ranks: RankList, position: int) -> bool:
+        if not self._is_without(ranks, self._order[position], self._rank):
+            return False
+        following = self._next[ranks]
+        return following is None or following.generation != self._last[ranks].generation
+
+    def _is_without(self, ranks: RankList, entry: Entry, member: int) -> bool:
+        """Whether `entry` needs the device of `member` for roles that do not use `ranks`."""
+        return self._users[ranks].isdisjoint(entry.roles) and self._takes_device(entry, self._placement.hosts(member))
+
+    def _takes_device(self, entry: Entry, hosted: tuple[str, ...]) -> bool:
+        key = entry.name, hosted
+        if entry.kind == "task" and key not in self._needs_device:
+            self._needs_device[key] = bool(needs_of(entry.name).of(hosted).parts)
+        return entry.kind == "task" and self._needs_device[key]
+
+    def _lists_of(self, roles: tuple[str, ...]) -> frozenset[RankList]:
+        if roles not in self._used_by:
+            self._used_by[roles] = frozenset(lists_of_task(roles, self._grids))
+        return self._used_by[roles]
 
 
 class Communicators:
@@ -83,35 +113,6 @@ class Communicators:
     def restore(self, position: int) -> None:
         """Right before the task at `position`. Collective over: the members of every list that comes back."""
         self._groups.open(self._plan.to_open(position))
-
-
-class _DeviceTasks:
-    """Where in the order the device of a rank is needed by none of some roles."""
-
-    def __init__(self, order: Sequence[Task], placement: Placement) -> None:
-        self._order, self._placement = order, placement
-        self._positions: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = {}
-
-    def are_between(self, first: int, last: int, rank: int, absent: frozenset[str]) -> bool:
-        """Whether there is a task of `rank` and of no role in `absent` strictly between two positions."""
-        positions = self._of(self._placement.hosts(rank), absent)
-        index = bisect_right(positions, first)
-        return index < len(positions) and positions[index] < last
-
-    def is_one(self, position: int, rank: int, absent: frozenset[str]) -> bool:
-        return self.are_between(position - 1, position + 1, rank, absent)
-
-    def _of(self, hosted: tuple[str, ...], absent: frozenset[str]) -> list[int]:
-        """Ranks that host the same roles share the answer."""
-        if (hosted, absent) not in self._positions:
-            names = {entry.name for entry in self._order if entry.kind == "task"}
-            on_device = {name for name in names if needs_of(name).of(hosted).parts}
-            self._positions[hosted, absent] = [
-                i
-                for i, entry in enumerate(self._order)
-                if entry.kind == "task" and entry.name in on_device and absent.isdisjoint(entry.roles)
-            ]
-        return self._positions[hosted, absent]
 
 
 def _users(ranks: RankList, grids: Mapping[str, Grid]) -> frozenset[str]:

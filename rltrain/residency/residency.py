@@ -9,8 +9,10 @@ from typing import Any
 from rltrain.residency.communicator_plan import Communicators
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.residency.memory_plan import Key, MemoryPlan, Task, leaving_roles
+from rltrain.residency.memory_plan import MemoryPlan, leaving_roles
 from rltrain.residency.storage_memory import PausedRegion
+from rltrain.schedule.order import Order
+from rltrain.tasks.declaration import Key
 
 Span = Callable[[str, str], AbstractContextManager[object]]
 """(name, category "offload", "onload" or "prefetch") -> a context around the move, for a trace."""
@@ -30,7 +32,7 @@ class Residency:
 
     def __init__(
         self,
-        order: Sequence[Task],
+        order: Order,
         offload: Mapping[str, bool | str],
         memory: DeviceMemory,
         *,
@@ -87,7 +89,7 @@ class Residency:
             self._communicators.restore(position)
 
     def changed(self, role: str, part: str) -> None:
-        """A part was written to outside of a task of which NEEDS says so, such as weights that arrive in flight."""
+        """A part was written to outside of a task that is declared to do so, such as weights that arrive in flight."""
         self.parts[role, part].changed()
 
     def metrics(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
+from rltrain.tasks.roles import evaluations
 from rltrain.training.megatron.forward import compute_logprobs
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
@@ -65,11 +66,11 @@ class Actor(TrainedRole):
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
         columns = dict(scored.columns)
-        for name in ("reference_logprobs", "values"):
+        for name in (task.name for _, task in evaluations()):
             if (name, step, chunk) in self.shipments:
                 received = self.shipments.pop((name, step, chunk)).columns
                 assert torch.equal(received["group_ids"], columns["group_ids"]), "both follow the assignment of groups"
-                columns[name] = received[name]
+                columns |= {field: received[field] for field in received.keys() - columns.keys()}
         schedule = self.config.schedule
         experience, counts = apply_staleness_limit(
             Experience(**columns), step, schedule.max_staleness, schedule.on_stale

@@ -1,5 +1,7 @@
 """The reference: the frozen policy that a KL penalty or metric compares the actor with."""
 
+from collections.abc import Mapping
+
 import torch
 
 from rltrain.data.experience import Experience
@@ -32,6 +34,11 @@ class Reference(Role):
     """
 
     name = "reference"
+
+    @classmethod
+    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "Reference":
+        actor = hosted.get(Actor.name)
+        return cls(job, actor if isinstance(actor, Actor) else None)
 
     def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)

@@ -98,6 +98,11 @@ class Role:
     parts: Mapping[str, MemoryPart]
     """What it holds on the device, by the names of cluster.memory_plan; only where uses_device."""
 
+    @classmethod
+    def beside(cls, job: Job, hosted: Mapping[str, "Role"]) -> "Role":
+        """The role on this rank, which has built `hosted` already. Collective over: the role's ranks."""
+        return cls(job)
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self.config = job.config

@@ -12,7 +12,7 @@ from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.residency.memory_plan import DEVICE_ROLES, leaving_roles
+from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import Request, SamplingParams
@@ -27,6 +27,7 @@ from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
 from rltrain.rollout.stream.seeds import request_seed
+from rltrain.tasks.roles import device_roles
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
@@ -60,7 +61,7 @@ class Rollout(Role):
 
     def _site(self) -> EngineSite:
         job = self.job
-        offload = {role: job.offload_of(role) for role in job.placement.hosts(job.world.rank) if role in DEVICE_ROLES}
+        offload = {role: job.offload_of(role) for role in job.placement.hosts(job.world.rank) if role in device_roles()}
         return EngineSite(
             config=self.config,
             world=job.world,

@@ -1,17 +1,20 @@
 """The check that an order can finish: all ranks' programs are replayed before anything starts."""
 
+from collections.abc import Iterable, Sequence
+
 from rltrain.cluster.placement import Placement
 from rltrain.errors import ConfigError
-from rltrain.schedule.order import Entry, Order, program
+from rltrain.schedule.order import Entry, program
 
 
-def check(order: Order, placement: Placement) -> None:
+def check(entries: Iterable[Entry], placement: Placement) -> None:
     """Replay all ranks' programs; ConfigError with rank and entry if they would wait for each other forever.
 
     A task needs all ranks of its roles, a wait needs the posts of all ranks of its source, and a post first needs the
     waits of those earlier posts of its rank whose wait stands before it in the order (their send buffers are retired).
     Ranks that host the same roles execute the same program, so one of each kind is replayed.
     """
+    order = [*entries]
     _check_transfers(order)
     kinds = {placement.hosts(rank): rank for role in placement.roles for rank in placement.ranks(role)}
     programs = {rank: program(order, placement, rank) for rank in kinds.values()}
@@ -34,7 +37,7 @@ def check(order: Order, placement: Placement) -> None:
 class _Replay:
     """Who has arrived at which entry, and what a rank may therefore pass."""
 
-    def __init__(self, order: Order, members: dict[str, set[int]]) -> None:
+    def __init__(self, order: Sequence[Entry], members: dict[str, set[int]]) -> None:
         self.members = members
         self.position = {entry: i for i, entry in enumerate(order)}
         self.wait_of = {e.transfer: e for e in order if e.kind == "wait"}
@@ -65,7 +68,7 @@ class _Replay:
         return True
 
 
-def _check_transfers(order: Order) -> None:
+def _check_transfers(order: Sequence[Entry]) -> None:
     if len(set(order)) != len(order):
         raise ConfigError("the order of tasks names an entry twice")
     posted = set()

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
-from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.residency.memory_plan import DEVICE_ROLES
+from rltrain.tasks.roles import device_roles, model_roles
 
 
 def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> None:
@@ -28,7 +27,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
     if config.algorithm == "sft":
         yield f"schedule.mode: got {mode} with algorithm sft, which generates nothing; expected sequential"
         return
-    consumers = [role for role in ("reward", *TRAINING_ROLES) if role in placement.roles]
+    consumers = [role for role in ("reward", *model_roles()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
     apart = [role for role in consumers if rollout.isdisjoint(placement.ranks(role))]
     if mode == "pipelined" and not apart:
@@ -43,7 +42,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
 
 def _asynchronous_problems(config: Config, placement: Placement, apart: list[str]) -> Iterator[str]:
     nearest = f"schedule.mode: {'pipelined' if apart else 'sequential'}{_without_staleness(config)}"
-    for role in TRAINING_ROLES:
+    for role in model_roles():
         if role in placement.roles and role not in apart:
             shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
             yield (
@@ -135,7 +134,7 @@ def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, G
             "roles, and could not change its weights at one decode step. The nearest that works is "
             "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
         )
-    sharing = _uneven_engine(placement, grids, set(DEVICE_ROLES))
+    sharing = _uneven_engine(placement, grids, set(device_roles()))
     if config.rollout.engine == "sglang" and sharing:
         yield (
             f"placement.rollout: the engine on ranks {format_ranks(sharing)} shares the devices of some of its ranks, "
@@ -174,4 +173,4 @@ def _rollout_leaves(config: Config, placement: Placement) -> bool:
     if config.rollout.offload != "auto" or "rollout" not in placement.roles:
         return config.rollout.offload is True
     others = {role for rank in placement.ranks("rollout") for role in placement.hosts(rank)} - {"rollout"}
-    return not others.isdisjoint(DEVICE_ROLES)
+    return not others.isdisjoint(device_roles())

@@ -6,8 +6,11 @@ all of their ranks join.
 """
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 from rltrain.cluster.placement import Placement
@@ -15,6 +18,8 @@ from rltrain.cluster.placement import Placement
 WEIGHT_SYNC = "weight_sync"
 CHECKPOINT = "checkpoint"
 SAME_WEIGHTS = ("generate_evaluation", "score_evaluation", "decide_to_stop")
+
+ITERATIONS_KEPT = 64
 
 Transfer = tuple[str, str, str, int, int]
 """Name, source role, destination role, step and chunk: what a post and its wait have in common."""
@@ -51,17 +56,8 @@ class Entry:
         return f"{self.kind + ' ' if self.kind != 'task' else ''}{self.name}[{part}] ({arrow})"
 
 
-class Order(list[Entry]):
-    """Builds the list; every wait is appended right before its first consumer.
-
-    `boundaries` are, by training step, the positions before which everything belongs to the steps before it: where a
-    run can be cut. `saves` are the steps at whose boundaries a checkpoint is due.
-    """
-
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        super().__init__(entries)
-        self.boundaries: dict[int, int] = {}
-        self.saves: set[int] = set()
+class Entries(list[Entry]):
+    """Builds a list of entries; every wait is appended right before its first consumer."""
 
     def task(self, name: str, *roles: str, step: int, chunk: int = 0, final: bool = False) -> None:
         self.append(Entry("task", name, roles, step, chunk, final))
@@ -72,38 +68,154 @@ class Order(list[Entry]):
     def wait(self, name: str, source: str, destination: str, step: int, chunk: int = 0) -> None:
         self.append(Entry("wait", name, (source, destination), step, chunk))
 
+
+@dataclass(frozen=True)
+class Iterations:
+    """What an order is made of. `numbers` are those of its iterations; an entry of step s is in one of the iterations
+    s - lead to s. Those in `regular` repeat: as long as both are in it, iteration k + period has the entries of
+    iteration k with steps that are `period` later.
+    """
+
+    entries: Callable[[int], Sequence[Entry]]
+    """Of the iteration of that number."""
+    numbers: range
+    lead: int = 0
+    period: int = 1
+    regular: range = range(0)
+    boundary: Callable[[int], int] = lambda number: 0
+    """How many entries of an iteration belong to the steps before it: behind them a run can be cut."""
+    saves: Callable[[int], bool] = lambda step: False
+    """Whether a checkpoint is due at the boundary of a step."""
+
+    def from_on(self, number: int) -> Iterable[int]:
+        """The numbers from `number` on, but of the regular ones no more than a period has: whatever is still to come
+        comes first in one of these."""
+        once = max(number, self.regular.start) + self.period + 1
+        if once >= self.regular.stop:
+            return range(number, self.numbers.stop)
+        return chain(range(number, once), range(self.regular.stop, self.numbers.stop))
+
+
+class Order:
+    """The entries of a run, by position: ascending numbers, with gaps between iterations.
+
+    Entries are made when they are looked at, so that time and memory do not depend on how many steps a run has.
+    A run that goes on at a cut begins with the posts `crossing` it, and its first iteration lacks `skipped` entries.
+    """
+
+    def __init__(self, iterations: Iterations, crossing: Sequence[Entry] = (), skipped: int = 0) -> None:
+        self.iterations = iterations
+        self.first = iterations.numbers.start
+        self._crossing, self._skipped = [*crossing], skipped
+        self._iteration = lru_cache(maxsize=ITERATIONS_KEPT)(self._make)
+        longest = max((len(self._make(number)) for number in iterations.from_on(self.first)), default=0)
+        self._stride = max(longest, 1)
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> "Order":
+        """One that has just these entries, at positions 0, 1 and so on."""
+        return cls(Iterations(lambda number: entries, range(1), lead=sys.maxsize))
+
+    def __getitem__(self, position: int) -> Entry:
+        number, index = divmod(position, self._stride)
+        return self._iteration(self.first + number)[index]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for _, entry in self.items())
+
+    @property
+    def end(self) -> int:
+        """A position behind all entries."""
+        return len(self.iterations.numbers) * self._stride
+
+    def items(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Entry]]:
+        """(position, entry) from position `begin` on, before position `end`."""
+        return self._items(range(self._number(begin), self.iterations.numbers.stop), begin, end)
+
+    def ahead(self, position: int) -> Iterator[tuple[int, Entry]]:
+        """(position, entry) behind `position`: all, but for repetitions of what has been there."""
+        return self._items(self.iterations.from_on(self._number(position + 1)), position + 1)
+
+    def distinct(self) -> Iterator[Entry]:
+        """Every kind of entry that the run has, of some steps."""
+        return (entry for _, entry in self.ahead(-1))
+
+    def of_step(self, step: int) -> Iterator[tuple[int, Entry]]:
+        """(position, entry) of one step."""
+        last = min(step, self.iterations.numbers.stop - 1)
+        numbers = range(max(self.first, step - self.iterations.lead), last + 1)
+        return (item for item in self._items(numbers) if item[1].step == step)
+
+    def final(self) -> Iterator[tuple[int, Entry]]:
+        """(position, entry) of those that run even when training has ended early: the last iteration has them."""
+        return (item for item in self._items(self.iterations.numbers[-1:]) if item[1].final)
+
+    def wait_of(self, posted: int) -> int:
+        """The position of the wait for what is posted at a position."""
+        transfer = self[posted].transfer
+        return next(i for i, e in self.of_step(self[posted].step) if e.kind == "wait" and e.transfer == transfer)
+
+    def post_of(self, awaited: int) -> int:
+        """The position of the post of what is awaited at a position."""
+        transfer = self[awaited].transfer
+        return next(i for i, e in self.of_step(self[awaited].step) if e.kind == "post" and e.transfer == transfer)
+
+    def boundary(self, step: int) -> int:
+        """The position before which everything belongs to earlier steps: where the run can be cut."""
+        index = self.iterations.boundary(step)
+        if step == self.first:
+            index += len(self._crossing) - self._skipped
+        return (step - self.first) * self._stride + index
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due at the boundary of `step`."""
+        return self.iterations.saves(step)
+
     def from_step(self, step: int) -> "Order":
         """What is left of the run at the boundary of `step`, all experience that crosses it being posted first."""
-        cut = self.boundaries[step]
-        crossing = self.crossing(cut)
-        rest = Order([*crossing, *self[cut:]])
-        rest.saves = {save for save in self.saves if save > step}
-        moved = len(crossing) - cut
-        rest.boundaries = {later: position + moved for later, position in self.boundaries.items() if later >= step}
-        return rest
+        rest = replace(self.iterations, numbers=range(step, self.iterations.numbers.stop))
+        return Order(rest, [*self.crossing(self.boundary(step)).values()], self.iterations.boundary(step))
 
-    def crossing(self, position: int) -> list[Entry]:
-        """The posts before `position` whose waits are not."""
-        awaited = {entry.transfer for entry in self[position:] if entry.kind == "wait"}
-        return [entry for entry in self[:position] if entry.kind == "post" and entry.transfer in awaited]
+    def crossing(self, position: int) -> dict[int, Entry]:
+        """The posts before `position` whose waits are not, by their positions."""
+        begin = (self._number(position) - self.iterations.lead - self.first) * self._stride
+        posts = {i: entry for i, entry in self.items(max(begin, 0), position) if entry.kind == "post"}
+        return {posted: entry for posted, entry in posts.items() if self.wait_of(posted) >= position}
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their orders are."""
-        return hashlib.sha256("\n".join(map(str, self)).encode()).hexdigest()[:16]
+        made = self.iterations
+        words = (made.numbers, made.regular, made.period, *self.distinct())
+        return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()[:16]
 
-    def syncs(self) -> list[tuple[int, int]]:
+    def syncs(self) -> Iterator[tuple[int, int]]:
         """Of every weight sync its position, and the first one from which an engine may join it: after the last task
         before it that must find the weights which the order gives it."""
-        found, earliest = [], 0
-        for position, entry in enumerate(self):
-            if entry.name in SAME_WEIGHTS or (entry.name == CHECKPOINT and entry.step in self.saves):
+        earliest = 0
+        for position, entry in self.items():
+            if entry.name in SAME_WEIGHTS or (entry.name == CHECKPOINT and self.saves(entry.step)):
                 earliest = position + 1
             elif entry.name == WEIGHT_SYNC:
-                found.append((position, earliest))
-        return found
+                yield position, earliest
+
+    def _number(self, position: int) -> int:
+        return self.first + max(position, 0) // self._stride
+
+    def _items(self, numbers: Iterable[int], begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Entry]]:
+        for number in numbers:
+            start = (number - self.first) * self._stride
+            for position, entry in enumerate(self._iteration(number), start):
+                if end is not None and position >= end:
+                    return
+                if position >= begin:
+                    yield position, entry
+
+    def _make(self, number: int) -> list[Entry]:
+        entries = [*self.iterations.entries(number)]
+        return self._crossing + entries[self._skipped :] if number == self.first else entries
 
 
-def program(order: Order, placement: Placement, rank: int) -> list[Entry]:
+def program(order: Iterable[Entry], placement: Placement, rank: int) -> list[Entry]:
     """The entries that `rank` executes."""
     hosted = set(placement.hosts(rank))
     return [entry for entry in order if hosted.intersection(entry.actors)]

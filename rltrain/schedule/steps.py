@@ -1,33 +1,31 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
-from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
+from math import lcm
 
 from rltrain.cluster.placement import Placement
-from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
-from rltrain.schedule.order import CHECKPOINT, Order
+from rltrain.schedule.order import CHECKPOINT, Entries, Iterations, Order
+from rltrain.tasks.roles import evaluations, takers
 
 
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
     """The whole run of `config` from `first_step` on, for the roles that `placement` has.
 
-    Iteration k of the loop trains on step k and generates for step k + lead: lead 0 is step by step.
+    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step.
     """
-    run = Run(config, placement)
-    start = first_step - run.lead
-    for step in range(start, config.steps + 1):
-        if step > first_step:
-            run.begin(step)
-        if step > first_step or step == start:
-            run.sync_and_evaluate(max(step, first_step), is_first=step == start)
-        if step + run.lead < config.steps:
-            run.generate(step + run.lead)
-        if first_step <= step < config.steps:
-            run.train(step)
-    if config.checkpoint.save_hf:
-        run.order.task("save_hf", "actor", step=config.steps, final=True)
-    return run.order
+    lead, run = config.lead, partial(Iteration, config, placement, first_step)
+    return Order(
+        Iterations(
+            entries=lambda number: run(number).order,
+            numbers=range(first_step - lead, config.steps + 1),
+            lead=lead,
+            period=_period(config),
+            regular=range(max(first_step + 1, _first_update(config)), config.steps - lead),
+            boundary=lambda number: run(number).boundary,
+            saves=partial(is_save_step, config),
+        )
+    )
 
 
 def is_evaluation_step(config: Config, step: int) -> bool:
@@ -38,42 +36,93 @@ def is_evaluation_step(config: Config, step: int) -> bool:
     return step in (0, config.steps) or (interval > 0 and step % interval == 0)
 
 
-class Run:
-    """Appends the parts of a step to `order`."""
+def is_save_step(config: Config, step: int) -> bool:
+    """Every `checkpoint.save_interval` steps, and after the last one."""
+    interval = config.checkpoint.save_interval
+    return interval > 0 and (step == config.steps or step % interval == 0)
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+
+def shortened(config: Config, first_step: int = 0) -> Config:
+    """A run like `config`'s from `first_step` on in which everything happens that happens in that, and in every order:
+    as many steps as begin, end, and a period with what it leads over to have."""
+    period, lead = _period(config), config.lead
+    needed = max(first_step + 1, _first_update(config)) + period + 2 * lead + 2
+    steps = needed + (config.steps - needed) % period
+    return config if steps >= config.steps else config.model_copy(update={"steps": steps})
+
+
+def num_entries(config: Config, placement: Placement) -> int:
+    """Of the whole run."""
+    short = shortened(config)
+    count, period = len([*build_order(short, placement)]), _period(config)
+    longer = short.model_copy(update={"steps": short.steps + period})
+    each = len([*build_order(longer, placement)]) - count
+    return count + (config.steps - short.steps) // period * each
+
+
+def _period(config: Config) -> int:
+    """Steps after which everything comes again."""
+    intervals = (
+        config.schedule.sync_every,
+        config.evaluation.interval if config.data.eval is not None else 0,
+        config.checkpoint.save_interval,
+        config.checkpoint.save_hf_interval,
+    )
+    return lcm(*filter(None, intervals))
+
+
+def _first_update(config: Config) -> int:
+    """The first step in which the actor learns."""
+    return config.critic.critic_warmup_steps if config.algorithm == "ppo" else 0
+
+
+class Iteration:
+    """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
+
+    def __init__(self, config: Config, placement: Placement, first_step: int, number: int) -> None:
         self.config = config
         self.roles = placement.roles
-        self.order = Order()
+        self.order = Entries()
         self.lead, self.chunks = config.lead, range(config.num_chunks)
+        self.learners = [role for role in takers("scored") if role in self.roles and "reward" in self.roles]
+        self.evaluations = [(role, task.name) for role, task in evaluations() if role in self.roles]
         self.scores_early = not any(
-            set(placement.ranks("reward")) & set(placement.ranks(role)) for role in self._training_roles
+            set(placement.ranks("reward")) & set(placement.ranks(role)) for role in self.learners
         )
-
-    @property
-    def _training_roles(self) -> Iterable[str]:
-        return (role for role in TRAINING_ROLES if role in self.roles and "reward" in self.roles)
+        is_first = number == first_step - self.lead
+        if number > first_step:
+            self.save(number)
+        self.boundary = len(self.order)
+        if number > first_step:
+            self.export(number)
+        if number > first_step or is_first:
+            self.sync_and_evaluate(max(number, first_step), is_first=is_first)
+        if number + self.lead < config.steps:
+            self.generate(number + self.lead)
+        if first_step <= number < config.steps:
+            self.train(number)
+        if number == config.steps and config.checkpoint.save_hf:
+            self.order.task("save_hf", "actor", step=number, final=True)
 
     @cached_property
     def _has_rollout(self) -> bool:
         return self.config.algorithm != "sft"
 
-    def begin(self, step: int) -> None:
-        """The boundary before `step`, at which every role saves what it has where a checkpoint is due or asked for.
+    def save(self, step: int) -> None:
+        """Where every role saves what it has if a checkpoint is due or asked for.
 
-        None where the rollout would go on with weights that it got earlier: those are in no checkpoint.
+        Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
         """
-        config, order = self.config, self.order
-        interval, is_last = config.checkpoint.save_interval, step == config.steps
-        if interval and (is_last or step % config.schedule.sync_every == 0):
+        config = self.config
+        if config.checkpoint.save_interval and (step == config.steps or step % config.schedule.sync_every == 0):
             for role in self.roles:
-                order.task(CHECKPOINT, role, step=step)
-            if is_last or step % interval == 0:
-                order.saves.add(step)
-        order.boundaries[step] = len(order)
-        exports = config.checkpoint.save_hf_interval
-        if exports and step % exports == 0 and not is_last:
-            order.task("save_hf", "actor", step=step)
+                self.order.task(CHECKPOINT, role, step=step)
+
+    def export(self, step: int) -> None:
+        """The policy alone, before the last step."""
+        exports = self.config.checkpoint.save_hf_interval
+        if exports and step % exports == 0 and step != self.config.steps:
+            self.order.task("save_hf", "actor", step=step)
 
     def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
@@ -125,25 +174,23 @@ class Run:
     def _score(self, step: int, chunk: int) -> None:
         self.order.wait("samples", "rollout", "reward", step, chunk)
         self.order.task("score", "reward", step=step, chunk=chunk)
-        for role in self._training_roles:
+        for role in self.learners:
             self.order.post("scored", "reward", role, step, chunk)
 
     def _evaluate_policy(self, step: int, chunk: int) -> None:
-        """What the reference and the critic say of the samples, for the actor."""
-        for role, task in (("reference", "reference_logprobs"), ("critic", "values")):
-            if role in self.roles:
-                self.order.wait("scored", "reward", role, step, chunk)
-                self.order.task(task, role, step=step, chunk=chunk)
-                self.order.post(task, role, "actor", step, chunk)
+        """What other models say of the samples, for the actor."""
+        for role, task in self.evaluations:
+            self.order.wait("scored", "reward", role, step, chunk)
+            self.order.task(task, role, step=step, chunk=chunk)
+            self.order.post(task, role, "actor", step, chunk)
 
     def _estimate_advantages(self, step: int, chunk: int) -> None:
         config, order = self.config, self.order
         order.wait("scored", "reward", "actor", step, chunk)
         if config.needs_actor_logprobs:
             order.task("actor_logprobs", "actor", step=step, chunk=chunk)
-        for role, task in (("reference", "reference_logprobs"), ("critic", "values")):
-            if role in self.roles:
-                order.wait(task, role, "actor", step, chunk)
+        for role, task in self.evaluations:
+            order.wait(task, role, "actor", step, chunk)
         order.task("advantages", "actor", step=step, chunk=chunk)
         if "critic" in self.roles:
             order.post("returns", "actor", "critic", step, chunk)
@@ -163,4 +210,4 @@ class Run:
             self.order.task("update", "actor", step=step)
 
     def _trains_actor(self, step: int) -> bool:
-        return "critic" not in self.roles or step >= self.config.critic.critic_warmup_steps
+        return step >= _first_update(self.config)

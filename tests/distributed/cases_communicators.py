@@ -13,6 +13,7 @@ from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import RankList, group_lists, lists_of_task
 from rltrain.residency.communicator_plan import CommunicatorPlan, Communicators
+from rltrain.schedule.order import Order
 
 WORLD_SIZE = 4
 GRIDS = {
@@ -69,7 +70,7 @@ def _run(stop_after: int | None) -> dict[str, int]:
     released = [ranks for ranks in lists if ranks not in always]
     groups = ProcessGroups(lists, backend="gloo", timeout_s=30, reopenable=released)
     placement = Placement({role: grid.ranks for role, grid in GRIDS.items()}, {}, WORLD_SIZE)
-    communicators = Communicators(CommunicatorPlan(ORDER, placement, GRIDS, rank, lists=released), groups)
+    communicators = Communicators(CommunicatorPlan(Order.of(ORDER), placement, GRIDS, rank, lists=released), groups)
     generations: set[tuple[RankList, int]] = set()
     result = {"right": 0, "wrong": 0}
     for position, entry in enumerate(ORDER):

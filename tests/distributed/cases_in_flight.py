@@ -81,7 +81,7 @@ class Rank:
 
     def act(self) -> None:
         """Train on a step once all engines have handed it over; come to a sync, announce it and wait."""
-        for position, entry in enumerate(ORDER):
+        for position, entry in ORDER.items():
             if entry.name == "update":
                 due = (entry.step + 1) * (NUM_RANKS - 1)
                 poll(PATIENCE, lambda due=due: self.store.add("handed over", 0) >= due or None, str(entry), [])
@@ -91,7 +91,7 @@ class Rank:
                 self.take_weights(position)
 
     def draw(self) -> None:
-        for position, entry in enumerate(ORDER):
+        for position, entry in ORDER.items():
             if "rollout" not in entry.actors:
                 continue
             self.in_flight.position = position

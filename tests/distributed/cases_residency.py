@@ -22,8 +22,9 @@ from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.memory_plan import NEEDS
 from rltrain.residency.residency import Residency
+from rltrain.schedule.order import Order
+from rltrain.tasks.roles import needs_of
 from rltrain.training.megatron.forward import compute_logprobs
 from rltrain.training.megatron.memory import model_parts, training_parts
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
@@ -70,7 +71,7 @@ class Rank:
         swapped = mode.endswith("swapped_reference")
         offload = dict.fromkeys(("actor", "reference", "rollout"), "auto" if mode.startswith("leaves") else False)
         memory = (RoomyMemory if mode == "leaves_fetched_ahead" else DeviceMemory)(CPU)
-        self.residency = Residency(self.order, offload, memory, guests=["reference"] if swapped else [])
+        self.residency = Residency(Order.of(self.order), offload, memory, guests=["reference"] if swapped else [])
 
         model = load(path, groups, dtype)
         settings = schema.Actor(
@@ -122,7 +123,7 @@ class Rank:
     def _away_is_empty(self, task: str) -> bool:
         """Whether all parts that the task does not need hold no memory, and those that it needs hold theirs."""
         parts = self.residency.parts
-        needed = {key for key in NEEDS[task].parts if key in parts}
+        needed = {key for key in needs_of(task).parts if key in parts}
         beneath = {id(parts[key].beneath) for key in needed}
         away = [part for key, part in parts.items() if key not in needed and part.beneath is None]
         return all(part.allocated_bytes == 0 for part in away if id(part) not in beneath) and all(

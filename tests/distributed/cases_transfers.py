@@ -77,7 +77,7 @@ class Rank:
         if restored is not None:
             transfers.restore(restored)
         saved: dict[str, Tensor] = {}
-        for position, entry in enumerate(order):
+        for position, entry in order.items():
             if position == save_at:
                 saved = transfers.save(position)
             if not self.roles.keys() & {*entry.actors}:
@@ -86,7 +86,7 @@ class Rank:
                 getattr(self, entry.name, self.nothing)(entry.step, entry.chunk)
             else:
                 {"post": transfers.post, "wait": transfers.wait}[entry.kind](position)
-        transfers.finish(len(order))
+        transfers.finish(order.end)
         return saved
 
     def nothing(self, step: int, chunk: int) -> None:
@@ -140,7 +140,7 @@ def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str]]], step:
 
 def _cut_and_go_on(job_store: JobStore, before: dict[str, str], after: dict[str, str], step: int, number: int) -> dict:
     first, second = Rank(job_store, before), Rank(job_store, after)
-    saved = first.follow(first.order, save_at=first.order.boundaries[step])
+    saved = first.follow(first.order, save_at=first.order.boundary(step))
     files = dist.PrefixStore(f"files {number}", job_store.world.store)
     files.set(str(job_store.world.rank), safetensors.torch.save(saved))
     by_rank = [safetensors.torch.load(files.get(str(rank))) for rank in range(NUM_RANKS)]

@@ -14,6 +14,7 @@ import torch
 from rltrain.residency.device_memory import device_memory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.residency import Residency
+from rltrain.schedule.order import Order
 
 MIB, GIB = 2**20, 2**30
 ROLE_BYTES = int(os.environ.get("RLTRAIN_TEST_ROLE_BYTES", 3 * GIB))
@@ -44,7 +45,7 @@ class LeaderDecisions:
         self.order.append(Entry("generate", num_steps))
         self.memory = device_memory(device)
         self.device = device
-        self.residency = Residency(self.order, {"actor": True, "rollout": True}, self.memory, prefetch=False)
+        self.residency = Residency(Order.of(self.order), {"actor": True, "rollout": True}, self.memory, prefetch=False)
         self.tensors = {name: self._tensors(ROLE_BYTES // 2) for name in ("weights", "optimizer")}
         actor = {name: MemoryPart(lambda kept=kept: kept) for name, kept in self.tensors.items()}  # type: ignore[misc]
         self.residency.admit("actor", {**actor, "master_weights": MemoryPart(list), "gradients": MemoryPart(list)})

@@ -9,7 +9,8 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.rank_lists import group_lists, lists_of_task, role_group_lists
 from rltrain.residency.communicator_plan import CommunicatorPlan
-from rltrain.residency.memory_plan import needs_of
+from rltrain.schedule.order import Order
+from rltrain.tasks.roles import needs_of
 
 WORLD_SIZE = 4
 ROLES_OF = {
@@ -41,7 +42,7 @@ def plans(order, grids, kept=()):
     placement = Placement({role: grid.ranks for role, grid in grids.items()}, {}, WORLD_SIZE)
     lists = group_lists(grids, WORLD_SIZE)
     return placement, [
-        CommunicatorPlan(order, placement, grids, rank, lists=lists, kept=kept) for rank in range(WORLD_SIZE)
+        CommunicatorPlan(Order.of(order), placement, grids, rank, lists=lists, kept=kept) for rank in range(WORLD_SIZE)
     ]
 
 
@@ -119,7 +120,7 @@ def test_colocated_roles_release_what_the_other_does_not_use():
     grids = {"actor": Grid((0, 1, 2, 3), tp=2), "rollout": Grid((0, 1, 2, 3), tp=4), "reward": Grid((0,))}
     used, opened = run(STEP * 3, grids)
     assert [(0, 2) in opened[0][position] for position in range(5)] == [True, False, False, True, True]
-    assert [generation for (_, ranks), generation in used[0].items() if ranks == (0, 2)][::3] == [0, 1, 2]
+    assert [generation for (_, ranks), generation in used[0].items() if ranks == (0, 2)][::3] == [0, 3, 8]
     assert all((0, 1, 2, 3) in lists for lists in opened[0].values()), "the engine's own"
 
 

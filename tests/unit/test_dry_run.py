@@ -177,7 +177,7 @@ def test_the_step_in_the_middle_is_complete_and_without_an_evaluation():
     assert fullest_step(order) == 0, "every step has one"
     config, placement = make(APART, algorithm="ppo", critic={"critic_warmup_steps": 7}, evaluation={"interval": 7})
     assert fullest_step(build_order(config, placement)) == 8
-    assert fullest_step(Order()) == 0
+    assert fullest_step(Order.of([])) == 0
 
 
 def test_a_run_of_one_step_can_be_described():

@@ -13,6 +13,7 @@ from rltrain.rollout.engine import Request, SamplingParams
 from rltrain.rollout.sglang.build import parts_of_server
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.schedule.order import Order
 from tests.unit.fake_sglang import FakeDelivery, FakeServer
 from tests.unit.test_residency import order_of
 
@@ -56,7 +57,9 @@ def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residenc
         suspended.extend(engine.suspend())
         engine.release_cache()
 
-    residency = Residency(order_of(2, names), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
+    residency = Residency(
+        Order.of(order_of(2, names)), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
+    )
     tensor = torch.ones(3)
     parts = ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})

@@ -7,6 +7,7 @@ from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.remote_part import RemotePart
 from rltrain.residency.residency import Residency
+from rltrain.schedule.order import Order
 from tests.unit.test_residency import order_of
 
 
@@ -37,7 +38,7 @@ class Server:
 
 def residency_of(server: Server, names: tuple[str, ...]) -> Residency:
     order = order_of(2, names)
-    residency = Residency(order, {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
+    residency = Residency(Order.of(order), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu")))
     parts = ("weights", "master_weights", "optimizer", "gradients")
     tensor = torch.ones(3)
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})

@@ -44,10 +44,12 @@ class FakeSink:
 def reporters():
     """Rank 0 logs and adds two tasks a step, rank 1 one task a step; what was written."""
     shared: dict[str, str] = {}
-    expected = {step: Counter({0: 2, 1: 1}) for step in range(3)}
+    counts = Counter({0: 2, 1: 1})
     written: list[tuple[int, dict]] = []
     sinks = [[FakeSink(written)], []]
-    ranks = [Reporter(FakeBulletin(shared, rank), expected, 0, sinks[rank]) for rank in range(2)]
+    ranks = [
+        Reporter(FakeBulletin(shared, rank), lambda step: counts, range(3), [0, 1], 0, sinks[rank]) for rank in range(2)
+    ]
     return ranks, written, shared
 
 
@@ -102,8 +104,8 @@ def test_what_is_asked_for_at_publishing_is_asked_once_a_step():
         return {"memory/host_bytes": len(calls)}
 
     written: list = []
-    expected = {step: Counter({0: 2}) for step in range(2)}
-    reporter = Reporter(FakeBulletin({}, 0), expected, 0, [FakeSink(written)], at_publish)
+    counts = Counter({0: 2})
+    reporter = Reporter(FakeBulletin({}, 0), lambda step: counts, range(2), [0], 0, [FakeSink(written)], at_publish)
     for step in (0, 0, 1, 1):
         reporter.add(step, {"loss": 1.0})
     assert [metrics["memory/host_bytes"] for _, metrics in written] == [1, 2]

@@ -14,11 +14,16 @@ from rltrain.errors import ConfigError
 from rltrain.residency.device_memory import DeviceMemory, device_memory
 from rltrain.residency.host_memory import HostRegion
 from rltrain.residency.memory_parts import MemoryPart, Overlay
-from rltrain.residency.memory_plan import HOST_TASKS, NEEDS, MemoryPlan, leaving_roles, needs_of
+from rltrain.residency.memory_plan import MemoryPlan, leaving_roles
 from rltrain.residency.residency import Residency
 from rltrain.residency.storage_memory import memory_saver
+from rltrain.schedule.order import Order
+from rltrain.tasks.roles import DECLARED, needs_of
 
 CPU = torch.device("cpu")
+TASKS = sorted([*(task.name for role in DECLARED.values() for task in role.tasks), "weight_sync", "checkpoint"])
+NEEDS = {name: needs for name in TASKS if (needs := needs_of(name)).parts or needs.keeps}
+"""Of the tasks that need any memory."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def make(roles, order, *, offload="auto", spare=0):
         moves.append((category, name))
         return DeviceMemory(CPU).copies()
 
-    residency = Residency(order, dict.fromkeys(roles, offload), RoomyMemory(spare), span=span)
+    residency = Residency(Order.of(order), dict.fromkeys(roles, offload), RoomyMemory(spare), span=span)
     for role in roles:
         mine = tensors_of(role)
         tensors.update({(role, part): mine[part] for part in mine})
@@ -136,7 +141,7 @@ def test_the_config_decides_over_the_placement(offload, leaves):
 def test_a_role_that_stays_beside_one_that_leaves():
     order = order_of(1)
     kept = tensors_of("rollout")["weights"]
-    residency = Residency(order, {"actor": False, "rollout": True}, DeviceMemory(CPU))
+    residency = Residency(Order.of(order), {"actor": False, "rollout": True}, DeviceMemory(CPU))
     residency.admit("actor", {})
     residency.admit("rollout", {"weights": MemoryPart(lambda: kept)})
     assert residency.leaving == {"rollout"} and residency.parts["rollout", "weights"].place != "device"
@@ -296,7 +301,9 @@ def test_an_overlay_takes_the_place_of_a_part_and_leaves_it_as_it_was():
     flat = torch.arange(10.0)
     tensors = [flat[:4].view(2, 2), flat[5:]]
     order = order_of(2, ("actor_logprobs", "reference_logprobs", "update"))
-    residency = Residency(order, {"actor": "auto", "reference": "auto"}, DeviceMemory(CPU), guests=["reference"])
+    residency = Residency(
+        Order.of(order), {"actor": "auto", "reference": "auto"}, DeviceMemory(CPU), guests=["reference"]
+    )
     weights = MemoryPart(lambda: tensors)
     residency.admit("actor", {"weights": weights, **{part: MemoryPart(list) for part in PARTS["actor"][1:]}})
     residency.admit("reference", {"weights": Overlay(weights, tensors, [-torch.ones(2, 2), -torch.ones(5)])})
@@ -353,7 +360,9 @@ def test_fetching_ahead_changes_no_content():
 def test_nothing_is_fetched_over_what_is_in_use():
     flat = torch.arange(4.0)
     order = order_of(1, ("actor_logprobs", "reference_logprobs"))
-    residency = Residency(order, {"actor": "auto", "reference": "auto"}, RoomyMemory(2**40), guests=["reference"])
+    residency = Residency(
+        Order.of(order), {"actor": "auto", "reference": "auto"}, RoomyMemory(2**40), guests=["reference"]
+    )
     weights = MemoryPart(lambda: [flat])
     residency.admit("actor", {"weights": weights})
     residency.admit("reference", {"weights": Overlay(weights, [flat], [torch.ones(4)])})
@@ -362,8 +371,6 @@ def test_nothing_is_fetched_over_what_is_in_use():
 
 
 # --- The plan --------------------------------------------------------------------------------------------------------
-
-TASKS = sorted(NEEDS) + sorted(HOST_TASKS)
 
 
 @given(st.lists(st.tuples(st.sampled_from(TASKS), st.integers(0, 2)), max_size=12), st.data())
@@ -374,7 +381,7 @@ def test_a_part_is_dropped_only_if_whoever_uses_it_next_rewrites_it(tasks, data)
     """
     users_of = {name: needs_of(name).parts | needs_of(name).keeps for name in TASKS}
     order = [Entry(name, step, final=data.draw(st.booleans())) for name, step in sorted(tasks, key=lambda t: t[1])]
-    plan = MemoryPlan(order, PARTS)
+    plan = MemoryPlan(Order.of(order), PARTS)
     keys = {key for needs in NEEDS.values() for key in needs.parts}
     for position in range(len(order)):
         for key in keys:
@@ -391,7 +398,7 @@ def test_a_part_is_dropped_only_if_whoever_uses_it_next_rewrites_it(tasks, data)
 
 def test_a_task_whose_needs_nobody_wrote_down_is_refused():
     with pytest.raises(ValueError, match="task dream"):
-        MemoryPlan([Entry("dream")], ["reward"])
+        MemoryPlan(Order.of([Entry("dream")]), ["reward"])
 
 
 @pytest.mark.parametrize("offload", [True, False, "auto"])
@@ -401,7 +408,10 @@ def test_what_is_where_can_be_told_without_a_device(offload, with_guest):
     residency, tensors, _ = make(("actor", "rollout"), order, offload=offload)
     guests = {("reference", "weights"): ("actor", "weights")} if with_guest else {}
     roles = dict.fromkeys(("actor", "rollout", *(role for role, _ in guests)), offload)
-    residency.plan, residency.leaving = MemoryPlan(order, roles), leaving_roles(roles, {role for role, _ in guests})
+    residency.plan, residency.leaving = (
+        MemoryPlan(Order.of(order), roles),
+        leaving_roles(roles, {role for role, _ in guests}),
+    )
     for (role, part), beneath in guests.items():
         host = tensors_of(beneath[0])[beneath[1]]
         residency.admit(role, {part: Overlay(residency.parts[beneath], tensors[beneath], host)})
@@ -459,7 +469,7 @@ def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
     """The first departure frees storages that lie elsewhere; from then on addresses stay."""
     saver, order = FakeSaver(), [Entry(name, step) for step in range(4) for name in ("generate", "reference_logprobs")]
     weights = [torch.arange(6.0)]
-    residency = Residency(order, {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
+    residency = Residency(Order.of(order), {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
     residency.admit("reference", {"weights": MemoryPart(lambda: weights)})
     residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": MemoryPart(list)})
     assert weights[0].untyped_storage().nbytes() == 0

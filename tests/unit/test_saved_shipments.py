@@ -13,7 +13,7 @@ from rltrain.data.experience import FIELDS, take
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment, joined
 from rltrain.exchange.saved_shipments import as_tensors, read_parts, share
-from rltrain.schedule.order import Order
+from rltrain.schedule.order import Entries, Order
 from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience
 
@@ -76,13 +76,13 @@ def transfers_of(order: Order, *roles: str) -> Transfers:
 
 
 def crossing_order(step: int) -> Order:
-    order = Order()
+    order = Entries()
     order.post("samples", "rollout", "reward", step)
     order.task("generate", "rollout", step=step + 1)
     order.post("samples", "rollout", "reward", step + 1)
     order.wait("samples", "rollout", "reward", step)
     order.wait("samples", "rollout", "reward", step + 1)
-    return order
+    return Order.of(order)
 
 
 def test_what_crosses_goes_to_the_role_that_posted_it():

@@ -19,7 +19,7 @@ def tasks(order: Iterable[Entry]) -> list[str]:
 
 
 def position(order: Order, name: str, step: int, chunk: int = 0) -> int:
-    return next(i for i, e in enumerate(order) if (e.kind, e.name, e.step, e.chunk) == ("task", name, step, chunk))
+    return next(i for i, e in order.items() if (e.kind, e.name, e.step, e.chunk) == ("task", name, step, chunk))
 
 
 def steps_of(order: Order, name: str) -> list[int]:
@@ -153,7 +153,7 @@ def test_a_critic_that_does_not_accumulate_gets_all_returns_before_its_update():
         schedule={"mode": "pipelined", "chunks": 2},
     )
     update = position(order, "update_critic", 0)
-    assert [str(entry) for entry in order[update - 2 : update]] == [
+    assert [str(entry) for _, entry in order.items(update - 2, update)] == [
         "wait returns[0] (actor -> critic)",
         "wait returns[0.1] (actor -> critic)",
     ]
@@ -178,7 +178,7 @@ def test_generation_is_ahead_of_training_by_the_staleness_allowed():
 
 
 def test_no_staleness_is_the_sequential_order():
-    assert asynchronous(0) == order_of(steps=6, **NO_EVALUATION)
+    assert [*asynchronous(0)] == [*order_of(steps=6, **NO_EVALUATION)]
     assert asynchronous(0).digest() == order_of(steps=6, **NO_EVALUATION).digest()
 
 
@@ -248,7 +248,7 @@ def test_digest_tells_orders_apart():
 def test_engines_may_join_a_sync_from_the_start_where_no_evaluation_stands_between():
     """The actor alone says when a sync is due: not before its updates up to then."""
     order = asynchronous(2)
-    assert order.syncs() == [(position(order, "weight_sync", step), 0) for step in range(4)]
+    assert [*order.syncs()] == [(position(order, "weight_sync", step), 0) for step in range(4)]
 
 
 def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_over():
@@ -260,7 +260,7 @@ def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_over():
     )
     decided = {step: position(order, "decide_to_stop", step) for step in (0, 2, 4, 6)}
     synced = {step: position(order, "weight_sync", step) for step in (0, 1, 2, 3, 4, 6)}
-    assert order.syncs() == [
+    assert [*order.syncs()] == [
         (synced[0], 0),
         (synced[1], decided[0] + 1),
         (synced[2], decided[0] + 1),

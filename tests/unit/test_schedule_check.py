@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rltrain.cluster.placement import Placement
 from rltrain.errors import ConfigError
 from rltrain.schedule.check import check
-from rltrain.schedule.order import Entry, Order
+from rltrain.schedule.order import Entries, Entry
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import WORLD_SIZE, make_config, order_of, place
 
@@ -65,7 +65,7 @@ def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placem
     """The proof in words: the first entry in the order that is not done can always be done."""
     shuffled = list(order_of(steps=2))
     rng.shuffle(shuffled)
-    order, pending = Order(), []
+    order, pending = Entries(), []
     for entry in shuffled:
         if entry.kind != "wait":
             order.append(entry)
@@ -73,11 +73,11 @@ def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placem
             pending.append(Entry("wait", entry.name, entry.roles, entry.step, entry.chunk))
         while pending and rng.random() < 0.5:
             order.append(pending.pop(rng.randrange(len(pending))))
-    check(Order(order + pending), placement)
+    check(order + pending, placement)
 
 
 def test_a_wait_before_its_post_is_refused():
-    order = Order()
+    order = Entries()
     order.wait("samples", "rollout", "reward", step=0)
     order.post("samples", "rollout", "reward", step=0)
     with pytest.raises(ConfigError, match="waits before the post"):
@@ -85,14 +85,14 @@ def test_a_wait_before_its_post_is_refused():
 
 
 def test_a_post_without_a_wait_is_refused():
-    order = Order()
+    order = Entries()
     order.post("samples", "rollout", "reward", step=0)
     with pytest.raises(ConfigError, match="never waits"):
         check(order, place({"rollout": 0, "reward": 1}))
 
 
 def test_chunks_of_a_transfer_are_told_apart():
-    order = Order()
+    order = Entries()
     order.post("samples", "rollout", "reward", step=0, chunk=0)
     order.wait("samples", "rollout", "reward", step=0, chunk=1)
     with pytest.raises(ConfigError, match="waits before the post"):
@@ -100,7 +100,7 @@ def test_chunks_of_a_transfer_are_told_apart():
 
 
 def test_the_same_entry_twice_is_refused():
-    order = Order()
+    order = Entries()
     order.task("generate", "rollout", step=0)
     order.task("generate", "rollout", step=0)
     with pytest.raises(ConfigError, match="twice"):

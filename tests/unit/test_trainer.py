@@ -6,13 +6,14 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
+from rltrain.schedule.order import Order
 from rltrain.trainer import Trainer
 
 
 @pytest.mark.parametrize("hosted, expected", [(set(), [call.await_end(), call.close()]), ({"reward"}, [call.close()])])
 def test_a_rank_without_a_role_stays_until_the_run_ends(hosted: set[str], expected: list[Any]) -> None:
     trainer = Trainer.__new__(Trainer)
-    trainer.order, trainer.end, trainer.hosted, trainer.roles = [], 0, hosted, {}  # type: ignore[assignment]
+    trainer.order, trainer.end, trainer.hosted, trainer.roles = Order.of([]), 0, hosted, {}  # type: ignore[assignment]
     trainer.reporter = reporter = MagicMock()
     trainer.checkpointing = SimpleNamespace(finish=lambda: None, stopped_by=None)  # type: ignore[assignment]
     trainer.transfers = trainer.trace = trainer.job = MagicMock()

@@ -1,7 +1,7 @@
 """Weight syncs that engines join before their place in the order: between two decode steps, or while they wait."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
@@ -18,17 +18,21 @@ class InFlightSync:
 
     def __init__(
         self,
-        syncs: Sequence[tuple[int, int]],
+        syncs: Iterable[tuple[int, int]],
         store: dist.Store,
         *,
         leader: int,
         rank: int,
         run: Callable[[int], None],
     ) -> None:
-        """`syncs` are (position in the order, first position from which it may be joined); `run` executes the entry at
-        a position. `leader` is that of this rank's engine, or the rank that speaks for the actor."""
+        """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
+        executes the entry at a position. `leader` is that of this rank's engine, or the rank that speaks for the
+        actor."""
         self.store = dist.PrefixStore("in_flight", store)
-        self.syncs = syncs
+        self._syncs = iter(syncs)
+        self._next = next(self._syncs, None)
+        self._joined_last = -1
+        """The position of the sync that was joined last."""
         self.run = run
         self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
         self.is_leader = rank == leader
@@ -44,10 +48,10 @@ class InFlightSync:
     def is_due(self) -> bool:
         """Whether this rank is to join the next sync now. Looks into the store every few milliseconds at most."""
         now = time.monotonic()
-        if now - self._last_poll < POLL_S or self.num_joined == len(self.syncs):
+        if now - self._last_poll < POLL_S or self._next is None:
             return False
         self._last_poll = now
-        if self.position < self.syncs[self.num_joined][1]:
+        if self.position < self._next[1]:
             return False
         return bool(self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined)
 
@@ -80,9 +84,12 @@ class InFlightSync:
         if self.is_leader:
             self.store.add(self.joined_key, 1)
         self.num_joined += 1
-        self.run(self.syncs[self.num_joined - 1][0])
+        assert self._next is not None, "the actor announces as many syncs as the order has"
+        self._joined_last = self._next[0]
+        self._next = next(self._syncs, None)
+        self.run(self._joined_last)
 
     def reach(self, position: int) -> None:
         """This rank has come to the place of a sync in the order; join unless that has been done."""
-        if self.num_joined == 0 or self.syncs[self.num_joined - 1][0] < position:
+        if self._joined_last < position:
             self.join()

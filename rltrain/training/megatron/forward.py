@@ -5,14 +5,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.utils import unwrap_model
-from torch import Tensor
-
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
 from rltrain.training.megatron.model import LanguageModel

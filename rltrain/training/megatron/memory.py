@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.trainable import TrainableModel

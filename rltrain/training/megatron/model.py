@@ -4,13 +4,13 @@ import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema

@@ -5,13 +5,13 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from torch import Tensor
-
 from rltrain.algorithms.losses import LossFunction, LossOutput
 from rltrain.config import schema
 from rltrain.data.experience import Experience

@@ -1,0 +1,69 @@
+"""What is said of a task, once: whose it is, what it takes and leaves, and what it needs in memory."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+Key = tuple[str, str]
+"""(role, part of its memory)."""
+
+
+def parts_of(role: str, *names: str) -> frozenset[Key]:
+    return frozenset((role, name) for name in names)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The parts that a task reads, those that it reads and writes, and those that it only writes, whole.
+
+    `keeps` it reads where they lie, on the device or on the host.
+    """
+
+    reads: frozenset[Key] = frozenset()
+    updates: frozenset[Key] = frozenset()
+    rewrites: frozenset[Key] = frozenset()
+    keeps: frozenset[Key] = frozenset()
+
+    @property
+    def parts(self) -> frozenset[Key]:
+        """Those that it needs on the device."""
+        return self.reads | self.updates | self.rewrites
+
+    @property
+    def writes(self) -> frozenset[Key]:
+        return self.updates | self.rewrites
+
+    def of(self, roles: Collection[str]) -> "Needs":
+        """Those of `roles` alone."""
+        return Needs(*(frozenset(key for key in keys if key[0] in roles) for keys in self._fields))
+
+    @property
+    def _fields(self) -> tuple[frozenset[Key], ...]:
+        return self.reads, self.updates, self.rewrites, self.keeps
+
+
+@dataclass(frozen=True)
+class Task:
+    """A method of a role's class: `name(step, chunk)`.
+
+    `takes` and `leaves` are transfers by name. One that `evaluates` takes scored samples, says something of them, and
+    leaves that for the actor under its own name.
+    """
+
+    name: str
+    needs: Needs = Needs()
+    takes: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    evaluates: bool = False
+
+
+@dataclass(frozen=True)
+class RoleTasks:
+    """A role as the order, the exchange and the plan of memory know it."""
+
+    name: str
+    tasks: tuple[Task, ...] = ()
+    model: Literal["trained", "frozen", "served", None] = None
+    """Trained: with an optimizer, in mini-batches, saved in checkpoints of the run. Served: by an engine."""
+    needed_by_algorithm: bool = True
+    """Otherwise it may be placed by whoever wants what it says of the samples."""

@@ -1,0 +1,146 @@
+"""The roles of a run, and the tasks of each."""
+
+from rltrain.tasks.declaration import Key, Needs, RoleTasks, Task, parts_of
+
+STATE_PARTS = ("weights", "master_weights", "optimizer")
+TRAINED_PARTS = (*STATE_PARTS, "gradients")
+
+OF_ONE_STEP = frozenset({"gradients"})
+"""Parts that start at zero with their first use in a step, and that nobody reads after their last."""
+
+SAMPLES = (
+    "sample_ids",
+    "group_ids",
+    "prompt_ids",
+    "lengths",
+    "truncated",
+    "tokens",
+    "response_mask",
+    "policy_version",
+    "rollout_logprobs",
+)
+
+TRANSFERS: dict[str, tuple[str, ...]] = {
+    "samples": SAMPLES,
+    "evaluation_samples": SAMPLES,
+    "scored": (*SAMPLES, "rewards"),
+    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "values": ("group_ids", "lengths", "values"),
+    "returns": ("group_ids", "lengths", "response_mask", "returns"),
+}
+"""The fields of Experience that each carries."""
+
+
+def _weights(role: str) -> frozenset[Key]:
+    return parts_of(role, "weights")
+
+
+def _accumulates(role: str) -> Needs:
+    return Needs(reads=_weights(role), updates=parts_of(role, "gradients"))
+
+
+def _updates(role: str) -> Needs:
+    return Needs(updates=parts_of(role, *TRAINED_PARTS))
+
+
+_GENERATES = Needs(reads=_weights("rollout"), rewrites=parts_of("rollout", "kv_cache"))
+
+ACTOR = RoleTasks(
+    "actor",
+    (
+        Task("load_sft_batch"),
+        Task("actor_logprobs", Needs(reads=_weights("actor"))),
+        Task("advantages", takes=("scored",), leaves=("returns",)),
+        Task("accumulate", _accumulates("actor")),
+        Task("update", _updates("actor")),
+        Task("save_hf", Needs(reads=_weights("actor"))),
+    ),
+    model="trained",
+)
+CRITIC = RoleTasks(
+    "critic",
+    (
+        Task("values", Needs(reads=_weights("critic")), takes=("scored",), leaves=("values",), evaluates=True),
+        Task("accumulate_critic", _accumulates("critic"), takes=("returns",)),
+        Task("update_critic", _updates("critic"), takes=("returns",)),
+    ),
+    model="trained",
+)
+REFERENCE = RoleTasks(
+    "reference",
+    (
+        Task(
+            "reference_logprobs",
+            Needs(reads=_weights("reference")),
+            takes=("scored",),
+            leaves=("reference_logprobs",),
+            evaluates=True,
+        ),
+    ),
+    model="frozen",
+    needed_by_algorithm=False,
+)
+ROLLOUT = RoleTasks(
+    "rollout",
+    (
+        Task("generate", _GENERATES, leaves=("samples",)),
+        Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",)),
+    ),
+    model="served",
+)
+REWARD = RoleTasks(
+    "reward",
+    (
+        Task("score", takes=("samples",), leaves=("scored",)),
+        Task("score_evaluation", takes=("evaluation_samples",)),
+    ),
+)
+
+DECLARED: dict[str, RoleTasks] = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, ROLLOUT, REWARD)}
+"""In the order in which roles are listed, built, and evaluate samples."""
+
+
+def trained_roles() -> tuple[str, ...]:
+    """Roles that learn."""
+    return tuple(role.name for role in DECLARED.values() if role.model == "trained")
+
+
+def model_roles() -> tuple[str, ...]:
+    """Roles whose model is the training backend's."""
+    return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "frozen"))
+
+
+def device_roles() -> frozenset[str]:
+    """Roles with something on the device."""
+    return frozenset(role.name for role in DECLARED.values() if role.model is not None)
+
+
+def takers(transfer: str) -> tuple[str, ...]:
+    """Roles with a task that takes what a transfer brings."""
+    return tuple(role.name for role in DECLARED.values() if any(transfer in task.takes for task in role.tasks))
+
+
+def evaluations() -> list[tuple[str, Task]]:
+    """(role, task) of all that say something of scored samples, those that never change first."""
+    roles = sorted(DECLARED.values(), key=lambda role: role.model == "trained")
+    return [(role.name, task) for role in roles for task in role.tasks if task.evaluates]
+
+
+def needs_of(task: str) -> Needs:
+    """ValueError for a task that nobody has declared: memory that it needs might be away."""
+    if task in JOINT:
+        return JOINT[task]
+    if task == "checkpoint":
+        return Needs(keeps=frozenset().union(*(parts_of(role, *STATE_PARTS) for role in trained_roles())))
+    for role in DECLARED.values():
+        for declared in role.tasks:
+            if declared.name == task:
+                return declared.needs
+    raise ValueError(f"what the task {task} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
+
+
+JOINT: dict[str, Needs] = {
+    "weight_sync": Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
+    "decide_to_stop": Needs(),
+}
+"""Tasks of several roles."""
