@@ -26,10 +26,11 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What each part of rltrain may import, beside itself. A dotted name allows that module only.
-BASE = ("config", "errors")
+BASE = ("config", "errors", "tasks")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
-    "config": ("errors",),
+    "tasks": (),
+    "config": ("errors", "tasks"),
     "data": BASE,
     "rewards": BASE,
     "algorithms": (*BASE, "data"),
@@ -38,13 +39,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "liveness": (*BASE, "system", "cluster.world"),
     "exchange": (*BASE, "data", "cluster.grid", "liveness"),
     "models": (*BASE, "cluster.grid"),
-    "residency": (*BASE, "cluster"),
+    "schedule": (*BASE, "cluster"),
+    "residency": (*BASE, "schedule", "cluster"),
     "reshard": (*BASE, "models", "cluster.grid", "system", "liveness.task_clock"),
     "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),
     "observability": (*BASE, "system", "liveness.job_store"),
-    "schedule": (*BASE, "cluster", "residency"),
     "folders": BASE,
     "roles": (
         *BASE,
