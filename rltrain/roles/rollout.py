@@ -15,12 +15,13 @@ from rltrain.liveness.polling import poll
 from rltrain.residency.memory_plan import DEVICE_ROLES, leaving_roles
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
 from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup, Prompt, PromptGroups
+from rltrain.rollout.stream.groups import PromptGroups
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
@@ -122,7 +123,7 @@ class Rollout(Role):
             PromptGroups(
                 self.engine,
                 self._sampling_params(GREEDY),
-                partial(self._prompt, evaluation, 1, lambda position: (step, position)),
+                partial(self._group, evaluation, 1, lambda position: (step, position)),
                 num_samples=1,
             ),
             StaticAssignment(self.dp, self.grid.dp),
@@ -154,7 +155,7 @@ class Rollout(Role):
                 self.engine,
                 self._sampling_params(sampling.model_dump(include={"temperature", "top_p", "top_k"})),
                 partial(
-                    self._prompt,
+                    self._group,
                     prompts.train,
                     batch.samples_per_prompt,
                     lambda position: (position // per_step, prompts.order.row(position)),
@@ -222,17 +223,16 @@ class Rollout(Role):
                 f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
         for group in carried.begun:
-            requests = group.prompt.requests
-            if len(requests) != batch.samples_per_prompt:
+            if len(group.samples) != batch.samples_per_prompt:
                 raise CheckpointError(
-                    f"The checkpoint holds unfinished prompts of {len(requests)} samples each; expected "
-                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {len(requests)}."
+                    f"The checkpoint holds unfinished prompts of {len(group.samples)} samples each; expected "
+                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {len(group.samples)}."
                 )
-            for request in requests:
-                limit = response_limit(request, self.training.groups.sampling, limits.max_context_tokens)
-                if request.drawn and len(request.drawn.tokens) >= limit:
+            for sample in group.pending:
+                limit = response_limit(sample, self.training.groups.sampling, limits.max_context_tokens)
+                if len(sample.tokens) >= limit:
                     raise CheckpointError(
-                        f"The checkpoint holds an unfinished response of {len(request.drawn.tokens)} tokens; expected "
+                        f"The checkpoint holds an unfinished response of {len(sample.tokens)} tokens; expected "
                         f"fewer than {limit}. Set rollout.sampling.max_response_tokens and rollout.max_context_tokens "
                         "to what they were when it was saved."
                     )
@@ -251,20 +251,20 @@ class Rollout(Role):
         version = self.engine.policy_version
         return version is not None and version >= step - self.config.schedule.max_staleness
 
-    def _prompt(
+    def _group(
         self, dataset: PromptDataset, num_samples: int, at: Callable[[int], tuple[int, int]], position: int
-    ) -> Prompt:
-        """The requests of the group at `position`, for which `at` gives step and row."""
+    ) -> SampleGroup:
+        """The group at `position`, of which nothing is drawn; `at` gives step and row of a position."""
         step, row = at(position)
         prompt = dataset.prompt_tokens(row)
-        requests = tuple(
-            Request(position * num_samples + sample, prompt, request_seed(self.config.seed, step, row, sample))
-            for sample in range(num_samples)
+        samples = tuple(
+            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, step, row, number))
+            for number in range(num_samples)
         )
-        return Prompt(position, row, requests)
+        return SampleGroup(position, row, samples)
 
     def _ship(
-        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[FinishedGroup]
+        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
         """Leave what this engine drew to be sent; groups are numbered by their place among those of the chunk."""
         number = {group.position: index for index, group in enumerate(finished)}

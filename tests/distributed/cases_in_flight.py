@@ -9,9 +9,9 @@ from rltrain.cluster.placement import resolve_placement
 from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
 from rltrain.liveness.polling import poll
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog
 from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import SharedAssignment
@@ -50,7 +50,7 @@ class Rank:
         self.engine_ranks = next((ranks for ranks in ENGINES if self.rank in ranks), ())
         leader = self.engine_ranks[0] if self.engine_ranks else ACTOR
         self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
-        self.drawn: list[FinishedGroup] = []
+        self.drawn: list[SampleGroup] = []
         if self.engine_ranks:
             self.drawing = self.make_drawing(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
 
@@ -136,5 +136,5 @@ def a_run() -> dict:
     return {
         "joined": rank.joined,
         "positions": [group.position for group in rank.drawn],
-        "versions": [list(c.policy_versions) for group in rank.drawn for c in group.completions],
+        "versions": [list(s.policy_versions) for group in rank.drawn for s in group.samples],
     }

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
@@ -58,7 +59,7 @@ class Rig:
         if self.server is not None:
             self.server.die()
 
-    def steps(self, seconds: float) -> list[Completion]:
+    def steps(self, seconds: float) -> list[Sample]:
         """For about as long as the first rank says, equally often on all."""
         done, start = [], time.monotonic()
         while self.engine.num_unfinished:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
 from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import Hand
@@ -20,7 +20,7 @@ from tests.unit.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
 from tests.unit.test_groups import prompt_groups
 
 NUM_SAMPLES = 2
-Chunk = tuple[list[Finished], list[FinishedGroup]]
+Chunk = tuple[list[Finished], list[SampleGroup]]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ class Setting:
         return on_ranks(store, engine, self.num_engines)
 
 
-def positions(groups: list[Finished] | list[FinishedGroup]) -> list[int]:
+def positions(groups: list[Finished] | list[SampleGroup]) -> list[int]:
     return [group.position for group in groups]
 
 
@@ -115,8 +115,8 @@ def assert_all_drawn_once(by_engine: list[list[Chunk]], num_groups: int) -> None
     for entry in listed:
         group = held[entry.position]
         assert (entry.num_tokens, entry.num_response_tokens) == (group.num_tokens, group.num_response_tokens)
-        for completion in group.completions:
-            assert list(completion.tokens) == [1000 * completion.id + t for t in range(len(completion.tokens))]
+        for sample in group.samples:
+            assert list(sample.tokens) == [1000 * sample.id + t for t in range(len(sample.tokens))]
 
 
 def test_one_engine_draws_step_after_step(store):
@@ -247,7 +247,7 @@ def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store
 
     slow = draw("slow", lambda: 0.01)
     if partial:
-        assert any(len({*c.policy_versions}) > 1 for _, drawn in slow for group in drawn for c in group.completions)
+        assert any(len({*s.policy_versions}) > 1 for _, drawn in slow for group in drawn for s in group.samples)
     for seed in range(5):
         rng = random.Random(seed)
         assert draw(f"{seed}", lambda rng=rng: rng.choice([0.0, 0.0, 5e-4, 4e-3])) == slow
@@ -258,11 +258,11 @@ def test_new_weights_are_taken_between_decode_steps_and_running_responses_go_on(
     drawing = setting.drawing(0, store)
     drawing.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
     _, (group,) = drawing.run(setting.chunk_target(0))
-    for completion in group.completions:
-        versions = list(completion.policy_versions)
+    for sample in group.samples:
+        versions = list(sample.policy_versions)
         assert versions == sorted(versions) and {*versions} == {0, 1}
         assert versions.index(1) >= 50
-        assert len(completion.tokens) == 400, "every token once"
+        assert len(sample.tokens) == 400, "every token once"
     assert drawing.groups.engine.started == [0, 1], "nothing was sampled again"
 
 

@@ -7,8 +7,8 @@ from itertools import chain
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
 from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
 from tests.unit.shared_store import Jobs, open_store
 from tests.unit.test_generation_loop import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
@@ -54,7 +54,7 @@ def draw_from(setting: Setting, jobs: Jobs, cut: int, hands: list[Hand], ahead: 
     return jobs.run(engine, setting.num_engines)
 
 
-def groups_drawn(by_engine: list[list[Chunk]]) -> list[FinishedGroup]:
+def groups_drawn(by_engine: list[list[Chunk]]) -> list[SampleGroup]:
     return [group for chunks in by_engine for _, drawn in chunks for group in drawn]
 
 
@@ -65,22 +65,18 @@ def assert_complete(setting: Setting, before: list[list[Chunk]], after: list[lis
     expected = [*range(NUM_STEPS * setting.per_step)]
     assert sorted(positions(finished)) == sorted(positions(groups)) == expected
     for group in groups:
-        assert [c.id for c in group.completions] == [group.position * NUM_SAMPLES + s for s in range(NUM_SAMPLES)]
-        for completion in group.completions:
-            assert list(completion.tokens) == [
-                1000 * completion.id + t for t in range(setting.length_of(completion.id))
-            ]
+        assert [sample.id for sample in group.samples] == [group.position * NUM_SAMPLES + s for s in range(NUM_SAMPLES)]
+        for sample in group.samples:
+            assert list(sample.tokens) == [1000 * sample.id + t for t in range(setting.length_of(sample.id))]
 
 
 def as_carried(carried: list[RolloutState]) -> dict[int, list[int]]:
     """Policy versions of the tokens that unfinished groups have, by sample."""
     return {
-        request.id: list(group.completions[request.id].policy_versions)
-        if request.id in group.completions
-        else list(request.drawn.policy_versions if request.drawn else ())
+        sample.id: list(sample.policy_versions)
         for engine in carried
         for group in engine.begun
-        for request in group.prompt.requests
+        for sample in group.samples
     }
 
 
@@ -129,7 +125,7 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
     after = draw_from(other, jobs, cut, deal(carried, engines_after), ahead=4)
     assert_complete(setting, before, after)
     continued = as_carried(carried)
-    versions = {c.id: list(c.policy_versions) for group in groups_drawn(after) for c in group.completions}
+    versions = {s.id: list(s.policy_versions) for group in groups_drawn(after) for s in group.samples}
     for sample, known in continued.items():
         assert versions[sample] == known + [1] * (lengths_in_waves(sample) - len(known))
 

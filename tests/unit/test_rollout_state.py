@@ -38,6 +38,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={})
 
     monkeypatch.setattr(rollout_module, "build_engine", build)
+    monkeypatch.setattr(Rollout, "_site", lambda self: None)
 
 
 @pytest.fixture(scope="module")

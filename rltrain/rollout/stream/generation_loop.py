@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from rltrain.liveness.polling import poll
 from rltrain.liveness.waiting import Waiter
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.groups import FinishedGroup, PromptGroups
+from rltrain.rollout.stream.groups import PromptGroups
 from rltrain.rollout.stream.leader_decision import LeaderDecision, LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
@@ -44,14 +45,14 @@ class GenerationLoop:
     sync_is_due: Callable[[], bool]
     sync: Callable[[], None]
     advance: Callable[[], None]
-    drawn: dict[int, FinishedGroup] = field(default_factory=dict)
+    drawn: dict[int, SampleGroup] = field(default_factory=dict)
     """Finished here and not yet handed over, by position."""
     consumed: Consumed = Consumed()
     """By all engines."""
     longest_step_s: float = 0.0
     """Of the decode steps since whoever reads it has set it to 0."""
 
-    def run(self, chunk_target: ChunkTarget) -> tuple[list[Finished], list[FinishedGroup]]:
+    def run(self, chunk_target: ChunkTarget) -> tuple[list[Finished], list[SampleGroup]]:
         """(all groups of the chunk by position, those of them that this engine drew). Collective over: the engine."""
         self.groups.start(())
         while True:
@@ -83,7 +84,7 @@ class GenerationLoop:
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - start)
         self.advance()
 
-    def _keep(self, group: FinishedGroup) -> None:
+    def _keep(self, group: SampleGroup) -> None:
         self.drawn[group.position] = group
         if self.turns.is_leader:
             entry = Finished(group.position, group.num_tokens, group.num_response_tokens)
@@ -103,7 +104,7 @@ class GenerationLoop:
             return LeaderDecision(done=True)
         return LeaderDecision(claims=tuple(self.deal.claim(self.groups.num_wanted, chunk_target.max_position())))
 
-    def _hand_over(self, chunk_target: ChunkTarget) -> tuple[list[Finished], list[FinishedGroup]]:
+    def _hand_over(self, chunk_target: ChunkTarget) -> tuple[list[Finished], list[SampleGroup]]:
         what = f"the completion_log of {chunk_target.log}, chunk {chunk_target.chunk}"
         chunk = poll(
             self.waiter, lambda: self.completion_log.read(chunk_target.log, chunk_target.chunk), what, self.ranks
