@@ -270,7 +270,7 @@ class Rollout(Role):
         number = {group.position: index for index, group in enumerate(finished)}
         experience = pack_groups(drawn, [number[group.position] for group in drawn])
         group_tokens = torch.tensor([group.num_tokens for group in finished])
-        self.shipments[transfer, step, chunk] = Shipment(experience.columns(), group_tokens)
+        self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 
     def _sampling_params(self, how: Mapping[str, float]) -> SamplingParams:
         sampling = self.config.rollout.sampling

@@ -23,9 +23,9 @@ class StepBatch:
 
     def take(self) -> Experience:
         """All chunks as one; the next step begins with none."""
-        parts = [self.chunks[chunk].columns() for chunk in sorted(self.chunks)]
+        parts = [self.chunks[chunk] for chunk in sorted(self.chunks)]
         self.chunks = {}
-        return Experience(**join(parts))
+        return join(parts)
 
     def mini_batches(self, experience: Experience) -> list[Experience]:
         """The step's samples by mini-batch."""

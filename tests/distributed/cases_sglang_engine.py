@@ -1,7 +1,7 @@
 """The SGLang engine on two ranks: the first has the server, a stand-in, and the second follows."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def follow_the_first_rank() -> dict[str, Any]:
     done = rig.steps(0.1)
     rig.sync(1)
     done += rig.steps(0.1)
-    suspended = engine.suspend()
+    suspended = [replace(sample, loss_mask=(False,) * len(sample.tokens)) for sample in engine.suspend()]
     seen["suspended"] = suspended
     engine.release_cache()
     engine.submit(suspended, LONG)
