@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,6 @@ from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
-from rltrain.liveness.polling import poll
 from rltrain.residency.memory_plan import DEVICE_ROLES, leaving_roles
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
@@ -20,14 +20,15 @@ from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
+from rltrain.rollout.stream.generation_loop import GenerationLoop
 from rltrain.rollout.stream.groups import PromptGroups
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
 from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.stream.stream_rules import StreamRules
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
@@ -46,8 +47,6 @@ class Rollout(Role):
         self.engine_ranks = self.grid.replica(self.dp)
         hosted = build_engine(self._site(), self.leave)
         self.engine, self.parts = hosted.engine, hosted.parts
-        self.in_flight: InFlightSync | None = None
-        """Set where weights may change between decode steps."""
         self.turns = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         hand = self._hand()
         self.first_generated = len(hand.carried.consumed) // self.config.batch.prompts_per_step
@@ -99,9 +98,9 @@ class Rollout(Role):
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
-        self._enter(step, chunk)
-        chunk_target = ChunkTarget(*self._log(step, chunk), max_position=partial(self._horizon, step))
-        finished, drawn = self.training.run(chunk_target)
+        if self.turns.group is not None:
+            self.training.in_flight.enter_together(self.job.waiter, f"generate[{step}.{chunk}]")
+        finished, drawn = self.training.run(step, chunk)
         self._ship("samples", step, chunk, finished, drawn)
         self.step_response_tokens += sum(group.num_response_tokens for group in finished)
         if chunk < self.config.num_chunks - 1:
@@ -118,7 +117,7 @@ class Rollout(Role):
         evaluation = self.job.prompts.evaluation
         assert evaluation is not None, "the order evaluates only where data.eval is set"
         self.training.groups.suspend()
-        num_prompts, log = len(evaluation), f"evaluation {step}"
+        num_prompts = len(evaluation)
         drawing = self._drawing(
             PromptGroups(
                 self.engine,
@@ -127,13 +126,10 @@ class Rollout(Role):
                 num_samples=1,
             ),
             StaticAssignment(self.dp, self.grid.dp),
-            per_chunk=num_prompts,
-            chunks_per_log=1,
-            log_of=lambda position: log,
+            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {step}"),
+            self.training.in_flight,
         )
-        self._ship(
-            "evaluation_samples", step, chunk, *drawing.run(ChunkTarget(log, 0, max_position=lambda: num_prompts))
-        )
+        self._ship("evaluation_samples", step, chunk, *drawing.run(0, 0))
 
     def _hand(self) -> Hand:
         """What this engine begins with: of what was saved, on however many engines, its share."""
@@ -163,54 +159,40 @@ class Rollout(Role):
                 num_samples=batch.samples_per_prompt,
             ),
             prompt_deal,
-            per_chunk=per_step // self.config.num_chunks,
-            chunks_per_log=None if self.config.schedule.partial_rollouts else self.config.num_chunks,
-            log_of=lambda position: self._log(position // per_step, 0)[0],
+            self._rules(),
         )
         drawing.resume(hand.carried)
         return drawing
+
+    def _rules(self) -> StreamRules:
+        """Of the stream of training prompts."""
+        config, per_step = self.config, self.config.batch.prompts_per_step
+        rules = StreamRules(config.steps * per_step, per_step, config.num_chunks)
+        if config.schedule.partial_rollouts:
+            num_ahead = math.ceil(config.schedule.oversampling * per_step)
+            return replace(rules, shared_log="run", first_step=self.first_generated, num_ahead=num_ahead)
+        if config.syncs_in_flight:  # slots that a step's last responses leave idle
+            return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
+        return rules
 
     def _drawing(
         self,
         groups: PromptGroups,
         deal: PromptAssignment,
-        *,
-        per_chunk: int,
-        chunks_per_log: int | None,
-        log_of: Callable[[int], str],
+        rules: StreamRules,
+        in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
     ) -> GenerationLoop:
         return GenerationLoop(
             groups,
             deal,
-            CompletionLog(self.job.world.store, per_chunk, len(self.grid.ranks), chunks_per_log),
+            CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
             self.turns,
             self.job.waiter,
+            self.job.heartbeat,
+            rules,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
-            log_of=log_of,
-            sync_is_due=lambda: self.in_flight is not None and self.in_flight.is_due(),
-            sync=lambda: self.in_flight.join() if self.in_flight else None,
-            advance=self.job.heartbeat.advance,
+            in_flight=in_flight,
         )
-
-    def _enter(self, step: int, chunk: int) -> None:
-        """Ranks of an engine meet before its first decode step: their leader may still have a sync to join."""
-        if self.in_flight is None or self.turns.group is None:
-            return
-        in_flight = self.in_flight
-        in_flight.enter()
-        poll(
-            self.job.waiter,
-            lambda: in_flight.leader_has_entered() or None,
-            f"generate[{step}.{chunk}] of its engine",
-            self.engine_ranks[:1],
-            serve=in_flight.join_before_leader_enters,
-        )
-
-    def _log(self, step: int, chunk: int) -> tuple[str, int]:
-        """Where the groups of a chunk are entered: which log, and which chunk of it."""
-        if self.config.schedule.partial_rollouts:
-            return "run", (step - self.first_generated) * self.config.num_chunks + chunk
-        return f"step {step}", chunk
 
     def _check(self, carried: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
@@ -236,20 +218,6 @@ class Rollout(Role):
                         f"fewer than {limit}. Set rollout.sampling.max_response_tokens and rollout.max_context_tokens "
                         "to what they were when it was saved."
                     )
-
-    def _horizon(self, step: int) -> int:
-        """The first position that may not be begun during this step's generate."""
-        config, per_step = self.config, self.config.batch.prompts_per_step
-        max_position = (step + 1) * per_step
-        if config.schedule.partial_rollouts:
-            max_position += math.ceil(config.schedule.oversampling * per_step)
-        elif config.syncs_in_flight and self._is_fresh_enough_for(step + 1):
-            max_position += per_step  # slots that this step's last responses leave idle
-        return min(max_position, config.steps * per_step)
-
-    def _is_fresh_enough_for(self, step: int) -> bool:
-        version = self.engine.policy_version
-        return version is not None and version >= step - self.config.schedule.max_staleness
 
     def _group(
         self, dataset: PromptDataset, num_samples: int, at: Callable[[int], tuple[int, int]], position: int
