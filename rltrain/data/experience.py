@@ -45,7 +45,7 @@ class Experience:
     """
 
     group_ids: Tensor
-    """[samples] the prompt group of this step, 0 .. prompts_per_step - 1."""
+    """[samples] the prompt group's place among those of its chunk of a step."""
     lengths: Tensor
     """[samples] prompt and response tokens."""
     sample_ids: Tensor = field(default_factory=_absent)

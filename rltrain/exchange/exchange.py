@@ -27,7 +27,7 @@ ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class Shipment:
-    """Samples on their way, and `group_tokens` [groups] of the whole step."""
+    """Samples on their way, and `group_tokens` [groups] of the whole chunk."""
 
     experience: Experience
     group_tokens: Tensor

@@ -146,11 +146,11 @@ class Reward(Role):
         lengths = experience.lengths.tolist()
         return [
             Sample(
-                prompts.prompt_text(prompt_id),
+                prompts.prompt_text(row),
                 self.job.prompts.decoder.decode(tokens[mask].tolist()),
-                prompts[prompt_id].label,
+                prompts[row].label,
             )
-            for prompt_id, tokens, mask in zip(
+            for row, tokens, mask in zip(
                 experience.prompt_ids.tolist(),
                 experience.tokens.split(lengths),
                 experience.response_mask.split(lengths),

@@ -234,9 +234,8 @@ class Rollout(Role):
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
-        """Leave what this engine drew to be sent; groups are numbered by their place among those of the chunk."""
-        number = {group.position: index for index, group in enumerate(finished)}
-        experience = pack_groups(drawn, [number[group.position] for group in drawn])
+        """Leave what this engine drew of a chunk's groups to be sent."""
+        experience = pack_groups(drawn, [group.position for group in finished])
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 

@@ -1,6 +1,13 @@
 """A sample: one response on its way from a prompt to training, in every state of it; and the samples of one prompt.
 
 Engines draw samples, the stream groups them, checkpoints of the rollout hold them, packing makes experience of them.
+
+What is numbered, and by which name:
+
+- `position`: a group's place in the stream of all prompts of a run;
+- `row`: the prompt's place in the prompt file, which comes up again in every epoch (`prompt_ids` of an Experience);
+- `id`: a sample's own number in the stream, position * samples_per_prompt + 0, 1, ... (`sample_ids`);
+- `group_ids`, of an Experience alone: a group's place among those of its chunk, by position; `pack_groups` makes them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -87,10 +94,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """The samples of one prompt, numbered position * len(samples) + 0, 1, ...
-
-    `position` is its place in the stream of prompts, `row` that of the prompt in the prompt file.
-    """
+    """The samples of one prompt."""
 
     position: int
     row: int

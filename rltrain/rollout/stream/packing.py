@@ -10,12 +10,14 @@ from rltrain.data.experience import Experience
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
 
-def pack_groups(groups: Sequence[SampleGroup], group_ids: Sequence[int]) -> Experience:
-    """The samples of `groups`, under these ids. No groups give an experience of no samples."""
+def pack_groups(groups: Sequence[SampleGroup], of_chunk: Sequence[int]) -> Experience:
+    """The samples of `groups`, which are some of those at the positions `of_chunk`, where their group ids are their
+    places. No groups give an experience of no samples."""
+    place = {position: index for index, position in enumerate(of_chunk)}
     samples = [sample for group in groups for sample in group.samples]
     return Experience(
         sample_ids=_integers(sample.id for sample in samples),
-        group_ids=_integers(number for group, number in zip(groups, group_ids, strict=True) for _ in group.samples),
+        group_ids=_integers(place[group.position] for group in groups for _ in group.samples),
         prompt_ids=_integers(group.row for group in groups for _ in group.samples),
         lengths=_integers(len(sample.context) for sample in samples),
         truncated=_integers(sample.status == Status.TRUNCATED for sample in samples).bool(),
