@@ -177,7 +177,7 @@ class Trainer:
             self.order.syncs(), self.job.world.store, leader=leader, rank=self.rank, run=self._join_sync
         )
         if isinstance(rollout, Rollout):
-            rollout.in_flight = in_flight
+            rollout.training.in_flight = in_flight
         return in_flight
 
     def _agree_on_order(self) -> None:

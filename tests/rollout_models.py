@@ -11,8 +11,8 @@ from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.recording import Record
-from rltrain.rollout.engine import Request
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256
@@ -89,11 +89,11 @@ def load_engine(
     return engine, parameters
 
 
-def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Request]:
+def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:
     """Prompts of 1, 3, 5, ... random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Request(
+        Sample(
             id=100 + index,
             prompt=tuple(torch.randint(VOCAB_SIZE, (1 + 2 * index,), generator=generator).tolist()),
             seed=seed * 1000 + index,

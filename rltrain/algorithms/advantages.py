@@ -36,8 +36,6 @@ def with_advantages(experience: Experience, *, normalize_std: bool) -> Experienc
 
     Needs rewards; every group must be whole. A sample without a token in the response mask is no member of its group.
     """
-    if experience.rewards is None:
-        raise ValueError(f"advantages need rewards; present: {experience.present()}")
     members = response_lengths(experience) > 0
     per_sample = torch.zeros_like(experience.rewards)
     per_sample[members] = group_advantages(

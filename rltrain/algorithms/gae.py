@@ -20,8 +20,6 @@ def with_gae(experience: Experience, token_rewards: Tensor | None = None, *, gam
     Needs rewards and values. `token_rewards` [tokens] come on top of the samples' rewards, such as a KL penalty. Tokens
     out of the response mask are no steps: the tokens around them follow one another.
     """
-    if experience.rewards is None or experience.values is None:
-        raise ValueError(f"GAE needs rewards and values; present: {experience.present()}")
     positions = torch.nonzero(experience.response_mask).flatten()
     samples = sample_index(experience)[positions]
     values = experience.values[positions].double()
@@ -60,8 +58,6 @@ def _gae(rewards: Tensor, values: Tensor, samples: Tensor, gamma: float, lam: fl
 
 def moments(experience: Experience) -> Tensor:
     """[3] fp64 number, sum and sum of squares of the response tokens' advantages; to be added up over ranks."""
-    if experience.advantages is None:
-        raise ValueError(f"whitening needs advantages; present: {experience.present()}")
     advantages = experience.advantages[experience.response_mask].double()
     return torch.stack([advantages.new_tensor(len(advantages)), advantages.sum(), advantages.square().sum()])
 

@@ -35,9 +35,7 @@ def kl_penalty(experience: Experience, kl: schema.Kl) -> Tensor:
 
     Needs reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
     """
-    if experience.reference_logprobs is None:
-        raise ValueError(f"KL in the reward needs reference_logprobs; present: {experience.present()}")
-    drawn = experience.rollout_logprobs if experience.actor_logprobs is None else experience.actor_logprobs
+    drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
     estimate = kl_estimate(drawn, experience.reference_logprobs, kl.estimator)
     return -kl.coef * estimate.masked_fill(~experience.response_mask, 0)
 
@@ -48,7 +46,5 @@ def apply_kl_to_rewards(experience: Experience, kl: schema.Kl) -> Experience:
     With one advantage per sample, a penalty on every token and its sum on the sample are the same. Needs rewards, and
     what kl_penalty needs.
     """
-    if experience.rewards is None:
-        raise ValueError(f"KL in the reward needs rewards; present: {experience.present()}")
     penalty = kl_penalty(experience, kl)
     return experience.with_fields(rewards=experience.rewards.index_add(0, sample_index(experience), penalty))

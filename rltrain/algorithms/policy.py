@@ -57,7 +57,7 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int) -> LossFunction
             sums["kl_loss"] = kl_loss
         difference = (current - of_response(experience, "rollout_logprobs")).abs()
         token_means["train_rollout_logprob_abs_diff"] = difference
-        if experience.reference_logprobs is not None:
+        if experience.has("reference_logprobs"):
             reference = of_response(experience, "reference_logprobs")
             token_means["reference_kl"] = kl_estimate(current, reference, "k3")
         return LossOutput(

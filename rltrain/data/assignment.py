@@ -1,4 +1,4 @@
-"""Which replica gets which prompt group, and which mini-batch which sample: pure functions of the whole step."""
+"""Which replica gets which prompt group, and which mini-batch which sample: pure functions of all there is."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) -> Tensor:
     """[groups] the data-parallel index of each group: per block, longest first to the least loaded replica.
 
-    `group_tokens` [groups] tokens of every group of the step; a block is a run of consecutive groups, so that every
+    `group_tokens` [groups] tokens of every group of a chunk; a block is a run of consecutive groups, so that every
     replica gets its share of each. Ties go to the lower id and index.
     """
     num_groups = len(group_tokens)
@@ -21,13 +21,12 @@ def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) 
     return replicas
 
 
-def mini_batch_of(group_ids: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int) -> Tensor:
+def mini_batch_of(groups: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int) -> Tensor:
     """[samples] the mini-batch of each sample: equal runs of all samples ordered by their place in the group.
 
     So a mini-batch has samples of every group where the groups are large enough, which makes its gradient less noisy
-    than all samples of a few groups would. `group_ids` [samples] are ascending.
+    than all samples of a few groups would. `groups` [samples] are ascending numbers below `num_groups`.
     """
-    first_of_group = torch.searchsorted(group_ids, group_ids)
-    place_in_group = torch.arange(len(group_ids)) - first_of_group
-    position = place_in_group * num_groups + group_ids
-    return position * num_mini_batches // (num_groups * samples_per_group)
+    place_in_group = torch.arange(len(groups)) - torch.searchsorted(groups, groups)
+    place = place_in_group * num_groups + groups
+    return place * num_mini_batches // (num_groups * samples_per_group)

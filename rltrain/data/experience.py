@@ -1,14 +1,16 @@
-"""Experience: the only type that crosses roles. Samples are packed end to end, with one row per sample beside them."""
+"""Experience: the only type that crosses roles, in as many of its fields as are needed.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+Samples are packed end to end, with one row per sample beside them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 Extent = Literal["sample", "token"]
-Columns = dict[str, Tensor]
 
 # What each field holds per element, and whether there is one per sample or one per token.
 FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
@@ -30,36 +32,53 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
 }
 
 
-@dataclass(frozen=True)
+def _absent() -> Any:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Experience:
     """Samples in host memory. `[samples]` and `[tokens]` tensors; a token's log-prob stands at that token's index.
 
     Prompt tokens have response_mask False and log-probs 0. Samples of one prompt share a group id and stay together.
+    Whoever needs a field that is not there yet, or has not travelled along, gets a ValueError that names it.
     """
 
-    sample_ids: Tensor
-    """[samples] a number of its own for every sample of a run."""
     group_ids: Tensor
-    """[samples] the prompt group of this step, 0 .. prompts_per_step - 1."""
-    prompt_ids: Tensor
-    """[samples] row of the prompt file."""
+    """[samples] the prompt group's place among those of its chunk of a step."""
     lengths: Tensor
     """[samples] prompt and response tokens."""
-    truncated: Tensor
+    sample_ids: Tensor = field(default_factory=_absent)
+    """[samples] a number of its own for every sample of a run."""
+    prompt_ids: Tensor = field(default_factory=_absent)
+    """[samples] row of the prompt file."""
+    truncated: Tensor = field(default_factory=_absent)
     """[samples] the response was cut by the token limit."""
-    tokens: Tensor
-    response_mask: Tensor
-    policy_version: Tensor
+    rewards: Tensor = field(default_factory=_absent)
+    tokens: Tensor = field(default_factory=_absent)
+    response_mask: Tensor = field(default_factory=_absent)
+    policy_version: Tensor = field(default_factory=_absent)
     """[tokens] version of the weights that drew the token; 0 for prompt tokens."""
-    rollout_logprobs: Tensor
-    rewards: Tensor | None = None
-    actor_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    values: Tensor | None = None
+    rollout_logprobs: Tensor = field(default_factory=_absent)
+    actor_logprobs: Tensor = field(default_factory=_absent)
+    reference_logprobs: Tensor = field(default_factory=_absent)
+    values: Tensor = field(default_factory=_absent)
     """[tokens] the critic's estimate of the reward still to come before the token was drawn."""
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
+    advantages: Tensor = field(default_factory=_absent)
+    returns: Tensor = field(default_factory=_absent)
     """[tokens] what the values should have been."""
+
+    def __post_init__(self) -> None:
+        for name in FIELDS:
+            if vars(self)[name] is None:
+                del vars(self)[name]
+
+    if not TYPE_CHECKING:  # where it would let any name pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name not in FIELDS:
+                raise AttributeError(name)
+            raise ValueError(f"no {name} in this experience; present: {', '.join(self.present())}")
 
     @property
     def num_samples(self) -> int:
@@ -73,32 +92,39 @@ class Experience:
         """[samples + 1] where each sample starts in the packed tensors."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
+    def has(self, name: str) -> bool:
+        return name in vars(self)
+
     def present(self) -> tuple[str, ...]:
-        """Names of the fields that are set, in declaration order."""
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+        """Names of the fields that are there, in declaration order."""
+        return tuple(name for name in FIELDS if self.has(name))
+
+    def columns(self) -> dict[str, Tensor]:
+        """The fields that are there, by name."""
+        return {name: getattr(self, name) for name in self.present()}
+
+    def only(self, names: Iterable[str]) -> "Experience":
+        """Of these fields alone, group_ids and lengths among them."""
+        return Experience(**{name: getattr(self, name) for name in names})
 
     def with_fields(self, **values: Tensor) -> "Experience":
-        return replace(self, **values)
+        return Experience(**(self.columns() | values))
 
-    def columns(self) -> Columns:
-        """The fields that are set, by name."""
-        return {name: getattr(self, name) for name in self.present()}
+    def with_fields_of(self, other: "Experience") -> "Experience":
+        """With all fields of `other`, which has the same samples in the same order."""
+        assert torch.equal(other.group_ids, self.group_ids), "both follow the assignment of groups"
+        return self.with_fields(**other.columns())
 
     def select(self, samples: Tensor) -> "Experience":
         """The samples at these indices [n] int64, in their order."""
-        return Experience(**take(self.columns(), samples))
+        starts, lengths = (self.lengths.cumsum(0) - self.lengths)[samples], self.lengths[samples]
+        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        tokens = torch.repeat_interleave(starts, lengths) + within
+        index = {"sample": samples, "token": tokens}
+        return Experience(**{name: values[index[FIELDS[name][1]]] for name, values in self.columns().items()})
 
 
-def take(columns: Mapping[str, Tensor], samples: Tensor) -> Columns:
-    """The samples at these indices [n] int64, in their order. `columns` holds some fields, "lengths" among them."""
-    all_lengths = columns["lengths"]
-    starts, lengths = (all_lengths.cumsum(0) - all_lengths)[samples], all_lengths[samples]
-    within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    token_index = torch.repeat_interleave(starts, lengths) + within
-    return {name: values[samples if FIELDS[name][1] == "sample" else token_index] for name, values in columns.items()}
-
-
-def join(parts: Iterable[Mapping[str, Tensor]]) -> Columns:
+def join(parts: Iterable[Experience]) -> Experience:
     """The samples of all parts, in order. Every part has the same fields."""
-    parts = list(parts)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    columns = [part.columns() for part in parts]
+    return Experience(**{name: torch.cat([part[name] for part in columns]) for name in columns[0]})

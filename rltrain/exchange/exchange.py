@@ -6,7 +6,7 @@ bytes. Traffic is host memory over a gloo group, so it never holds a device, wit
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
-from rltrain.data.experience import FIELDS, Columns, join, take
+from rltrain.data.experience import FIELDS, Experience, join
 from rltrain.liveness.waiting import Waiter
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
@@ -28,10 +28,13 @@ ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class Shipment:
-    """Samples on their way: some columns of an Experience, and `group_tokens` [groups] of the whole step."""
+    """Samples on their way, and `group_tokens` [groups] of the whole chunk."""
 
-    columns: Columns
+    experience: Experience
     group_tokens: Tensor
+
+    def with_fields(self, **values: Tensor) -> "Shipment":
+        return replace(self, experience=self.experience.with_fields(**values))
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,17 @@ class Exchange:
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
-        """Send without blocking, from an owner of the source; other ranks of a source replica have nothing to say."""
+        """Send the route's fields without blocking, from an owner of the source; other ranks of a source replica
+        have nothing to say."""
         if self.rank not in route.source.owners():
             return
+        experience = shipment.experience.only(route.fields)
         replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
         works: list[dist.Work] = []
         kept: list[tuple[Tensor, Tensor]] = []
         for dp in range(route.destination.dp):
-            samples = torch.nonzero(replicas[shipment.columns["group_ids"]] == dp).flatten()
-            part = Shipment(take(shipment.columns, samples), shipment.group_tokens)
+            samples = torch.nonzero(replicas[experience.group_ids] == dp).flatten()
+            part = Shipment(experience.only(route.fields).select(samples), shipment.group_tokens)
             header, body = encode(part, route.fields)
             kept.append((header, body))
             for peer in route.destination.replica(dp):
@@ -121,9 +126,9 @@ class Exchange:
 
 def joined(parts: Sequence[Shipment]) -> Shipment:
     """All samples of parts of one shipment, by group id. A copy."""
-    columns = join(part.columns for part in parts)
-    by_group = torch.argsort(columns["group_ids"], stable=True)
-    return Shipment(take(columns, by_group), parts[0].group_tokens.clone())
+    experience = join(part.experience for part in parts)
+    by_group = torch.argsort(experience.group_ids, stable=True)
+    return Shipment(experience.select(by_group), parts[0].group_tokens.clone())
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -134,9 +139,9 @@ def started(work: dist.Work | None) -> dist.Work:
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Header [3] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
-    columns = shipment.columns
-    header = torch.tensor([len(columns["lengths"]), int(columns["lengths"].sum()), len(shipment.group_tokens)])
-    return header, torch.cat([as_bytes(shipment.group_tokens)] + [as_bytes(columns[name]) for name in fields])
+    experience, group_tokens = shipment.experience, shipment.group_tokens
+    header = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens)])
+    return header, torch.cat([as_bytes(group_tokens)] + [as_bytes(getattr(experience, name)) for name in fields])
 
 
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
@@ -145,7 +150,7 @@ def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
     padded = torch.split(body, [padded for _, padded in sizes])
     group_tokens, *values = (piece[:size] for piece, (size, _) in zip(padded, sizes, strict=True))
     columns = {name: value.view(FIELDS[name][0]) for name, value in zip(fields, values, strict=True)}
-    return Shipment(columns, group_tokens.view(torch.int64))
+    return Shipment(Experience(**columns), group_tokens.view(torch.int64))
 
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rltrain.data.experience import take
+from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment, joined
 
 Key = tuple[str, str, int, int]
@@ -15,11 +15,11 @@ GROUP_TOKENS = "group_tokens"
 
 
 def as_tensors(shipments: Mapping[Key, Shipment]) -> dict[str, Tensor]:
-    """Every column under "source/transfer/step/chunk/column"."""
+    """Every field under "source/transfer/step/chunk/field"."""
     return {
         "/".join([*map(str, key), name]): values
         for key, shipment in shipments.items()
-        for name, values in {**shipment.columns, GROUP_TOKENS: shipment.group_tokens}.items()
+        for name, values in {**shipment.experience.columns(), GROUP_TOKENS: shipment.group_tokens}.items()
     }
 
 
@@ -33,7 +33,7 @@ def read_parts(saved: Sequence[Mapping[str, Tensor]]) -> dict[Key, list[Shipment
             columns.setdefault((source, transfer, int(step), int(chunk)), {})[name] = values
         for key, of_shipment in columns.items():
             group_tokens = of_shipment.pop(GROUP_TOKENS)
-            parts.setdefault(key, []).append(Shipment(of_shipment, group_tokens))
+            parts.setdefault(key, []).append(Shipment(Experience(**of_shipment), group_tokens))
     return parts
 
 
@@ -41,6 +41,6 @@ def share(parts: Sequence[Shipment], replica: int, num_replicas: int) -> Shipmen
     """What replica `replica` sends on: part i is that of replica i mod num_replicas. It may hold no samples."""
     mine = parts[replica::num_replicas]
     if not mine:
-        nothing = take(parts[0].columns, torch.empty(0, dtype=torch.int64))
+        nothing = parts[0].experience.select(torch.empty(0, dtype=torch.int64))
         return Shipment(nothing, parts[0].group_tokens)
     return joined(mine)

@@ -59,30 +59,26 @@ class Actor(TrainedRole):
 
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
-        columns = self.shipments["scored", step, chunk].columns
-        columns["actor_logprobs"] = self.logprobs(Experience(**columns))
+        scored = self.shipments["scored", step, chunk]
+        self.shipments["scored", step, chunk] = scored.with_fields(actor_logprobs=self.logprobs(scored.experience))
 
     def advantages(self, step: int, chunk: int) -> None:
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
-        columns = dict(scored.columns)
+        experience = scored.experience
         for name in (task.name for _, task in evaluations()):
             if (name, step, chunk) in self.shipments:
-                received = self.shipments.pop((name, step, chunk)).columns
-                assert torch.equal(received["group_ids"], columns["group_ids"]), "both follow the assignment of groups"
-                columns |= {field: received[field] for field in received.keys() - columns.keys()}
+                experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         schedule = self.config.schedule
-        experience, counts = apply_staleness_limit(
-            Experience(**columns), step, schedule.max_staleness, schedule.on_stale
-        )
+        experience, counts = apply_staleness_limit(experience, step, schedule.max_staleness, schedule.on_stale)
         if chunk == 0:
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
         experience = self._with_advantages(experience)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
-        if experience.returns is not None:
-            self._leave_returns(step, chunk, experience, scored.group_tokens)
+        if experience.has("returns"):  # for the critic, with the mask of what is trained on
+            self.shipments["returns", step, chunk] = Shipment(experience, scored.group_tokens)
 
     def _with_advantages(self, experience: Experience) -> Experience:
         kl, settings = self.config.loss.kl, self.config.advantages
@@ -93,12 +89,6 @@ class Actor(TrainedRole):
         if penalized:
             experience = apply_kl_to_rewards(experience, kl)
         return with_advantages(experience, normalize_std=settings.normalize_std)
-
-    def _leave_returns(self, step: int, chunk: int, experience: Experience, group_tokens: torch.Tensor) -> None:
-        """For the critic, with the mask of what is trained on."""
-        columns = experience.columns()
-        names = ("group_ids", "lengths", "response_mask", "returns")
-        self.shipments["returns", step, chunk] = Shipment({name: columns[name] for name in names}, group_tokens)
 
     def accumulate(self, step: int, chunk: int) -> None:
         """Gradients of a chunk, while others still decode. Collective over: this replica."""
@@ -127,7 +117,6 @@ class Actor(TrainedRole):
         return metrics
 
     def _whitened(self, experience: Experience) -> Experience:
-        assert experience.advantages is not None
         sums = self._total(moments(experience))
         return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 

@@ -1,10 +1,7 @@
 """The critic: estimates the reward that is still to come, for PPO's advantages."""
 
-import torch
-
 from rltrain.algorithms.value import value_loss
 from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
@@ -25,11 +22,10 @@ class Critic(TrainedRole):
     def values(self, step: int, chunk: int) -> None:
         """The value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        experience = Experience(**scored.columns)
-        values = compute_values(self.model.model, experience, max_tokens=self.config.critic.micro_batch_tokens)
-        self.evaluated[step, chunk] = experience.with_fields(values=values)
-        columns = {"group_ids": experience.group_ids, "lengths": experience.lengths, "values": values}
-        self.shipments["values", step, chunk] = Shipment(columns, scored.group_tokens)
+        values = compute_values(self.model.model, scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
+        evaluated = scored.with_fields(values=values)
+        self.evaluated[step, chunk] = evaluated.experience
+        self.shipments["values", step, chunk] = evaluated
 
     def accumulate_critic(self, step: int, chunk: int) -> None:
         """Gradients of a chunk, while others still decode. Collective over: this replica."""
@@ -51,7 +47,5 @@ class Critic(TrainedRole):
     def _take_returns(self, step: int, chunk: int) -> None:
         """What the actor made of the values, and the tokens that are trained on."""
         experience = self.evaluated.pop((step, chunk))
-        received = self.shipments.pop(("returns", step, chunk)).columns
-        assert torch.equal(received["group_ids"], experience.group_ids), "both follow the assignment of groups"
-        fields = {name: received[name] for name in ("response_mask", "returns")}
-        self.batch.add(chunk, experience.with_fields(**fields))
+        received = self.shipments.pop(("returns", step, chunk)).experience
+        self.batch.add(chunk, experience.with_fields_of(received))

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from rltrain.data.experience import Experience
-from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
@@ -62,11 +60,10 @@ class Reference(Role):
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        columns = {name: scored.columns[name] for name in ("group_ids", "lengths")}
-        columns["reference_logprobs"] = compute_logprobs(
+        logprobs = compute_logprobs(
             self.model,
-            Experience(**scored.columns),
+            scored.experience,
             temperature=self.config.rollout.sampling.temperature,
             max_tokens=self.config.reference.micro_batch_tokens,
         )
-        self.shipments["reference_logprobs", step, chunk] = Shipment(columns, scored.group_tokens)
+        self.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)

@@ -39,10 +39,10 @@ class Reward(Role):
         if chunk == 0:
             self.statistics = RewardStatistics()
         samples = self.shipments.pop(("samples", step, chunk))
-        experience = self._score(samples, self.job.prompts.train, self.statistics)
+        scored = self._score(samples, self.job.prompts.train, self.statistics)
         if chunk == 0 and self.job.world.rank == self.leader:
-            self._log_samples(step, experience)
-        self.shipments["scored", step, chunk] = Shipment(experience.columns(), samples.group_tokens)
+            self._log_samples(step, scored.experience)
+        self.shipments["scored", step, chunk] = scored
         if chunk < self.config.num_chunks - 1:
             return {}
         metrics = self._gather("score", step, self.statistics)
@@ -64,13 +64,11 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(self, shipment: Shipment, prompts: PromptDataset, statistics: RewardStatistics) -> Experience:
-        experience = Experience(**shipment.columns)
-        samples = self._samples(experience, prompts)
-        scores = self.scorer.score(samples)
-        experience = experience.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))
-        statistics.add(experience, scores)
-        return experience
+    def _score(self, shipment: Shipment, prompts: PromptDataset, statistics: RewardStatistics) -> Shipment:
+        scores = self.scorer.score(self._samples(shipment.experience, prompts))
+        scored = shipment.with_fields(rewards=torch.tensor(scores.rewards, dtype=torch.float32))
+        statistics.add(scored.experience, scores)
+        return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.
@@ -119,7 +117,6 @@ class Reward(Role):
 
     def _log_samples(self, step: int, experience: Experience) -> None:
         """Some samples of the step, for people to read."""
-        assert experience.rewards is not None
         first = experience.select(torch.arange(min(self.config.logging.samples, experience.num_samples)))
         versions = first.policy_version.split(first.lengths.tolist())
         masks = first.response_mask.split(first.lengths.tolist())
@@ -149,11 +146,11 @@ class Reward(Role):
         lengths = experience.lengths.tolist()
         return [
             Sample(
-                prompts.prompt_text(prompt_id),
+                prompts.prompt_text(row),
                 self.job.prompts.decoder.decode(tokens[mask].tolist()),
-                prompts[prompt_id].label,
+                prompts[row].label,
             )
-            for prompt_id, tokens, mask in zip(
+            for row, tokens, mask in zip(
                 experience.prompt_ids.tolist(),
                 experience.tokens.split(lengths),
                 experience.response_mask.split(lengths),

@@ -19,7 +19,6 @@ class RewardStatistics:
 
     def add(self, experience: Experience, scores: Scores) -> None:
         """`experience` has the rewards of `scores`."""
-        assert experience.rewards is not None
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums += torch.tensor(
             [

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,22 +12,23 @@ from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
-from rltrain.liveness.polling import poll
 from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup, Prompt, PromptGroups
-from rltrain.rollout.stream.in_flight_sync import InFlightSync
+from rltrain.rollout.stream.generation_loop import GenerationLoop
+from rltrain.rollout.stream.groups import PromptGroups
+from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
 from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.stream.stream_rules import StreamRules
 from rltrain.tasks.roles import device_roles
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -46,8 +48,6 @@ class Rollout(Role):
         self.engine_ranks = self.grid.replica(self.dp)
         hosted = build_engine(self._site(), self.leave)
         self.engine, self.parts = hosted.engine, hosted.parts
-        self.in_flight: InFlightSync | None = None
-        """Set where weights may change between decode steps."""
         self.turns = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         hand = self._hand()
         self.first_generated = len(hand.carried.consumed) // self.config.batch.prompts_per_step
@@ -99,9 +99,9 @@ class Rollout(Role):
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
-        self._enter(step, chunk)
-        chunk_target = ChunkTarget(*self._log(step, chunk), max_position=partial(self._horizon, step))
-        finished, drawn = self.training.run(chunk_target)
+        if self.turns.group is not None:
+            self.training.in_flight.enter_together(self.job.waiter, f"generate[{step}.{chunk}]")
+        finished, drawn = self.training.run(step, chunk)
         self._ship("samples", step, chunk, finished, drawn)
         self.step_response_tokens += sum(group.num_response_tokens for group in finished)
         if chunk < self.config.num_chunks - 1:
@@ -118,22 +118,19 @@ class Rollout(Role):
         evaluation = self.job.prompts.evaluation
         assert evaluation is not None, "the order evaluates only where data.eval is set"
         self.training.groups.suspend()
-        num_prompts, log = len(evaluation), f"evaluation {step}"
+        num_prompts = len(evaluation)
         drawing = self._drawing(
             PromptGroups(
                 self.engine,
                 self._sampling_params(GREEDY),
-                partial(self._prompt, evaluation, 1, lambda position: (step, position)),
+                partial(self._group, evaluation, 1, lambda position: (step, position)),
                 num_samples=1,
             ),
             StaticAssignment(self.dp, self.grid.dp),
-            per_chunk=num_prompts,
-            chunks_per_log=1,
-            log_of=lambda position: log,
+            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {step}"),
+            self.training.in_flight,
         )
-        self._ship(
-            "evaluation_samples", step, chunk, *drawing.run(ChunkTarget(log, 0, max_position=lambda: num_prompts))
-        )
+        self._ship("evaluation_samples", step, chunk, *drawing.run(0, 0))
 
     def _hand(self) -> Hand:
         """What this engine begins with: of what was saved, on however many engines, its share."""
@@ -155,7 +152,7 @@ class Rollout(Role):
                 self.engine,
                 self._sampling_params(sampling.model_dump(include={"temperature", "top_p", "top_k"})),
                 partial(
-                    self._prompt,
+                    self._group,
                     prompts.train,
                     batch.samples_per_prompt,
                     lambda position: (position // per_step, prompts.order.row(position)),
@@ -163,54 +160,40 @@ class Rollout(Role):
                 num_samples=batch.samples_per_prompt,
             ),
             prompt_deal,
-            per_chunk=per_step // self.config.num_chunks,
-            chunks_per_log=None if self.config.schedule.partial_rollouts else self.config.num_chunks,
-            log_of=lambda position: self._log(position // per_step, 0)[0],
+            self._rules(),
         )
         drawing.resume(hand.carried)
         return drawing
+
+    def _rules(self) -> StreamRules:
+        """Of the stream of training prompts."""
+        config, per_step = self.config, self.config.batch.prompts_per_step
+        rules = StreamRules(config.steps * per_step, per_step, config.num_chunks)
+        if config.schedule.partial_rollouts:
+            num_ahead = math.ceil(config.schedule.oversampling * per_step)
+            return replace(rules, shared_log="run", first_step=self.first_generated, num_ahead=num_ahead)
+        if config.syncs_in_flight:  # slots that a step's last responses leave idle
+            return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
+        return rules
 
     def _drawing(
         self,
         groups: PromptGroups,
         deal: PromptAssignment,
-        *,
-        per_chunk: int,
-        chunks_per_log: int | None,
-        log_of: Callable[[int], str],
+        rules: StreamRules,
+        in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
     ) -> GenerationLoop:
         return GenerationLoop(
             groups,
             deal,
-            CompletionLog(self.job.world.store, per_chunk, len(self.grid.ranks), chunks_per_log),
+            CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
             self.turns,
             self.job.waiter,
+            self.job.heartbeat,
+            rules,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
-            log_of=log_of,
-            sync_is_due=lambda: self.in_flight is not None and self.in_flight.is_due(),
-            sync=lambda: self.in_flight.join() if self.in_flight else None,
-            advance=self.job.heartbeat.advance,
+            in_flight=in_flight,
         )
-
-    def _enter(self, step: int, chunk: int) -> None:
-        """Ranks of an engine meet before its first decode step: their leader may still have a sync to join."""
-        if self.in_flight is None or self.turns.group is None:
-            return
-        in_flight = self.in_flight
-        in_flight.enter()
-        poll(
-            self.job.waiter,
-            lambda: in_flight.leader_has_entered() or None,
-            f"generate[{step}.{chunk}] of its engine",
-            self.engine_ranks[:1],
-            serve=in_flight.join_before_leader_enters,
-        )
-
-    def _log(self, step: int, chunk: int) -> tuple[str, int]:
-        """Where the groups of a chunk are entered: which log, and which chunk of it."""
-        if self.config.schedule.partial_rollouts:
-            return "run", (step - self.first_generated) * self.config.num_chunks + chunk
-        return f"step {step}", chunk
 
     def _check(self, carried: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
@@ -223,55 +206,39 @@ class Rollout(Role):
                 f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
         for group in carried.begun:
-            requests = group.prompt.requests
-            if len(requests) != batch.samples_per_prompt:
+            if len(group.samples) != batch.samples_per_prompt:
                 raise CheckpointError(
-                    f"The checkpoint holds unfinished prompts of {len(requests)} samples each; expected "
-                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {len(requests)}."
+                    f"The checkpoint holds unfinished prompts of {len(group.samples)} samples each; expected "
+                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {len(group.samples)}."
                 )
-            for request in requests:
-                limit = response_limit(request, self.training.groups.sampling, limits.max_context_tokens)
-                if request.drawn and len(request.drawn.tokens) >= limit:
+            for sample in group.pending:
+                limit = response_limit(sample, self.training.groups.sampling, limits.max_context_tokens)
+                if len(sample.tokens) >= limit:
                     raise CheckpointError(
-                        f"The checkpoint holds an unfinished response of {len(request.drawn.tokens)} tokens; expected "
+                        f"The checkpoint holds an unfinished response of {len(sample.tokens)} tokens; expected "
                         f"fewer than {limit}. Set rollout.sampling.max_response_tokens and rollout.max_context_tokens "
                         "to what they were when it was saved."
                     )
 
-    def _horizon(self, step: int) -> int:
-        """The first position that may not be begun during this step's generate."""
-        config, per_step = self.config, self.config.batch.prompts_per_step
-        max_position = (step + 1) * per_step
-        if config.schedule.partial_rollouts:
-            max_position += math.ceil(config.schedule.oversampling * per_step)
-        elif config.syncs_in_flight and self._is_fresh_enough_for(step + 1):
-            max_position += per_step  # slots that this step's last responses leave idle
-        return min(max_position, config.steps * per_step)
-
-    def _is_fresh_enough_for(self, step: int) -> bool:
-        version = self.engine.policy_version
-        return version is not None and version >= step - self.config.schedule.max_staleness
-
-    def _prompt(
+    def _group(
         self, dataset: PromptDataset, num_samples: int, at: Callable[[int], tuple[int, int]], position: int
-    ) -> Prompt:
-        """The requests of the group at `position`, for which `at` gives step and row."""
+    ) -> SampleGroup:
+        """The group at `position`, of which nothing is drawn; `at` gives step and row of a position."""
         step, row = at(position)
         prompt = dataset.prompt_tokens(row)
-        requests = tuple(
-            Request(position * num_samples + sample, prompt, request_seed(self.config.seed, step, row, sample))
-            for sample in range(num_samples)
+        samples = tuple(
+            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, step, row, number))
+            for number in range(num_samples)
         )
-        return Prompt(position, row, requests)
+        return SampleGroup(position, row, samples)
 
     def _ship(
-        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[FinishedGroup]
+        self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
-        """Leave what this engine drew to be sent; groups are numbered by their place among those of the chunk."""
-        number = {group.position: index for index, group in enumerate(finished)}
-        experience = pack_groups(drawn, [number[group.position] for group in drawn])
+        """Leave what this engine drew of a chunk's groups to be sent."""
+        experience = pack_groups(drawn, [group.position for group in finished])
         group_tokens = torch.tensor([group.num_tokens for group in finished])
-        self.shipments[transfer, step, chunk] = Shipment(experience.columns(), group_tokens)
+        self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 
     def _sampling_params(self, how: Mapping[str, float]) -> SamplingParams:
         sampling = self.config.rollout.sampling

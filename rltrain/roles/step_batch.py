@@ -8,32 +8,35 @@ from rltrain.data.experience import Experience, join
 
 
 class StepBatch:
-    """Chunks in the order of arrival. Group ids count through the step: chunk c's follow those of chunk c - 1."""
+    """Chunks in the order of arrival. In a step chunk c's groups follow those of chunk c - 1."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.chunks: dict[int, Experience] = {}
+        self.mini_batch = torch.empty(0)
+        """[samples] of each sample that was taken last."""
 
     def add(self, chunk: int, experience: Experience) -> None:
         """Chunk 0 begins a step, whatever became of the one before."""
         if chunk == 0:
             self.chunks = {}
-        groups_per_chunk = self.config.batch.prompts_per_step // self.config.num_chunks
-        self.chunks[chunk] = experience.with_fields(group_ids=experience.group_ids + chunk * groups_per_chunk)
+        self.chunks[chunk] = experience
 
     def take(self) -> Experience:
         """All chunks as one; the next step begins with none."""
-        parts = [self.chunks[chunk].columns() for chunk in sorted(self.chunks)]
-        self.chunks = {}
-        return Experience(**join(parts))
+        chunks, self.chunks = sorted(self.chunks.items()), {}
+        self.mini_batch = torch.cat([self._mini_batch_of(chunk, part) for chunk, part in chunks])
+        return join(part for _, part in chunks)
 
     def mini_batches(self, experience: Experience) -> list[Experience]:
-        """The step's samples by mini-batch."""
+        """The samples that were taken last, by mini-batch."""
+        numbers = range(self.config.batch.mini_batches)
+        return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers]
+
+    def _mini_batch_of(self, chunk: int, experience: Experience) -> torch.Tensor:
         batch = self.config.batch
-        numbers = mini_batch_of(
-            experience.group_ids, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches
-        )
-        return [experience.select(torch.nonzero(numbers == i).flatten()) for i in range(batch.mini_batches)]
+        groups = experience.group_ids + chunk * (batch.prompts_per_step // self.config.num_chunks)
+        return mini_batch_of(groups, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches)
 
 
 def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""What every rollout engine understands: requests of token ids in, completions of token ids out."""
+"""What every rollout engine understands: samples to draw in, the same samples drawn out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+from rltrain.rollout.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -24,53 +24,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class PartialResponse:
-    """The part of a response that exists already: three sequences with one entry per token, as in `Completion`."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_versions: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions):
-            raise ValueError(
-                f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs and {len(self.policy_versions)} "
-                "policy_versions; expected one of each per token"
-            )
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to draw. `seed` fixes its random numbers, whichever engine or batch it runs in.
-
-    With `drawn` the response goes on after these tokens as if it had never stopped: prompt and drawn tokens are its
-    context, the next token takes the next random number, and limits on the response count the drawn tokens.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    seed: int
-    drawn: PartialResponse | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One drawn response. The three sequences have one entry per response token, those of `Request.drawn` included.
-
-    `logprobs` are of the tempered but untruncated distribution (temperature 1 when greedy): what training recomputes.
-    `policy_versions` are the engine's at the decode step that drew the token: weights may change within a response.
-    """
-
-    id: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    policy_versions: Sequence[int]
-    finish_reason: FinishReason
-
-
 class Engine(Protocol):
-    """Draws many responses at once, one token of each or more per `step`; requests may come and weights change between
+    """Draws many samples at once, one token of each or more per `step`; samples may come and weights change between
     steps.
 
     Everything is collective over the engine's ranks: they make equal calls in one order.
@@ -81,12 +36,12 @@ class Engine(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted whose completion no step has returned yet."""
+        """Samples submitted that no step has returned yet."""
         ...
 
     @property
     def num_free_slots(self) -> int:
-        """How many more requests would start at the next step: slots that no running or queued request takes."""
+        """How many more samples would start at the next step: slots that no running or queued one takes."""
         ...
 
     def begin_update(self) -> None:
@@ -110,31 +65,31 @@ class Engine(Protocol):
         process was lost and cannot be brought back."""
         ...
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Queue `requests`, first in, first out. What is unfinished at one time has distinct ids and equal `sampling`.
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
+        """Queue `samples`, first in, first out. What is unfinished at one time has distinct ids and equal `sampling`.
 
-        Raises ValueError where it has not, or where `drawn` leaves nothing to draw; DataError for a prompt that leaves
-        no room. Then none of the requests is queued.
+        Raises ValueError where it has not, or where a sample has nothing left to draw; DataError for a prompt that
+        leaves no room. Then none of the samples is queued.
         """
         ...
 
-    def step(self) -> list[Completion]:
-        """Start queued requests where slots are free, draw one token of every running response; those now finished.
+    def step(self) -> list[Sample]:
+        """Start queued samples where slots are free, draw one token of every running one; those now finished.
 
         Raises SyncError while there is no policy version, and DivergenceError for log-probs that are not finite, after
         which nothing is unfinished.
         """
         ...
 
-    def suspend(self) -> list[Request]:
+    def suspend(self) -> list[Sample]:
         """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
 
-        Submitted again, also to another engine, a response continues where it stopped.
+        Submitted again, also to another engine, a sample continues where it stopped.
         """
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Submit `requests` and step until all are finished; completions in the order of `requests`.
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
+        """Submit `samples` and step until all are finished; in the order of `samples`.
 
         Raises as `submit` and `step` do, and ValueError where something else is unfinished.
         """

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests
 
 SAMPLINGS = (
@@ -29,13 +30,13 @@ def engine_completions(
             draw_interrupted(engine, sampling) if interrupted else engine.generate(ragged_requests(), sampling)
         )
         results += [
-            {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "finish_reason": done.finish_reason}
+            {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "status": int(done.status)}
             for done in completions
         ]
     return results
 
 
-def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[Completion]:
+def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[Sample]:
     """As `generate` of `ragged_requests`, but suspended after some steps, with new requests between them."""
     requests = ragged_requests()
     engine.submit(requests[:6], sampling)

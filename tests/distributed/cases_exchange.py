@@ -9,7 +9,6 @@ import torch.distributed as dist
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.world import join_world
 from rltrain.data.assignment import assign_groups
-from rltrain.data.experience import take
 from rltrain.errors import StallError
 from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.liveness.job_store import JobStore
@@ -42,23 +41,24 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
         num_groups = rng.randint(max(source.dp, destination.dp), 9)
         lengths = [rng.randint(1, 30) for _ in range(num_groups * SAMPLES_PER_GROUP)]
         groups = [i // SAMPLES_PER_GROUP for i in range(len(lengths))]
-        whole = make_experience(lengths, groups, seed=position).columns()
+        whole = make_experience(lengths, groups, seed=position)
         group_tokens = torch.tensor(lengths).view(-1, SAMPLES_PER_GROUP).sum(1)
         route = Route(f"transfer {position}", source, destination, FIELDS, position)
         transfers.append((route, whole, group_tokens))
         if exchange.rank in source.ranks:
-            mine = whole["group_ids"] % source.dp == source.coordinates(exchange.rank).dp
-            exchange.post(route, Shipment(take(whole, mine.nonzero().flatten()), group_tokens))
+            mine = whole.group_ids % source.dp == source.coordinates(exchange.rank).dp
+            exchange.post(route, Shipment(whole.select(mine.nonzero().flatten()), group_tokens))
     num_received = 0
     for route, whole, group_tokens in transfers:
         if exchange.rank in route.destination.ranks:
             dp = route.destination.coordinates(exchange.rank).dp
-            due = assign_groups(group_tokens, route.destination.dp)[whole["group_ids"]] == dp
-            expected = take(whole, due.nonzero().flatten())
+            due = assign_groups(group_tokens, route.destination.dp)[whole.group_ids] == dp
+            expected = whole.select(due.nonzero().flatten())
             received = exchange.wait(route)
             assert torch.equal(received.group_tokens, group_tokens)
+            assert {*received.experience.present()} == {*FIELDS}, "no more than the route says, also from this rank"
             for name in FIELDS:
-                assert torch.equal(received.columns[name], expected[name]), (route, name)
+                assert torch.equal(getattr(received.experience, name), getattr(expected, name)), (route, name)
             num_received += 1
     exchange.retire(list(exchange.outbox))
     return {"received": num_received, "outbox": len(exchange.outbox), "kept": len(exchange.to_self)}
@@ -68,7 +68,7 @@ def late_source() -> dict:
     """Rank 0 posts late: rank 1 reports the stall, naming what rank 0 does, and still receives."""
     exchange, job_store = make_exchange(timeout_s=30, stall_report_s=0.3)
     route = Route("samples[0]", Grid((0,)), Grid((1,)), FIELDS, 0)
-    shipment = Shipment(make_experience([3, 4]).columns(), torch.tensor([3, 4]))
+    shipment = Shipment(make_experience([3, 4]), torch.tensor([3, 4]))
     job_store.heartbeat.begin("generate[0]")
     job_store.heartbeat.start()
     dist.barrier()
@@ -84,8 +84,8 @@ def late_source() -> dict:
         handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("rltrain.liveness.waiting").addHandler(handler)
         received = exchange.wait(route)
-        return {"reports": reports, "tokens": received.columns["tokens"].tolist()}
-    return {"tokens": shipment.columns["tokens"].tolist()}
+        return {"reports": reports, "tokens": received.experience.tokens.tolist()}
+    return {"tokens": shipment.experience.tokens.tolist()}
 
 
 def missing_source() -> str:

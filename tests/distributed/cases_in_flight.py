@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -9,12 +10,13 @@ from rltrain.cluster.placement import resolve_placement
 from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
 from rltrain.liveness.polling import poll
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog
-from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
+from rltrain.rollout.stream.generation_loop import GenerationLoop
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import SharedAssignment
+from rltrain.rollout.stream.stream_rules import StreamRules
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steps import build_order
 from tests.unit.shared_store import ShortPatience
@@ -50,7 +52,7 @@ class Rank:
         self.engine_ranks = next((ranks for ranks in ENGINES if self.rank in ranks), ())
         leader = self.engine_ranks[0] if self.engine_ranks else ACTOR
         self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
-        self.drawn: list[FinishedGroup] = []
+        self.drawn: list[SampleGroup] = []
         if self.engine_ranks:
             self.drawing = self.make_drawing(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
 
@@ -61,11 +63,15 @@ class Rank:
             CompletionLog(self.store, PER_STEP, num_readers=NUM_RANKS - 1, chunks_per_log=1),
             LeaderDecisions(group),
             PATIENCE,
+            SimpleNamespace(advance=lambda: self.pause(2e-3)),
+            StreamRules(
+                CONFIG.steps * PER_STEP,
+                PER_STEP,
+                num_ahead=PER_STEP,
+                max_staleness=CONFIG.schedule.max_staleness,
+            ),
             ranks=[],
-            log_of=lambda position: f"step {position // PER_STEP}",
-            sync_is_due=self.in_flight.is_due,
-            sync=self.in_flight.join,
-            advance=lambda: self.pause(2e-3),
+            in_flight=self.in_flight,
         )
 
     def pause(self, longest_s: float) -> None:
@@ -103,25 +109,10 @@ class Rank:
                 self.serve_for(self.rng.random() * 10e-3)
 
     def generate(self, entry: Entry) -> None:
-        self.in_flight.enter()
-        poll(
-            PATIENCE,
-            lambda: self.in_flight.leader_has_entered() or None,
-            str(entry),
-            [],
-            serve=self.in_flight.join_before_leader_enters,
-        )
-        _, drawn = self.drawing.run(
-            ChunkTarget(f"step {entry.step}", 0, max_position=lambda: self.max_position(entry.step))
-        )
+        self.in_flight.enter_together(PATIENCE, str(entry))
+        _, drawn = self.drawing.run(entry.step, 0)
         self.drawn += drawn
         self.store.add("handed over", 1)
-
-    def max_position(self, step: int) -> int:
-        """The next step's groups too, where the weights are fresh enough for it."""
-        version = self.drawing.groups.engine.policy_version
-        is_fresh = version is not None and version >= step + 1 - CONFIG.schedule.max_staleness
-        return min(step + 1 + is_fresh, CONFIG.steps) * PER_STEP
 
     def serve_for(self, seconds: float) -> None:
         """A wait for others, as in the exchange."""
@@ -136,5 +127,5 @@ def a_run() -> dict:
     return {
         "joined": rank.joined,
         "positions": [group.position for group in rank.drawn],
-        "versions": [list(c.policy_versions) for group in rank.drawn for c in group.completions],
+        "versions": [list(s.policy_versions) for group in rank.drawn for s in group.samples],
     }

@@ -1,7 +1,7 @@
 """The SGLang engine on two ranks: the first has the server, a stand-in, and the second follows."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
@@ -58,7 +59,7 @@ class Rig:
         if self.server is not None:
             self.server.die()
 
-    def steps(self, seconds: float) -> list[Completion]:
+    def steps(self, seconds: float) -> list[Sample]:
         """For about as long as the first rank says, equally often on all."""
         done, start = [], time.monotonic()
         while self.engine.num_unfinished:
@@ -79,7 +80,7 @@ def follow_the_first_rank() -> dict[str, Any]:
     done = rig.steps(0.1)
     rig.sync(1)
     done += rig.steps(0.1)
-    suspended = engine.suspend()
+    suspended = [replace(sample, loss_mask=(False,) * len(sample.tokens)) for sample in engine.suspend()]
     seen["suspended"] = suspended
     engine.release_cache()
     engine.submit(suspended, LONG)

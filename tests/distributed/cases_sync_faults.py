@@ -31,8 +31,9 @@ from rltrain.reshard.wires.shared_wire import SharedWire
 from rltrain.reshard.wires.wire import Wire
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
 from tests.model_shards import tiny_architecture
 
 NUM_RANKS = 4
@@ -105,7 +106,7 @@ class Rank:
 
     def _generate(self) -> None:
         greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, max_response_tokens=2, stop_token_ids=())
-        self.engine.generate([Request(id=0, prompt=(1, 2), seed=0)], greedy)
+        self.engine.generate([Sample(id=0, prompt=(1, 2), seed=0)], greedy)
 
 
 def failure(action: Callable[[], Any]) -> dict[str, Any]:

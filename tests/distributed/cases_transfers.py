@@ -13,7 +13,6 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import resolve_placement
 from rltrain.cluster.world import join_world
 from rltrain.config.schema import Config
-from rltrain.data.experience import take
 from rltrain.exchange.exchange import Exchange, Shipment
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
@@ -97,36 +96,33 @@ class Rank:
         role, num_groups = self.roles["rollout"], PER_STEP // CHUNKS
         seed = step * CHUNKS + chunk
         lengths = [1 + (3 * i + seed) % 11 for i in range(num_groups * NUM_SAMPLES)]
-        columns = make_experience(lengths, [i // NUM_SAMPLES for i in range(len(lengths))], seed).columns()
-        columns["sample_ids"] = seed * 100 + torch.arange(len(lengths))
-        mine = (columns["group_ids"] % role.grid.dp == role.dp).nonzero().flatten()
+        whole = make_experience(lengths, [i // NUM_SAMPLES for i in range(len(lengths))], seed)
+        whole = whole.with_fields(sample_ids=seed * 100 + torch.arange(len(lengths)))
+        mine = (whole.group_ids % role.grid.dp == role.dp).nonzero().flatten()
         group_tokens = torch.tensor(lengths).view(-1, NUM_SAMPLES).sum(1)
-        role.shipments["samples", step, chunk] = Shipment(take(columns, mine), group_tokens)
+        role.shipments["samples", step, chunk] = Shipment(whole.select(mine), group_tokens)
 
     def score(self, step: int, chunk: int) -> None:
         role = self.roles["reward"]
         samples = role.shipments.pop(("samples", step, chunk))
-        rewards = samples.columns["sample_ids"].float()
-        role.shipments["scored", step, chunk] = Shipment({**samples.columns, "rewards": rewards}, samples.group_tokens)
+        rewards = samples.experience.sample_ids.float()
+        role.shipments["scored", step, chunk] = samples.with_fields(rewards=rewards)
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         role = self.roles["reference"]
         scored = role.shipments.pop(("scored", step, chunk))
-        columns = {name: scored.columns[name] for name in ("group_ids", "lengths")}
-        columns["reference_logprobs"] = scored.columns["tokens"].float()
-        role.shipments["reference_logprobs", step, chunk] = Shipment(columns, scored.group_tokens)
+        logprobs = scored.experience.tokens.float()
+        role.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)
 
     def advantages(self, step: int, chunk: int) -> None:
         """Note what has come: of every sample its numbers, under its id."""
         shipments = self.roles["actor"].shipments
-        scored = shipments.pop(("scored", step, chunk)).columns
-        reference = shipments.pop(("reference_logprobs", step, chunk)).columns
-        lengths = scored["lengths"].tolist()
-        tokens, logprobs = scored["tokens"].split(lengths), scored["rollout_logprobs"].split(lengths)
-        judged = reference["reference_logprobs"].split(lengths)
-        for i, (sample, reward) in enumerate(
-            zip(scored["sample_ids"].tolist(), scored["rewards"].tolist(), strict=True)
-        ):
+        scored = shipments.pop(("scored", step, chunk)).experience
+        reference = shipments.pop(("reference_logprobs", step, chunk)).experience
+        lengths = scored.lengths.tolist()
+        tokens, logprobs = scored.tokens.split(lengths), scored.rollout_logprobs.split(lengths)
+        judged = reference.reference_logprobs.split(lengths)
+        for i, (sample, reward) in enumerate(zip(scored.sample_ids.tolist(), scored.rewards.tolist(), strict=True)):
             assert str(sample) not in self.received
             self.received[str(sample)] = [[step, chunk, reward], *(x[i].tolist() for x in (tokens, logprobs, judged))]
 

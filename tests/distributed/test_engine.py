@@ -26,6 +26,6 @@ def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
         for generated, expected in zip(results, [*single, single[-1]] * len(SIZES), strict=True):
             for done, reference in zip(generated, expected, strict=True):
                 assert done["tokens"] == reference["tokens"]
-                assert done["finish_reason"] == reference["finish_reason"]
+                assert done["status"] == reference["status"]
                 assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=2e-5)
     assert all(results == by_rank[0] for results in by_rank)

@@ -16,7 +16,11 @@ def test_the_second_rank_sees_what_the_first_sees() -> None:
             for place, (token, version) in enumerate(zip(done["tokens"], done["policy_versions"], strict=True)):
                 assert token == next_token([*prompt, *done["tokens"][:place]], version)
             assert len(done["logprobs"]) == len(done["tokens"])
-    assert any(request["drawn"] and request["drawn"]["tokens"] for request in first["suspended"])
+    assert any(sample["tokens"] for sample in first["suspended"])
+    finished = {done["id"]: done for done in first["interrupted"]}
+    for sample in first["suspended"]:
+        mask = finished[sample["id"]]["loss_mask"]
+        assert mask == [False] * len(sample["tokens"]) + [True] * (len(mask) - len(sample["tokens"]))
     assert {1, 2} >= set(first["update"][-1]["policy_versions"])
     num_unfinished, num_restarts, version, num_advances = first["facts"]
     assert (num_unfinished, num_restarts, version) == (0, 2, 2)

@@ -25,8 +25,9 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.embedded.engine import allocate_parameters
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
@@ -203,7 +204,7 @@ def _take_turns(
 
     def note(moment: str) -> None:
         sampling = SamplingParams(0.0, 1.0, 0, NUM_TOKENS, ())
-        [completion] = engine.generate([Request(id=len(responses), prompt=tuple(PROMPT), seed=0)], sampling)
+        [completion] = engine.generate([Sample(id=len(responses), prompt=tuple(PROMPT), seed=0)], sampling)
         responses[moment] = [*completion.tokens], [*completion.logprobs], [*completion.policy_versions]
         used[moment] = used_bytes(host.device)
 

@@ -8,7 +8,8 @@ import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.recording import CudaGraphs
-from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -38,11 +39,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
-def bits(completions: list[Completion]) -> list[tuple[int, list[int], list[float], str]]:
-    return [(done.id, list(done.tokens), list(done.logprobs), done.finish_reason) for done in completions]
+def bits(completions: list[Sample]) -> list[tuple[int, list[int], list[float], int]]:
+    return [(done.id, list(done.tokens), list(done.logprobs), done.status) for done in completions]
 
 
-def generate(engine: EmbeddedEngine, num_times: int = 3) -> list[list[Completion]]:
+def generate(engine: EmbeddedEngine, num_times: int = 3) -> list[list[Sample]]:
     return [engine.generate(ragged_requests(40), sampling) for _ in range(num_times) for sampling in SAMPLINGS]
 
 

@@ -15,7 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
@@ -120,9 +121,7 @@ def references(checkpoints: list[Path]) -> list[transformers.PreTrainedModel]:
 
 
 @torch.no_grad()
-def decode_with_cache(
-    models: Sequence[transformers.PreTrainedModel], request: Request
-) -> tuple[list[int], list[float]]:
+def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: Sample) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probs where `models[i]` draws token i on what those before it cached."""
     cache = transformers.DynamicCache()
     tokens: list[int] = []
@@ -136,7 +135,7 @@ def decode_with_cache(
     return tokens, logprobs
 
 
-def assert_greedy(request: Request, done: Completion, models: Sequence[transformers.PreTrainedModel]) -> None:
+def assert_greedy(request: Sample, done: Sample, models: Sequence[transformers.PreTrainedModel]) -> None:
     """Every token is that of the model of its version."""
     assert len(done.policy_versions) == len(done.tokens)
     tokens, logprobs = decode_with_cache([models[version] for version in done.policy_versions], request)
@@ -144,8 +143,8 @@ def assert_greedy(request: Request, done: Completion, models: Sequence[transform
     assert list(done.logprobs) == pytest.approx(logprobs, abs=TOLERANCE)
 
 
-def drain(engine: SGLangEngine) -> dict[int, Completion]:
-    completions: dict[int, Completion] = {}
+def drain(engine: SGLangEngine) -> dict[int, Sample]:
+    completions: dict[int, Sample] = {}
     deadline = time.monotonic() + LIMIT_S
     while engine.num_unfinished:
         assert time.monotonic() < deadline
@@ -157,7 +156,7 @@ def test_greedy_equals_transformers(rig: Rig, references: list[transformers.PreT
     requests = ragged_requests(2 * NUM_SLOTS + 3)
     for request, done in zip(requests, rig.engine.generate(requests, GREEDY), strict=True):
         assert_greedy(request, done, references)
-        assert (len(done.tokens), done.finish_reason) == (24, "length")
+        assert (len(done.tokens), done.status) == (24, Status.TRUNCATED)
 
 
 @pytest.mark.parametrize("truncation", [(1.0, 0), (0.7, 0), (1.0, 5), (0.8, 5)])
@@ -184,7 +183,7 @@ def test_samples_of_one_prompt_differ_and_follow_the_models_distribution(
 ) -> None:
     prompt, count = ragged_requests(3)[2].prompt, 1500
     sampling = SamplingParams(1.0, 1.0, 0, 1, ())
-    drawn = rig.engine.generate([Request(i, prompt, seed=i) for i in range(count)], sampling)
+    drawn = rig.engine.generate([Sample(i, prompt, seed=i) for i in range(count)], sampling)
     counts = torch.tensor([done.tokens[0] for done in drawn]).bincount(minlength=VOCAB_SIZE).double()
     with torch.no_grad():
         expected = count * torch.softmax(references[0](torch.tensor([prompt])).logits[0, -1].double(), -1)
@@ -200,13 +199,13 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(rig: Rig) -> None:
     free = rig.engine.generate(requests, GREEDY)
     drawn = [token for done in free for token in done.tokens[2:20]]
     stops = (max(set(drawn), key=drawn.count), drawn[0])
-    reasons = set()
+    statuses = set()
     for whole, done in zip(free, rig.engine.generate(requests, replace(GREEDY, stop_token_ids=stops)), strict=True):
         ends = [place for place, token in enumerate(whole.tokens, 1) if token in stops]
         assert list(done.tokens) == list(whole.tokens)[: min(ends, default=24)]
-        assert done.finish_reason == ("stop" if ends else "length")
-        reasons.add(done.finish_reason)
-    assert "stop" in reasons
+        assert done.status == (Status.STOPPED if ends else Status.TRUNCATED)
+        statuses.add(done.status)
+    assert Status.STOPPED in statuses
 
 
 def test_stop_strings_end_a_response_where_the_text_first_contains_one(rig: Rig) -> None:
@@ -218,14 +217,14 @@ def test_stop_strings_end_a_response_where_the_text_first_contains_one(rig: Rig)
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         assert tokenizer.decode(list(done.tokens)) == text[: min(ends, default=24)]
         assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
-        assert done.finish_reason == ("stop" if ends else "length")
+        assert done.status == (Status.STOPPED if ends else Status.TRUNCATED)
 
 
 def test_responses_end_at_the_context_limit(rig: Rig, references: list[transformers.PreTrainedModel]) -> None:
     requests = [replace(request, prompt=(request.prompt * 256)[: 256 - left]) for left, request in
                 enumerate(ragged_requests(5), start=1)]  # fmt: skip
     for left, (request, done) in enumerate(zip(requests, rig.engine.generate(requests, GREEDY), strict=True), start=1):
-        assert (len(done.tokens), done.finish_reason) == (left, "length")
+        assert (len(done.tokens), done.status) == (left, Status.TRUNCATED)
         assert_greedy(request, done, references)
 
 
@@ -239,7 +238,7 @@ def test_suspended_responses_go_on_where_they_stopped(rig: Rig, references: list
             done_before |= {done.id: done for done in rig.engine.step()}
         suspended = rig.engine.suspend()
         assert rig.engine.num_unfinished == 0
-        assert any(request.drawn and len(request.drawn.tokens) < 200 for request in suspended)
+        assert any(0 < len(request.tokens) < 200 for request in suspended)
         rig.engine.release_cache()
         rig.engine.submit(suspended, LONG)
     completions = done_before | drain(rig.engine)
@@ -253,10 +252,9 @@ def test_a_stop_string_is_found_across_a_suspension(rig: Rig) -> None:
     [free] = rig.engine.generate([request], GREEDY)
     stop = tokenizer.decode(list(free.tokens[5:9]))
     [half] = rig.engine.generate([request], replace(GREEDY, max_response_tokens=7))
-    drawn = PartialResponse(tuple(half.tokens), tuple(half.logprobs), tuple(half.policy_versions))
-    [done] = rig.engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
+    [done] = rig.engine.generate([half.first(7)], replace(GREEDY, stop=(stop,)))
     assert list(done.tokens) == list(free.tokens[:9])
-    assert done.finish_reason == "stop"
+    assert done.status == Status.STOPPED
 
 
 def test_every_token_has_the_version_of_the_weights_that_drew_it(

@@ -11,7 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rltrain.errors import EngineLost
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
 
 VOCAB_SIZE = 50
@@ -28,7 +29,7 @@ def logprob_of(token: int, version: int) -> float:
     return -(token + 1) / 64 - version / 8
 
 
-def expected_tokens(request: Request, sampling: SamplingParams, version: int = 0) -> list[int]:
+def expected_tokens(request: Sample, sampling: SamplingParams, version: int = 0) -> list[int]:
     """The response that a fake server of one version gives, by the same rule but nothing else of it."""
     tokens: list[int] = []
     while len(tokens) < sampling.max_response_tokens:

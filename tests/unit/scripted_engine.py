@@ -1,24 +1,23 @@
-"""An engine without a model: every request draws as many tokens as a script says, one per step."""
+"""An engine without a model: every sample draws as many tokens as a script says, one per step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rltrain.errors import SyncError
-from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
-
-NOTHING = PartialResponse((), (), ())
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 
 
 class ScriptedEngine:
-    """`length_of(request id)` is the length of its response. Token t of a request is 1000 * id + t."""
+    """`length_of(sample id)` is the length of its response. Token t of a sample is 1000 * id + t."""
 
     def __init__(self, length_of: Callable[[int], int], num_slots: int = 4) -> None:
         self.length_of, self.num_slots = length_of, num_slots
         self.policy_version: int | None = 0
-        self.unfinished: list[Request] = []
+        self.unfinished: list[Sample] = []
         self.num_steps = 0
         self.started: list[int] = []
-        """Ids of the requests submitted, again whenever they come back."""
+        """Ids of the samples submitted, again whenever they come back."""
 
     @property
     def num_unfinished(self) -> int:
@@ -31,37 +30,33 @@ class ScriptedEngine:
     def begin_update(self) -> None:
         self.policy_version = None
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        ids = [request.id for request in (*self.unfinished, *requests)]
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
+        ids = [sample.id for sample in (*self.unfinished, *samples)]
         assert len(set(ids)) == len(ids), f"submitted twice: {ids}"
-        self.started += [request.id for request in requests]
-        self.unfinished += requests
+        assert not any(sample.is_finished for sample in samples)
+        self.started += [sample.id for sample in samples]
+        self.unfinished += samples
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Sample]:
         if self.policy_version is None:
             raise SyncError("the weights are incomplete")
         self.num_steps += 1
-        running = [self._draw(request) for request in self.unfinished[: self.num_slots]]
+        running = [self._draw(sample) for sample in self.unfinished[: self.num_slots]]
         self.unfinished[: self.num_slots] = running
-        done = [request for request in running if len(request.drawn.tokens) == self.length_of(request.id)]
-        self.unfinished = [request for request in self.unfinished if request not in done]
-        return [Completion(request.id, **vars(request.drawn), finish_reason="stop") for request in done]
+        done = [sample for sample in running if len(sample.tokens) == self.length_of(sample.id)]
+        self.unfinished = [sample for sample in self.unfinished if sample not in done]
+        return [replace(sample, status=Status.STOPPED) for sample in done]
 
-    def suspend(self) -> list[Request]:
+    def suspend(self) -> list[Sample]:
         suspended, self.unfinished = self.unfinished, []
         return suspended
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
         raise NotImplementedError("nothing under test calls it")
 
     def release_cache(self) -> None:
         assert not self.unfinished
 
-    def _draw(self, request: Request) -> Request:
-        drawn = request.drawn or NOTHING
-        token = 1000 * request.id + len(drawn.tokens)
+    def _draw(self, sample: Sample) -> Sample:
         assert self.policy_version is not None
-        grown = PartialResponse(
-            (*drawn.tokens, token), (*drawn.logprobs, -0.5), (*drawn.policy_versions, self.policy_version)
-        )
-        return replace(request, drawn=grown)
+        return sample.drawn([1000 * sample.id + len(sample.tokens)], [-0.5], [self.policy_version])

@@ -105,5 +105,5 @@ def test_a_token_that_the_engine_held_impossible_weighs_the_cap() -> None:
 def test_a_missing_field_is_named() -> None:
     columns = packed_experience([(1, 2)]).columns()
     del columns["actor_logprobs"]
-    with pytest.raises(ValueError, match="needs actor_logprobs"):
+    with pytest.raises(ValueError, match="no actor_logprobs in"):
         importance_weights(Experience(**columns), 2.0)

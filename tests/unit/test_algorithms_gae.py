@@ -91,7 +91,7 @@ def test_no_samples() -> None:
 def test_a_missing_field_is_named(missing: str) -> None:
     whole = packed_experience([(1, 2)])
     columns = {name: value for name, value in whole.columns().items() if name != missing}
-    with pytest.raises(ValueError, match="GAE needs rewards and values"):
+    with pytest.raises(ValueError, match=f"no {missing} in this experience"):
         with_gae(Experience(**columns), gamma=1.0, lam=1.0)
 
 

@@ -296,7 +296,7 @@ def test_a_missing_field_is_named() -> None:
     experience = make_experience(1, [1], [2])
     values = {name: getattr(experience, name) for name in experience.present() if name != "actor_logprobs"}
     logprobs, entropy = current_values(experience)
-    with pytest.raises(ValueError, match="needs actor_logprobs"):
+    with pytest.raises(ValueError, match="no actor_logprobs in"):
         policy_loss(schema.Loss(), 8)(Experience(**values), logprobs, entropy)
 
 

@@ -109,5 +109,5 @@ def test_equal_returns_leave_no_variance_to_explain(target: float) -> None:
 def test_a_missing_field_is_named() -> None:
     columns = packed_experience([(1, 2)]).columns()
     del columns["returns"]
-    with pytest.raises(ValueError, match="needs returns"):
+    with pytest.raises(ValueError, match="no returns in"):
         value_loss(None)(Experience(**columns), torch.zeros(3))

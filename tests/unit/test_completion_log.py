@@ -26,7 +26,7 @@ def group(position: int) -> Finished:
 
 
 def test_a_chunk_is_full_with_its_last_ticket(store):
-    completion_log = CompletionLog(store, per_chunk=2, num_readers=1)
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
     completion_log.add("step 0", group(5))
     assert not completion_log.is_full("step 0", 0) and completion_log.read("step 0", 0) is None
     completion_log.add("step 0", group(3))
@@ -35,7 +35,7 @@ def test_a_chunk_is_full_with_its_last_ticket(store):
 
 
 def test_logs_do_not_mix(store):
-    completion_log = CompletionLog(store, per_chunk=1, num_readers=1)
+    completion_log = CompletionLog(store, per_chunk=1, num_readers=1, chunks_per_log=99)
     completion_log.add("step 1", group(9))
     assert not completion_log.is_full("step 0", 0)
     completion_log.add("step 0", group(4))
@@ -45,7 +45,7 @@ def test_logs_do_not_mix(store):
 
 def test_a_drawn_ticket_may_still_have_to_be_written(store):
     """The counter comes first: who sees it full waits for the entry."""
-    completion_log = CompletionLog(store, per_chunk=2, num_readers=1)
+    completion_log = CompletionLog(store, per_chunk=2, num_readers=1, chunks_per_log=99)
     completion_log.add("step 0", group(0))
     completion_log.store.add("step 0/count", 1)
     assert completion_log.is_full("step 0", 0)
@@ -58,7 +58,7 @@ def test_a_rank_knows_of_its_own_tickets_without_looking(store, monkeypatch):
     """The store, in which others enter theirs, is looked into every few milliseconds at most."""
     now_s = 100.0
     monkeypatch.setattr(tickets_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    mine, others = (CompletionLog(store, per_chunk=1, num_readers=2) for _ in range(2))
+    mine, others = (CompletionLog(store, per_chunk=1, num_readers=2, chunks_per_log=99) for _ in range(2))
     assert not mine.is_full("run", 0), "just looked"
     mine.add("run", group(0))
     assert mine.is_full("run", 0) and not mine.is_full("run", 1)
@@ -72,7 +72,7 @@ def test_engines_that_finish_at_the_same_time_agree_on_every_chunk(store):
     num_ranks, per_chunk, num_chunks = 4, 3, 8
 
     def engine(rank: int, own: dist.Store) -> list[list[Finished]]:
-        completion_log = CompletionLog(own, per_chunk, num_readers=num_ranks)
+        completion_log = CompletionLog(own, per_chunk, num_readers=num_ranks, chunks_per_log=99)
         rng = random.Random(rank)
         for position in range(rank, per_chunk * num_chunks, num_ranks):
             completion_log.add("run", group(position))
@@ -89,7 +89,7 @@ def test_engines_that_finish_at_the_same_time_agree_on_every_chunk(store):
 
 
 def test_a_chunk_is_deleted_once_all_have_read_it(store):
-    first, second = (CompletionLog(store, per_chunk=1, num_readers=2) for _ in range(2))
+    first, second = (CompletionLog(store, per_chunk=1, num_readers=2, chunks_per_log=99) for _ in range(2))
     first.add("step 0", group(0))
     before = store.num_keys()
     assert first.read("step 0", 0) == [group(0)]

@@ -9,7 +9,8 @@ import transformers
 
 from rltrain.errors import ConfigError, DataError, DivergenceError
 from rltrain.rollout.embedded import generation
-from rltrain.rollout.engine import Completion, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 from tests.rollout_models import VOCAB_SIZE, load_engine, ragged_requests, write_checkpoint
 
 LOGPROB_TOLERANCE = 2e-5
@@ -24,18 +25,18 @@ def sampled(max_response_tokens: int = 16, stop_token_ids: tuple[int, ...] = (3,
     return SamplingParams(1.0, 1.0, 0, max_response_tokens, stop_token_ids)
 
 
-def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+def tokens_of(completions: Sequence[Sample]) -> list[list[int]]:
     return [list(completion.tokens) for completion in completions]
 
 
-def logprobs_of(completions: Sequence[Completion]) -> torch.Tensor:
+def logprobs_of(completions: Sequence[Sample]) -> torch.Tensor:
     return torch.tensor([value for completion in completions for value in completion.logprobs])
 
 
-def assert_same_completions(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+def assert_same_completions(left: Sequence[Sample], right: Sequence[Sample]) -> None:
     assert [completion.id for completion in left] == [completion.id for completion in right]
     assert tokens_of(left) == tokens_of(right)
-    assert [completion.finish_reason for completion in left] == [completion.finish_reason for completion in right]
+    assert [completion.status for completion in left] == [completion.status for completion in right]
     torch.testing.assert_close(logprobs_of(left), logprobs_of(right), atol=LOGPROB_TOLERANCE, rtol=0)
 
 
@@ -43,7 +44,7 @@ def hf_model(path: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def hf_greedy(model: transformers.PreTrainedModel, request: Request, sampling: SamplingParams) -> list[int]:
+def hf_greedy(model: transformers.PreTrainedModel, request: Sample, sampling: SamplingParams) -> list[int]:
     prompt = torch.tensor([request.prompt])
     sequence = model.generate(
         prompt,
@@ -58,7 +59,7 @@ def hf_greedy(model: transformers.PreTrainedModel, request: Request, sampling: S
 
 @torch.no_grad()
 def hf_logprobs(
-    model: transformers.PreTrainedModel, request: Request, completion: Completion, temperature: float = 1.0
+    model: transformers.PreTrainedModel, request: Sample, completion: Sample, temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probs of the completion's tokens by one forward pass over the whole sequence."""
     tokens = torch.tensor([[*request.prompt, *completion.tokens]])
@@ -67,7 +68,7 @@ def hf_logprobs(
 
 
 def assert_logprobs_match(
-    path: Path, requests: Sequence[Request], completions: Sequence[Completion], temperature: float = 1.0
+    path: Path, requests: Sequence[Sample], completions: Sequence[Sample], temperature: float = 1.0
 ) -> None:
     model = hf_model(path)
     pairs = zip(requests, completions, strict=True)
@@ -91,9 +92,9 @@ def test_greedy_equals_transformers(tmp_path: Path, family: str, tied: bool) -> 
     stopped = engine.generate(requests, sampling)
     assert tokens_of(free) == [hf_greedy(model, request, greedy()) for request in requests]
     assert tokens_of(stopped) == [hf_greedy(model, request, sampling) for request in requests]
-    reasons = ["stop" if done.tokens[-1] in sampling.stop_token_ids else "length" for done in stopped]
-    assert [done.finish_reason for done in stopped] == reasons
-    assert "stop" in reasons
+    ends = [done.tokens[-1] in sampling.stop_token_ids for done in stopped]
+    assert [done.status for done in stopped] == [Status.STOPPED if end else Status.TRUNCATED for end in ends]
+    assert any(ends)
     assert_logprobs_match(path, requests, stopped)
 
 
@@ -162,7 +163,7 @@ def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeyp
 def test_samples_of_one_prompt_differ_by_seed_and_match_single_draws(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3, max_running_requests=5)
     prompts = [request.prompt for request in ragged_requests(3)]
-    requests = [Request(index, prompts[index // 4], seed=index) for index in range(12)]
+    requests = [Sample(index, prompts[index // 4], seed=index) for index in range(12)]
     together = engine.generate(requests, sampled())
     assert_same_completions([engine.generate([request], sampled())[0] for request in requests], together)
     assert len({tuple(done.tokens) for done in together[:4]}) > 1
@@ -171,7 +172,7 @@ def test_samples_of_one_prompt_differ_by_seed_and_match_single_draws(qwen3: Path
 def test_first_tokens_follow_the_models_distribution(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3)
     prompt, count = ragged_requests(3)[2].prompt, 4000
-    completions = engine.generate([Request(i, prompt, seed=i) for i in range(count)], sampled(1))
+    completions = engine.generate([Sample(i, prompt, seed=i) for i in range(count)], sampled(1))
     counts = torch.tensor([done.tokens[0] for done in completions]).bincount(minlength=VOCAB_SIZE).double()
     with torch.no_grad():
         expected = count * torch.softmax(hf_model(qwen3)(torch.tensor([prompt])).logits[0, -1].double(), -1)
@@ -215,14 +216,14 @@ def test_responses_end_at_the_context_limit(qwen3: Path) -> None:
     for request, short, full in zip(requests, limited, free, strict=True):
         limit = min(16, 20 - len(request.prompt))
         assert list(short.tokens) == list(full.tokens)[:limit]
-        assert short.finish_reason == "length"
+        assert short.status == Status.TRUNCATED
 
 
 @pytest.mark.parametrize("num_tokens", [0, 20, 21])
 def test_prompts_that_leave_no_room_are_refused(qwen3: Path, num_tokens: int) -> None:
     engine, _ = load_engine(qwen3, max_context_tokens=20)
-    with pytest.raises(DataError, match=rf"request 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
-        engine.generate([Request(4, (1,) * num_tokens, 0)], greedy())
+    with pytest.raises(DataError, match=rf"sample 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
+        engine.generate([Sample(4, (1,) * num_tokens, 0)], greedy())
 
 
 class LetterTokenizer:
@@ -242,7 +243,7 @@ def test_stop_strings_end_a_response_where_the_text_first_contains_one(qwen3: Pa
     for text, done in zip(texts, engine.generate(requests, sampling), strict=True):
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         assert LetterTokenizer().decode(done.tokens) == text[: min(ends, default=16)]
-        assert done.finish_reason == ("stop" if ends else "length")
+        assert done.status == (Status.STOPPED if ends else Status.TRUNCATED)
 
 
 def test_stop_strings_need_a_tokenizer(qwen3: Path) -> None:

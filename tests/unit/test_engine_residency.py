@@ -9,7 +9,8 @@ from rltrain.config.schema import SGLang
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.residency import Residency
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.build import parts_of_server
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
@@ -49,9 +50,9 @@ def engine(server: FakeServer) -> Iterator[SGLangEngine]:
     engine.close()
 
 
-def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residency, list[Request]]:
+def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residency, list[Sample]]:
     """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
-    suspended: list[Request] = []
+    suspended: list[Sample] = []
 
     def leave() -> None:
         suspended.extend(engine.suspend())
@@ -83,7 +84,7 @@ def test_a_step_of_a_colocated_server(engine: SGLangEngine, server: FakeServer) 
     assert moves(server)[:2] == ["resume weights", "sync"], "keys and values have no room beside the actor"
     residency.enter(1)
     assert moves(server) == ["resume kv_cache+cuda_graph"]
-    engine.submit([Request(7, (1, 2, 3), seed=0)], SamplingParams(1.0, 1.0, 0, 400, ()))
+    engine.submit([Sample(7, (1, 2, 3), seed=0)], SamplingParams(1.0, 1.0, 0, 400, ()))
     engine.step()
     residency.enter(2)
     asked = moves(server)

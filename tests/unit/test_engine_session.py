@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rltrain.errors import DivergenceError, SyncError
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.model import EngineModel
-from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 16, ())
@@ -33,29 +34,29 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(qwen3: Path) -> dict[int, Completion]:
+def uninterrupted(qwen3: Path) -> dict[int, Sample]:
     """By id, what each of `ragged_requests` gives in one call."""
     return {done.id: done for done in load_engine(qwen3)[0].generate(ragged_requests(), SAMPLED)}
 
 
-def assert_same(done: Completion, expected: Completion) -> None:
+def assert_same(done: Sample, expected: Sample) -> None:
     assert list(done.tokens) == list(expected.tokens)
-    assert done.finish_reason == expected.finish_reason
+    assert done.status == expected.status
     assert done.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
-def steps(engine: EmbeddedEngine, count: int) -> list[Completion]:
+def steps(engine: EmbeddedEngine, count: int) -> list[Sample]:
     return [done for _ in range(count) for done in engine.step()]
 
 
-def drain(engine: EmbeddedEngine) -> list[Completion]:
+def drain(engine: EmbeddedEngine) -> list[Sample]:
     completions = []
     while engine.num_unfinished:
         completions += engine.step()
     return completions
 
 
-def test_a_step_draws_one_token_and_returns_what_it_finished(qwen3: Path, uninterrupted: dict[int, Completion]) -> None:
+def test_a_step_draws_one_token_and_returns_what_it_finished(qwen3: Path, uninterrupted: dict[int, Sample]) -> None:
     engine, _ = load_engine(qwen3)
     engine.submit(ragged_requests(), SAMPLED)
     for step in range(1, 17):
@@ -77,7 +78,7 @@ def test_requests_start_in_the_order_of_submission(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("max_running_requests", [3, 64])
 def test_requests_that_come_while_others_run_change_nothing(
-    qwen3: Path, uninterrupted: dict[int, Completion], max_running_requests: int
+    qwen3: Path, uninterrupted: dict[int, Sample], max_running_requests: int
 ) -> None:
     engine, _ = load_engine(qwen3, max_running_requests=max_running_requests)
     completions = []
@@ -104,7 +105,7 @@ def test_free_slots_are_those_that_nothing_will_take(qwen3: Path) -> None:
 
 @pytest.mark.parametrize(("num_steps", "max_running_requests"), [(0, 64), (1, 3), (4, 64), (9, 3)])
 def test_suspended_responses_continue_as_if_never_stopped(
-    qwen3: Path, uninterrupted: dict[int, Completion], num_steps: int, max_running_requests: int
+    qwen3: Path, uninterrupted: dict[int, Sample], num_steps: int, max_running_requests: int
 ) -> None:
     engine, _ = load_engine(qwen3, max_running_requests=max_running_requests)
     requests = ragged_requests()
@@ -115,20 +116,18 @@ def test_suspended_responses_continue_as_if_never_stopped(
     ids = [done.id for done in finished]
     assert [request.id for request in suspended] == [request.id for request in requests if request.id not in ids]
     for request in suspended:
-        drawn = request.drawn or PartialResponse((), (), ())
         expected = uninterrupted[request.id]
-        assert list(drawn.tokens) == list(expected.tokens)[: len(drawn.tokens)]
-        assert len(drawn.tokens) == num_steps or max_running_requests == 3
+        assert list(request.tokens) == list(expected.tokens)[: len(request.tokens)]
+        assert len(request.tokens) == num_steps or max_running_requests == 3
     engine.release_cache()
     resumed = engine.generate(suspended, SAMPLED)
     for done in finished + resumed:
         assert_same(done, uninterrupted[done.id])
     for request, done in zip(suspended, resumed, strict=True):
-        drawn = request.drawn or PartialResponse((), (), ())
-        assert tuple(done.logprobs)[: len(drawn.logprobs)] == drawn.logprobs
+        assert tuple(done.logprobs)[: len(request.logprobs)] == request.logprobs
 
 
-def test_a_suspended_response_continues_in_another_engine(qwen3: Path, uninterrupted: dict[int, Completion]) -> None:
+def test_a_suspended_response_continues_in_another_engine(qwen3: Path, uninterrupted: dict[int, Sample]) -> None:
     first, _ = load_engine(qwen3)
     first.submit(ragged_requests(), SAMPLED)
     finished = steps(first, 3)
@@ -143,7 +142,7 @@ ACTIONS = st.sampled_from(["submit", "step", "step", "step", "suspend", "release
 @settings(max_examples=8)
 @given(actions=st.lists(ACTIONS, max_size=25), max_running_requests=st.integers(1, 9))
 def test_no_history_loses_repeats_or_changes_a_response(
-    qwen3: Path, uninterrupted: dict[int, Completion], actions: Sequence[str], max_running_requests: int
+    qwen3: Path, uninterrupted: dict[int, Sample], actions: Sequence[str], max_running_requests: int
 ) -> None:
     engine, _ = load_engine(qwen3, max_running_requests=max_running_requests)
     waiting, completions = ragged_requests(), []
@@ -172,7 +171,7 @@ def test_no_history_loses_repeats_or_changes_a_response(
 
 
 @torch.no_grad()
-def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: Request) -> list[int]:
+def decode_with_cache(models: Sequence[transformers.PreTrainedModel], request: Sample) -> list[int]:
     """Greedy tokens where `models[i]` draws token i, on the keys and values that those before it computed."""
     cache = transformers.DynamicCache()
     tokens, fed = [], torch.tensor([request.prompt])
@@ -252,7 +251,7 @@ def test_a_stop_string_is_found_across_a_suspension(qwen3: Path, num_steps: int)
     assert steps(engine, num_steps) == []
     [done] = engine.generate(engine.suspend(), sampling)
     assert LetterTokenizer().decode(done.tokens) == text[:6]
-    assert done.finish_reason == "stop"
+    assert done.status == Status.STOPPED
 
 
 def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +264,7 @@ def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.Monke
         lambda self, tokens, *rest: (widths.append(len(tokens)), fill_cache(self, tokens, *rest)),
     )
     prompt = ragged_requests(4)[3].prompt
-    engine.submit([Request(number, prompt, seed=number) for number in range(5)], SAMPLED)
+    engine.submit([Sample(number, prompt, seed=number) for number in range(5)], SAMPLED)
     engine.step()
     assert widths == [len(prompt) - 1]
 
@@ -277,7 +276,7 @@ def test_equal_contexts_are_computed_once(qwen3: Path, monkeypatch: pytest.Monke
         (lambda r: ([r[3], r[3]], GREEDY), "equal ids"),
         (lambda r: ([r[3]], SAMPLED), "unfinished"),
         (
-            lambda r: ([r[3], replace(r[4], drawn=PartialResponse((1,) * 16, (0.0,) * 16, (0,) * 16))], GREEDY),
+            lambda r: ([r[3], r[4].drawn((1,) * 16, (0.0,) * 16, (0,) * 16)], GREEDY),
             "fewer than the 16",
         ),
     ],
@@ -295,16 +294,16 @@ def test_a_refused_submission_queues_nothing(qwen3: Path, change, message: str) 
 def test_generate_and_release_need_an_idle_engine(qwen3: Path) -> None:
     engine, _ = load_engine(qwen3)
     engine.submit(ragged_requests(2), GREEDY)
-    with pytest.raises(ValueError, match=r"generate with 2 requests unfinished.*suspend"):
+    with pytest.raises(ValueError, match=r"generate with 2 samples unfinished.*suspend"):
         engine.generate(ragged_requests(4)[2:], GREEDY)
-    with pytest.raises(ValueError, match=r"release_cache with 2 requests unfinished.*suspend"):
+    with pytest.raises(ValueError, match=r"release_cache with 2 samples unfinished.*suspend"):
         engine.release_cache()
     assert len(drain(engine)) == 2
     engine.submit(ragged_requests(2), SAMPLED)  # another sampling, once nothing is unfinished
 
 
 @pytest.mark.parametrize("action", ["step", "suspend"])
-def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[int, Completion], action: str) -> None:
+def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[int, Sample], action: str) -> None:
     engine, parameters = load_engine(qwen3)
     weight = parameters["model.layers.0.self_attn.qkv_proj.weight"]
     intact = weight.clone()
@@ -322,5 +321,5 @@ def test_divergence_leaves_nothing_unfinished(qwen3: Path, uninterrupted: dict[i
 
 
 def test_drawn_names_what_does_not_fit_together() -> None:
-    with pytest.raises(ValueError, match="2 tokens, 1 logprobs and 2 policy_versions"):
-        PartialResponse((1, 2), (0.5,), (0, 0))
+    with pytest.raises(ValueError, match="2 tokens, 1 logprobs, 2 policy_versions and 2 entries of loss_mask"):
+        ragged_requests(1)[0].drawn((1, 2), (0.5,), (0, 0))

@@ -1,11 +1,12 @@
 """Experience: selecting and joining samples, their assignment to replicas, and their encoding as bytes."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.data.assignment import assign_groups, mini_batch_of
-from rltrain.data.experience import FIELDS, Experience, join, take
+from rltrain.data.experience import Experience, join
 from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
 
 
@@ -40,28 +41,51 @@ def test_take_keeps_each_sample_whole(lengths, data):
 
 @given(sample_lengths, st.data())
 def test_parts_join_to_the_whole(lengths, data):
-    columns = make_experience(lengths).columns()
+    whole = make_experience(lengths)
     cut = data.draw(st.integers(0, len(lengths)))
-    parts = [take(columns, torch.arange(cut)), take(columns, torch.arange(cut, len(lengths)))]
-    assert all(torch.equal(value, columns[name]) for name, value in join(parts).items())
+    joined = join([whole.select(torch.arange(cut)), whole.select(torch.arange(cut, len(lengths)))])
+    assert joined.present() == whole.present()
+    assert all(torch.equal(value, getattr(whole, name)) for name, value in joined.columns().items())
+
+
+def test_a_field_that_is_not_there_is_named():
+    part = make_experience([3, 4]).only(("group_ids", "lengths", "tokens"))
+    assert part.present() == ("group_ids", "lengths", "tokens")
+    assert not part.has("rewards")
+    with pytest.raises(ValueError, match="no rewards in this experience; present: group_ids, lengths, tokens"):
+        _ = part.rewards
+    with pytest.raises(ValueError, match="no rewards"):
+        part.only(("group_ids", "lengths", "rewards"))
+    assert not hasattr(part, "reward"), "no field at all"
+    assert part.select(torch.tensor([1])).present() == part.present()
+
+
+def test_fields_of_other_samples_are_not_taken():
+    whole = make_experience([3, 4])
+    other = make_experience([3, 4], [1, 0]).with_fields(values=torch.zeros(7))
+    with pytest.raises(AssertionError, match="assignment of groups"):
+        whole.with_fields_of(other)
+    taken = whole.with_fields_of(other.with_fields(group_ids=whole.group_ids))
+    assert taken.present() == (*whole.present(), "values")
 
 
 @given(sample_lengths, st.lists(st.integers(0, 100), min_size=1, max_size=6))
 def test_a_message_decodes_to_what_was_encoded(lengths, group_tokens):
-    columns = make_experience(lengths).columns()
-    shipment = Shipment(columns, torch.tensor(group_tokens))
-    fields = tuple(name for name in FIELDS if name in columns)
+    shipment = Shipment(make_experience(lengths), torch.tensor(group_tokens))
+    fields = shipment.experience.present()
     header, body = encode(shipment, fields)
     assert len(body) == body_bytes(header, fields)
     received = decode(header, body, fields)
     assert torch.equal(received.group_tokens, shipment.group_tokens)
-    assert all(torch.equal(received.columns[name], columns[name]) for name in fields)
+    assert received.experience.present() == fields
+    for name in fields:
+        assert torch.equal(getattr(received.experience, name), getattr(shipment.experience, name))
 
 
 def test_a_message_without_samples_still_says_how_many_groups_there_are():
-    nothing = take(make_experience([3]).columns(), torch.empty(0, dtype=torch.int64))
-    header, body = encode(Shipment(nothing, torch.tensor([5, 6])), tuple(nothing))
-    assert decode(header, body, tuple(nothing)).group_tokens.tolist() == [5, 6]
+    nothing = make_experience([3]).select(torch.empty(0, dtype=torch.int64))
+    header, body = encode(Shipment(nothing, torch.tensor([5, 6])), nothing.present())
+    assert decode(header, body, nothing.present()).group_tokens.tolist() == [5, 6]
 
 
 @given(st.lists(st.integers(1, 100), min_size=4, max_size=40), st.integers(1, 4))

@@ -6,21 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
-from rltrain.rollout.stream.generation_loop import ChunkTarget, GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
+from rltrain.rollout.stream.generation_loop import GenerationLoop
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import Hand
+from rltrain.rollout.stream.stream_rules import StreamRules
 from tests.unit.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
 from tests.unit.test_groups import prompt_groups
 
 NUM_SAMPLES = 2
-Chunk = tuple[list[Finished], list[FinishedGroup]]
+Chunk = tuple[list[Finished], list[SampleGroup]]
 
 
 @pytest.fixture
@@ -49,8 +51,24 @@ class Setting:
     versions: list[int] = field(default_factory=list)
     """Taken by `sync`, one after the other, as soon as they are there."""
 
+    num_steps: int = 1
     first_step: int = 0
     """Of those that are drawn here."""
+    ahead: int = 0
+    """Groups of the next steps that may be begun."""
+    max_staleness: int | None = None
+
+    @property
+    def rules(self) -> StreamRules:
+        return StreamRules(
+            self.num_steps * self.per_step,
+            self.per_step,
+            self.num_chunks,
+            "run" if self.partial else None,
+            self.first_step,
+            self.ahead,
+            self.max_staleness,
+        )
 
     def drawing(self, engine: int, store: dist.Store, hand: Hand = Hand()) -> GenerationLoop:  # noqa: B008 - it is frozen
         groups = prompt_groups(self.length_of, NUM_SAMPLES, self.num_slots)
@@ -64,42 +82,28 @@ class Setting:
         drawing = GenerationLoop(
             groups,
             deal,
-            CompletionLog(store, self.per_step // self.num_chunks, num_readers=self.num_engines),
+            CompletionLog(store, self.rules.per_chunk, self.num_engines, self.rules.chunks_per_log),
             LeaderDecisions(None),
             ShortPatience(),
+            SimpleNamespace(advance=lambda: time.sleep(self.step_s(engine))),
+            self.rules,
             ranks=[other for other in range(self.num_engines) if other != engine],
-            log_of=lambda position: self.log(position // self.per_step, 0)[0],
-            sync_is_due=lambda: bool(self.versions),
-            sync=sync,
-            advance=lambda: time.sleep(self.step_s(engine)),
+            in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),
         )
         drawing.resume(hand.carried)
         return drawing
 
-    def log(self, step: int, chunk: int) -> tuple[str, int]:
-        if self.partial:
-            return "run", (step - self.first_step) * self.num_chunks + chunk
-        return f"step {step}", chunk
-
-    def chunk_target(self, step: int, chunk: int = 0, ahead: int = 0) -> ChunkTarget:
-        return ChunkTarget(*self.log(step, chunk), max_position=lambda: (step + 1) * self.per_step + ahead)
-
-    def run(self, store: dist.TCPStore, num_steps: int, ahead: int = 0) -> list[list[Chunk]]:
-        """By engine, what it got of every chunk of every step; `ahead` groups may be begun before their step."""
+    def run(self, store: dist.TCPStore) -> list[list[Chunk]]:
+        """By engine, what it got of every chunk of every step."""
 
         def engine(rank: int, own: dist.Store) -> list[Chunk]:
             drawing = self.drawing(rank, own)
-            last = num_steps * self.per_step
-            return [
-                drawing.run(self.chunk_target(step, chunk, min(ahead, last - (step + 1) * self.per_step)))
-                for step in range(num_steps)
-                for chunk in range(self.num_chunks)
-            ]
+            return [drawing.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
 
         return on_ranks(store, engine, self.num_engines)
 
 
-def positions(groups: list[Finished] | list[FinishedGroup]) -> list[int]:
+def positions(groups: list[Finished] | list[SampleGroup]) -> list[int]:
     return [group.position for group in groups]
 
 
@@ -115,12 +119,12 @@ def assert_all_drawn_once(by_engine: list[list[Chunk]], num_groups: int) -> None
     for entry in listed:
         group = held[entry.position]
         assert (entry.num_tokens, entry.num_response_tokens) == (group.num_tokens, group.num_response_tokens)
-        for completion in group.completions:
-            assert list(completion.tokens) == [1000 * completion.id + t for t in range(len(completion.tokens))]
+        for sample in group.samples:
+            assert list(sample.tokens) == [1000 * sample.id + t for t in range(len(sample.tokens))]
 
 
 def test_one_engine_draws_step_after_step(store):
-    chunks = Setting().run(store, num_steps=3)[0]
+    chunks = Setting(num_steps=3).run(store)[0]
     assert [positions(drawn) for _, drawn in chunks] == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
     assert_all_drawn_once([chunks], 18)
 
@@ -128,21 +132,21 @@ def test_one_engine_draws_step_after_step(store):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_engines_share_a_step_and_agree_on_its_chunks(store, shared, num_chunks):
-    setting = Setting(num_chunks=num_chunks, num_engines=2, shared=shared, step_s=lambda engine: 1e-4)
-    assert_all_drawn_once(setting.run(store, num_steps=4), 24)
+    setting = Setting(num_steps=4, num_chunks=num_chunks, num_engines=2, shared=shared, step_s=lambda engine: 1e-4)
+    assert_all_drawn_once(setting.run(store), 24)
 
 
 def test_chunks_come_in_the_order_of_completion(store):
     """Long responses do not hold up the chunks that are full without them."""
     length = {0: 30, 1: 1, 2: 9, 3: 3}
     setting = Setting(per_step=4, num_chunks=4, length_of=lambda number: length[number // 2], num_slots=8)
-    chunks = setting.run(store, num_steps=1)[0]
+    chunks = setting.run(store)[0]
     assert [positions(finished) for finished, _ in chunks] == [[1], [3], [2], [0]]
 
 
 def test_an_engine_that_holds_none_of_a_chunk_learns_of_it_all_the_same(store):
     setting = Setting(per_step=2, num_engines=2, shared=False, length_of=lambda number: 20 if number < 2 else 1)
-    (first, second) = setting.run(store, num_steps=1)
+    (first, second) = setting.run(store)
     assert positions(first[0][0]) == positions(second[0][0]) == [0, 1]
     assert (positions(first[0][1]), positions(second[0][1])) == ([0], [1])
 
@@ -155,50 +159,62 @@ def test_a_fast_engine_takes_prompts_from_a_slow_one(store):
         step_s=lambda engine: [5e-3, 5e-4][engine],
         num_slots=2,
     )
-    slow, fast = setting.run(store, num_steps=1)
+    slow, fast = setting.run(store)
     assert_all_drawn_once([slow, fast], 24)
     assert len(fast[0][1]) > 2 * len(slow[0][1])
 
 
 def test_slots_that_a_tail_leaves_idle_take_groups_of_the_next_step(store):
     """Group 0 is long; the groups of the next step are done before it and handed over in their own task."""
-    setting = Setting(per_step=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
+    setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
     drawing = setting.drawing(0, store)
-    finished, drawn = drawing.run(setting.chunk_target(0, ahead=2))
+    finished, drawn = drawing.run(0, 0)
     assert positions(drawn) == [0, 1]
     assert {*drawing.drawn} == {2, 3}, "done, and kept for their step"
     num_steps = drawing.groups.engine.num_steps
-    finished, drawn = drawing.run(setting.chunk_target(1))
+    finished, drawn = drawing.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
     assert drawing.groups.engine.num_steps == num_steps, "there was nothing left to decode"
     assert not drawing.drawn
 
 
 def test_no_group_is_begun_before_the_horizon_allows_it(store):
-    setting = Setting(per_step=2, length_of=lambda number: 30, num_slots=8)
+    setting = Setting(per_step=2, num_steps=2, length_of=lambda number: 30, num_slots=8)
     drawing = setting.drawing(0, store)
-    drawing.run(setting.chunk_target(0))
+    drawing.run(0, 0)
     assert {number // NUM_SAMPLES for number in drawing.groups.engine.started} == {0, 1}
 
 
 def test_the_horizon_may_move_while_a_task_runs(store):
     """It does when weights that are fresh enough for the next step come in flight."""
-    setting = Setting(per_step=2, length_of=lambda number: 200 if number < 2 else 1, num_slots=8)
+    setting = Setting(
+        per_step=2,
+        num_steps=2,
+        ahead=2,
+        max_staleness=0,
+        length_of=lambda number: 200 if number < 2 else 1,
+        num_slots=8,
+    )
     drawing = setting.drawing(0, store)
-    drawing.run(ChunkTarget("step 0", 0, max_position=lambda: 2 if drawing.groups.engine.num_steps < 50 else 4))
+    drawing.heartbeat.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
+    drawing.run(0, 0)
     assert drawing.groups.engine.started[:4] == [0, 1, 2, 3]
     assert sorted(drawing.groups.engine.started) == list(range(8))
+    versions = {sample.policy_versions for group in drawing.drawn.values() for sample in group.samples}
+    assert versions == {(1,)}, "begun before the weights were fresh enough"
 
 
 def test_a_partial_rollout_ends_with_enough_groups_and_goes_on_with_the_others(store):
-    setting = Setting(per_step=2, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8)
+    setting = Setting(
+        per_step=2, num_steps=3, ahead=1, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8
+    )
     drawing = setting.drawing(0, store)
-    finished, _ = drawing.run(setting.chunk_target(0, ahead=1))
+    finished, _ = drawing.run(0, 0)
     assert positions(finished) == [1, 2], "group 0 is not waited for"
     assert len(drawing.groups.begun) == 1
     drawing.groups.suspend()
-    assert positions(drawing.run(setting.chunk_target(1, ahead=1))[0]) == [3, 4]
-    assert positions(drawing.run(setting.chunk_target(2, ahead=0))[0]) == [0, 5]
+    assert positions(drawing.run(1, 0)[0]) == [3, 4]
+    assert positions(drawing.run(2, 0)[0]) == [0, 5]
     assert drawing.groups.engine.started.count(0) == 2, "continued once, not begun anew"
     assert len(drawing.groups.begun) == 0
 
@@ -207,28 +223,32 @@ def test_suspended_groups_go_on_also_where_no_new_ones_may_begin(store):
     """As after an evaluation in the middle of a step."""
     setting = Setting(per_step=2, num_chunks=2, length_of=lambda number: 9 if number < 2 else 1)
     drawing = setting.drawing(0, store)
-    assert positions(drawing.run(setting.chunk_target(0, chunk=0))[1]) == [1]
+    assert positions(drawing.run(0, 0)[1]) == [1]
     drawing.groups.suspend()
-    assert positions(drawing.run(setting.chunk_target(0, chunk=1))[1]) == [0]
+    assert positions(drawing.run(0, 1)[1]) == [0]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_over_many_partial_steps_nothing_is_lost_or_drawn_twice(store, num_engines):
-    setting = Setting(per_step=4, num_chunks=2, num_engines=num_engines, partial=True, step_s=lambda engine: 1e-4)
-    assert_all_drawn_once(setting.run(store, num_steps=12, ahead=3), 48)
+    setting = Setting(
+        per_step=4, num_steps=12, ahead=3, num_chunks=2, num_engines=num_engines, partial=True, step_s=lambda _: 1e-4
+    )
+    assert_all_drawn_once(setting.run(store), 48)
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_over_many_steps_with_look_ahead_nothing_is_lost_or_drawn_twice(store, num_engines):
-    setting = Setting(per_step=4, num_chunks=2, num_engines=num_engines, step_s=lambda engine: engine * 2e-4)
-    assert_all_drawn_once(setting.run(store, num_steps=12, ahead=4), 48)
+    setting = Setting(
+        per_step=4, num_steps=12, ahead=4, num_chunks=2, num_engines=num_engines, step_s=lambda engine: engine * 2e-4
+    )
+    assert_all_drawn_once(setting.run(store), 48)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("partial", [True, False])
 def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store, monkeypatch, shared, partial):
     """Tasks end and groups begin by what has been drawn, never by the clock: here it jumps at random."""
-    setting = Setting(per_step=4, num_chunks=2, partial=partial, shared=shared)
+    setting = Setting(per_step=4, num_steps=8, ahead=3, num_chunks=2, partial=partial, shared=shared)
     real, ahead_s = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: real() + ahead_s)
 
@@ -238,16 +258,16 @@ def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store
             ahead_s += jump_s()
 
         drawing = setting.drawing(0, dist.PrefixStore(name, store))
-        drawing.advance = jump
+        drawing.heartbeat.advance = jump
         chunks = []
         for step in range(8):
             drawing.groups.engine.policy_version = step
-            chunks += [drawing.run(setting.chunk_target(step, chunk, min(3, 28 - 4 * step))) for chunk in range(2)]
+            chunks += [drawing.run(step, chunk) for chunk in range(2)]
         return chunks
 
     slow = draw("slow", lambda: 0.01)
     if partial:
-        assert any(len({*c.policy_versions}) > 1 for _, drawn in slow for group in drawn for c in group.completions)
+        assert any(len({*s.policy_versions}) > 1 for _, drawn in slow for group in drawn for s in group.samples)
     for seed in range(5):
         rng = random.Random(seed)
         assert draw(f"{seed}", lambda rng=rng: rng.choice([0.0, 0.0, 5e-4, 4e-3])) == slow
@@ -256,13 +276,13 @@ def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store
 def test_new_weights_are_taken_between_decode_steps_and_running_responses_go_on(store):
     setting = Setting(per_step=1, length_of=lambda number: 400, num_slots=2)
     drawing = setting.drawing(0, store)
-    drawing.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
-    _, (group,) = drawing.run(setting.chunk_target(0))
-    for completion in group.completions:
-        versions = list(completion.policy_versions)
+    drawing.heartbeat.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
+    _, (group,) = drawing.run(0, 0)
+    for sample in group.samples:
+        versions = list(sample.policy_versions)
         assert versions == sorted(versions) and {*versions} == {0, 1}
         assert versions.index(1) >= 50
-        assert len(completion.tokens) == 400, "every token once"
+        assert len(sample.tokens) == 400, "every token once"
     assert drawing.groups.engine.started == [0, 1], "nothing was sampled again"
 
 
@@ -274,12 +294,14 @@ def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_anot
     def engine(rank: int, own: dist.Store) -> Chunk:
         drawing = setting.drawing(rank, own)
         if rank == 0:
-            drawing.sync_is_due = lambda: bool(drawing.drawn) and not taken.is_set()
-            drawing.sync = taken.set
+            drawing.in_flight.is_due = lambda: bool(drawing.drawn) and not taken.is_set()
+            drawing.in_flight.join = taken.set
         else:
-            drawing.sync_is_due = lambda: False
-            drawing.advance = lambda: None if taken.is_set() or drawing.groups.engine.num_steps < 199 else wait()
-        return drawing.run(setting.chunk_target(0))
+            drawing.in_flight.is_due = lambda: False
+            drawing.heartbeat.advance = lambda: (
+                None if taken.is_set() or drawing.groups.engine.num_steps < 199 else wait()
+            )
+        return drawing.run(0, 0)
 
     def wait() -> None:
         assert taken.wait(LIMIT_S / 2), "the engine that waits did not join"
@@ -290,6 +312,8 @@ def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_anot
 def test_a_sync_that_is_due_at_the_end_of_a_task_comes_first(store):
     setting = Setting(per_step=1, length_of=lambda number: 1, num_slots=2)
     drawing = setting.drawing(0, store)
-    drawing.advance = lambda: setting.versions.append(1) if drawing.groups.engine.policy_version == 0 else None
-    drawing.run(setting.chunk_target(0))
+    drawing.heartbeat.advance = lambda: (
+        setting.versions.append(1) if drawing.groups.engine.policy_version == 0 else None
+    )
+    drawing.run(0, 0)
     assert drawing.groups.engine.policy_version == 1

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.rollout.engine import Request, SamplingParams
-from rltrain.rollout.stream.groups import FinishedGroup, Prompt, PromptGroups
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, SampleGroup
+from rltrain.rollout.stream.groups import PromptGroups
 from tests.unit.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=99, stop_token_ids=())
@@ -15,12 +16,12 @@ SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_response_toke
 def prompt_groups(length_of: Callable[[int], int], num_samples: int = 2, num_slots: int = 4) -> PromptGroups:
     """Prompts of position + 1 tokens, of row 100 + position."""
 
-    def prompt_at(position: int) -> Prompt:
+    def group_at(position: int) -> SampleGroup:
         ids = range(position * num_samples, (position + 1) * num_samples)
         prompt = tuple(range(position + 1))
-        return Prompt(position, 100 + position, tuple(Request(number, prompt, seed=number) for number in ids))
+        return SampleGroup(position, 100 + position, tuple(Sample(number, prompt, seed=number) for number in ids))
 
-    return PromptGroups(ScriptedEngine(length_of, num_slots), SAMPLING, prompt_at, num_samples)
+    return PromptGroups(ScriptedEngine(length_of, num_slots), SAMPLING, group_at, num_samples)
 
 
 def test_a_group_is_finished_when_its_last_sample_is():
@@ -30,8 +31,8 @@ def test_a_group_is_finished_when_its_last_sample_is():
     assert [group.position for group in groups.step()] == [1]
     assert len(groups.begun) == 1
     (group,) = groups.step()
-    assert [completion.id for completion in group.completions] == [0, 1], "not in the order of finishing"
-    assert [completion.tokens for completion in group.completions] == [(0, 1, 2), (1000,)]
+    assert [sample.id for sample in group.samples] == [0, 1], "not in the order of finishing"
+    assert [sample.tokens for sample in group.samples] == [(0, 1, 2), (1000,)]
     assert (group.position, group.row, group.prompt) == (0, 100, (0,))
     assert len(groups.begun) == 0
 
@@ -64,7 +65,7 @@ def test_a_group_larger_than_the_engine_is_taken_when_nothing_else_runs():
 
 @given(st.lists(st.integers(1, 6), min_size=8, max_size=8), st.sets(st.integers(0, 20), max_size=6))
 def test_suspending_at_any_step_changes_no_response(lengths, suspensions):
-    def draw(suspended_at: set[int]) -> dict[int, FinishedGroup]:
+    def draw(suspended_at: set[int]) -> dict[int, SampleGroup]:
         groups = prompt_groups(lambda number: lengths[number], num_slots=3)
         groups.start([0, 1])
         drawn = []
@@ -88,8 +89,8 @@ def test_suspended_groups_come_before_new_ones():
     groups.step()
     groups.suspend()
     groups.start([1])
-    assert [request.id for request in groups.engine.unfinished] == [0, 1, 2, 3]
-    assert [len(request.drawn.tokens) if request.drawn else 0 for request in groups.engine.unfinished] == [1, 1, 0, 0]
+    assert [sample.id for sample in groups.engine.unfinished] == [0, 1, 2, 3]
+    assert [len(sample.tokens) for sample in groups.engine.unfinished] == [1, 1, 0, 0]
 
 
 def test_suspending_twice_in_a_row_keeps_everything():

@@ -12,7 +12,8 @@ import torch
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.decoder import rounded
 from rltrain.rollout.embedded.recording import Recordings, recorder
-from rltrain.rollout.engine import Completion, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
@@ -32,9 +33,9 @@ def recording_engine(path: Path, **options: int) -> tuple[EmbeddedEngine, dict[s
     return *load_engine(path, record=stand_in, **options), stand_in
 
 
-def assert_same(left: list[Completion], right: list[Completion]) -> None:
+def assert_same(left: list[Sample], right: list[Sample]) -> None:
     for one, other in zip(left, right, strict=True):
-        assert (one.id, list(one.tokens), one.finish_reason) == (other.id, list(other.tokens), other.finish_reason)
+        assert (one.id, list(one.tokens), one.status) == (other.id, list(other.tokens), other.status)
         assert list(one.logprobs) == pytest.approx(other.logprobs, abs=2e-5)
 
 

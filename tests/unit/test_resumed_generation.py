@@ -7,8 +7,8 @@ from itertools import chain
 import pytest
 import torch.distributed as dist
 
+from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.groups import FinishedGroup
 from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
 from tests.unit.shared_store import Jobs, open_store
 from tests.unit.test_generation_loop import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
@@ -22,39 +22,38 @@ def jobs() -> Iterator[Jobs]:
         yield Jobs(store, num_ranks=3)
 
 
-def draw_step(setting: Setting, drawing: GenerationLoop, step: int, ahead: int) -> list[Chunk]:
-    left = (NUM_STEPS - step - 1) * setting.per_step
-    return [drawing.run(setting.chunk_target(step, chunk, min(ahead, left))) for chunk in range(setting.num_chunks)]
+def draw_step(setting: Setting, drawing: GenerationLoop, step: int) -> list[Chunk]:
+    return [drawing.run(step, chunk) for chunk in range(setting.num_chunks)]
 
 
-def draw_until(setting: Setting, jobs: Jobs, cut: int, ahead: int = 0) -> tuple[list[list[Chunk]], list[RolloutState]]:
+def draw_until(setting: Setting, jobs: Jobs, cut: int) -> tuple[list[list[Chunk]], list[RolloutState]]:
     """By engine: the chunks of the steps before `cut`, and what it leaves there. Engines then go on for a step, as they
     do in a job that saves: what that takes of the stream, others of them may not have left yet."""
 
     def engine(rank: int, own: dist.Store) -> tuple[list[Chunk], RolloutState]:
         drawing = setting.drawing(rank, own)
-        chunks = [chunk for step in range(cut) for chunk in draw_step(setting, drawing, step, ahead)]
+        chunks = [chunk for step in range(cut) for chunk in draw_step(setting, drawing, step)]
         carried = RolloutState.from_contents(drawing.carried().contents())
         if cut < NUM_STEPS:
-            draw_step(setting, drawing, cut, ahead)
+            draw_step(setting, drawing, cut)
         return chunks, carried
 
     chunks, carried = zip(*jobs.run(engine, setting.num_engines), strict=True)
     return [*chunks], [*carried]
 
 
-def draw_from(setting: Setting, jobs: Jobs, cut: int, hands: list[Hand], ahead: int = 0) -> list[list[Chunk]]:
+def draw_from(setting: Setting, jobs: Jobs, cut: int, hands: list[Hand]) -> list[list[Chunk]]:
     """By engine, the chunks of the steps from `cut` on; their tokens are drawn by version 1."""
 
     def engine(rank: int, own: dist.Store) -> list[Chunk]:
         drawing = setting.drawing(rank, own, hands[rank])
         drawing.groups.engine.policy_version = 1
-        return [chunk for step in range(cut, NUM_STEPS) for chunk in draw_step(setting, drawing, step, ahead)]
+        return [chunk for step in range(cut, NUM_STEPS) for chunk in draw_step(setting, drawing, step)]
 
     return jobs.run(engine, setting.num_engines)
 
 
-def groups_drawn(by_engine: list[list[Chunk]]) -> list[FinishedGroup]:
+def groups_drawn(by_engine: list[list[Chunk]]) -> list[SampleGroup]:
     return [group for chunks in by_engine for _, drawn in chunks for group in drawn]
 
 
@@ -65,22 +64,18 @@ def assert_complete(setting: Setting, before: list[list[Chunk]], after: list[lis
     expected = [*range(NUM_STEPS * setting.per_step)]
     assert sorted(positions(finished)) == sorted(positions(groups)) == expected
     for group in groups:
-        assert [c.id for c in group.completions] == [group.position * NUM_SAMPLES + s for s in range(NUM_SAMPLES)]
-        for completion in group.completions:
-            assert list(completion.tokens) == [
-                1000 * completion.id + t for t in range(setting.length_of(completion.id))
-            ]
+        assert [sample.id for sample in group.samples] == [group.position * NUM_SAMPLES + s for s in range(NUM_SAMPLES)]
+        for sample in group.samples:
+            assert list(sample.tokens) == [1000 * sample.id + t for t in range(setting.length_of(sample.id))]
 
 
 def as_carried(carried: list[RolloutState]) -> dict[int, list[int]]:
     """Policy versions of the tokens that unfinished groups have, by sample."""
     return {
-        request.id: list(group.completions[request.id].policy_versions)
-        if request.id in group.completions
-        else list(request.drawn.policy_versions if request.drawn else ())
+        sample.id: list(sample.policy_versions)
         for engine in carried
         for group in engine.begun
-        for request in group.prompt.requests
+        for sample in group.samples
     }
 
 
@@ -88,11 +83,11 @@ def as_carried(carried: list[RolloutState]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("partial", [False, True])
 def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
     """Chunk by chunk, with partial rollouts too: what is unfinished comes first and in its old order."""
-    setting = Setting(per_step=4, num_chunks=2, partial=partial, shared=False)
     ahead = 3 if partial else 0
-    expected, _ = draw_until(setting, jobs, NUM_STEPS, ahead)
-    before, carried = draw_until(setting, jobs, cut, ahead)
-    after = draw_from(replace(setting, first_step=cut), jobs, cut, deal(carried, 1), ahead)
+    setting = Setting(per_step=4, num_steps=NUM_STEPS, ahead=ahead, num_chunks=2, partial=partial, shared=False)
+    expected, _ = draw_until(setting, jobs, NUM_STEPS)
+    before, carried = draw_until(setting, jobs, cut)
+    after = draw_from(replace(setting, first_step=cut), jobs, cut, deal(carried, 1))
     shown = [[(finished, positions(drawn)) for finished, drawn in chunks] for chunks in (*before, *after, *expected)]
     assert shown[0] + shown[1] == shown[2]
     assert_complete(setting, before, after)
@@ -100,7 +95,7 @@ def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
 
 @pytest.mark.parametrize("cut", [1, 4])
 def test_engines_with_a_fixed_deal_draw_what_they_would_have_drawn(jobs, cut):
-    setting = Setting(num_engines=3, shared=False)
+    setting = Setting(num_steps=NUM_STEPS, num_engines=3, shared=False)
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
     before, carried = draw_until(setting, jobs, cut)
     assert all(hand == Hand(RolloutState(carried[0].consumed), cut * 6) for hand in deal(carried, 3))
@@ -118,41 +113,45 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
     cut = 3
     setting = Setting(
         per_step=4,
+        num_steps=NUM_STEPS,
+        ahead=4,
         num_chunks=2,
         num_engines=engines_before,
         shared=shared,
         partial=partial,
         step_s=lambda engine: 1e-4 * (1 + engine),
     )
-    before, carried = draw_until(setting, jobs, cut, ahead=4)
+    before, carried = draw_until(setting, jobs, cut)
     other = replace(setting, num_engines=engines_after, first_step=cut)
-    after = draw_from(other, jobs, cut, deal(carried, engines_after), ahead=4)
+    after = draw_from(other, jobs, cut, deal(carried, engines_after))
     assert_complete(setting, before, after)
     continued = as_carried(carried)
-    versions = {c.id: list(c.policy_versions) for group in groups_drawn(after) for c in group.completions}
+    versions = {s.id: list(s.policy_versions) for group in groups_drawn(after) for s in group.samples}
     for sample, known in continued.items():
         assert versions[sample] == known + [1] * (lengths_in_waves(sample) - len(known))
 
 
 def test_a_group_that_was_done_too_early_is_handed_over_without_being_drawn_again(jobs):
     """Its ticket is entered anew."""
-    setting = Setting(per_step=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
+    setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
     drawing = setting.drawing(0, *jobs.start(1))
-    drawing.run(setting.chunk_target(0, ahead=2))
+    drawing.run(0, 0)
     carried = drawing.carried()
     assert positions(carried.drawn) == [2, 3]
     resumed = replace(setting, first_step=1).drawing(0, *jobs.start(1), deal([carried], 1)[0])
-    finished, drawn = resumed.run(setting.chunk_target(1))
+    finished, drawn = resumed.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
     assert resumed.groups.engine.started == [], "there was nothing left to decode"
 
 
 def test_saving_does_not_disturb_the_run_that_goes_on_itself(jobs):
-    setting = Setting(per_step=2, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8)
+    setting = Setting(
+        per_step=2, num_steps=4, ahead=1, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8
+    )
     drawing = setting.drawing(0, *jobs.start(1))
     chunks = []
     for step in range(4):
-        chunks.append(positions(drawing.run(setting.chunk_target(step, ahead=min(1, 3 - step)))[0]))
+        chunks.append(positions(drawing.run(step, 0)[0]))
         drawing.carried()
     assert sorted(chain(*chunks)) == [*range(8)]
     assert chunks[0] == [1, 2], "group 0 was not waited for"

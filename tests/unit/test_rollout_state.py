@@ -38,6 +38,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={})
 
     monkeypatch.setattr(rollout_module, "build_engine", build)
+    monkeypatch.setattr(Rollout, "_site", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
 def draw(rollout: Rollout, step: int) -> list[int]:
     """Ids of the step's samples that this engine drew."""
     rollout.generate(step, 0)
-    ids: list[int] = rollout.shipments.pop(("samples", step, 0)).columns["sample_ids"].tolist()
+    ids: list[int] = rollout.shipments.pop(("samples", step, 0)).experience.sample_ids.tolist()
     return ids
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
 from rltrain.errors import CheckpointError
-from rltrain.rollout.engine import Completion, PartialResponse, Request
-from rltrain.rollout.stream.groups import FinishedGroup, Prompt, RunningGroup
+from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.rollout_state import Consumed, Hand, RolloutState, deal
 
 integers = st.integers(0, 2**63 - 1)
@@ -20,33 +20,31 @@ prompts = st.lists(st.integers(0, 200_000), min_size=1, max_size=5).map(tuple)
 
 
 @st.composite
-def drawn_tokens(draw: st.DrawFn) -> PartialResponse:
-    length = draw(st.integers(1, 5))
-    return PartialResponse(
-        tuple(draw(st.lists(st.integers(0, 200_000), min_size=length, max_size=length))),
-        tuple(draw(st.lists(st.floats(-1e3, 0), min_size=length, max_size=length))),
-        tuple(draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))),
+def samples(draw: st.DrawFn, number: int, prompt: tuple[int, ...], status: Status) -> Sample:
+    """Tokens that the model drew and tokens that it did not draw are mixed."""
+    length = draw(st.integers(status != Status.PENDING, 5))
+
+    def per_token(values: st.SearchStrategy[Any]) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(values, min_size=length, max_size=length)))
+
+    return Sample(
+        number,
+        prompt,
+        draw(integers),
+        per_token(st.integers(0, 200_000)),
+        per_token(st.floats(-1e3, 0)),
+        per_token(st.integers(0, 9)),
+        per_token(st.booleans()),
+        status,
     )
-
-
-def completion(draw: st.DrawFn, number: int) -> Completion:
-    reason = draw(st.sampled_from(["stop", "length"]))
-    return Completion(number, **vars(draw(drawn_tokens())), finish_reason=reason)
 
 
 @st.composite
-def groups(draw: st.DrawFn, position: int) -> RunningGroup | FinishedGroup:
+def groups(draw: st.DrawFn, position: int) -> SampleGroup:
     prompt, row = draw(prompts), draw(st.integers(0, 99))
-    ids = range(position * 3, position * 3 + draw(st.integers(1, 3)))
-    if draw(st.booleans()):
-        return FinishedGroup(position, row, prompt, tuple(completion(draw, number) for number in ids))
-    finished = draw(st.sets(st.sampled_from(ids), max_size=len(ids) - 1))
-    requests = tuple(
-        Request(number, prompt, draw(integers), None if number in finished else draw(st.none() | drawn_tokens()))
-        for number in ids
-    )
-    return RunningGroup(
-        Prompt(position, row, requests), {number: completion(draw, number) for number in sorted(finished)}
+    statuses = draw(st.lists(st.sampled_from(Status), min_size=1, max_size=3))
+    return SampleGroup(
+        position, row, tuple(draw(samples(position * 3 + i, prompt, status)) for i, status in enumerate(statuses))
     )
 
 
@@ -60,15 +58,15 @@ def cuts(draw: st.DrawFn) -> list[RolloutState]:
     return [
         RolloutState(
             consumed,
-            tuple(group for group in of_engine if isinstance(group, RunningGroup)),
-            tuple(group for group in of_engine if isinstance(group, FinishedGroup)),
+            tuple(group for group in of_engine if not group.is_finished),
+            tuple(group for group in of_engine if group.is_finished),
         )
         for of_engine in held
     ]
 
 
 def positions(carried: RolloutState) -> list[int]:
-    return [group.prompt.position for group in carried.begun] + [group.position for group in carried.drawn]
+    return [group.position for group in carried.begun + carried.drawn]
 
 
 @given(st.lists(st.lists(st.integers(0, 12), max_size=4), max_size=5))
@@ -85,14 +83,12 @@ def test_what_was_handed_over_is_a_set_of_positions(chunks):
 def test_a_file_holds_all_of_it(saved):
     for carried in saved:
         contents = carried.contents()
-        assert all(values.dtype in (torch.int64, torch.float64) for values in contents.tensors.values())
+        assert all(values.dtype in (torch.int64, torch.float64, torch.bool) for values in contents.tensors.values())
         assert RolloutState.from_contents(contents) == carried
 
 
 def test_a_file_holds_it_on_the_disk_too(tmp_path: Path):
-    group = RunningGroup(
-        Prompt(7, 3, (Request(7, (5,), seed=2**63 - 1, drawn=PartialResponse((1,), (-0.1,), (4,))),)), {}
-    )
+    group = SampleGroup(7, 3, (Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)),))
     for name, carried in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), (group,))}.items():
         write_files(tmp_path, {name: carried.contents()})
         assert RolloutState.from_contents(read_contents(tmp_path / name)) == carried
@@ -137,7 +133,7 @@ def test_files_of_different_checkpoints_are_refused():
         deal([RolloutState(Consumed(4)), RolloutState(Consumed(8))], 2)
     with pytest.raises(CheckpointError, match="0 engines"):
         deal([], 2)
-    group = FinishedGroup(5, 0, (1,), (Completion(5, (1,), (-0.5,), (0,), "stop"),))
+    group = SampleGroup(5, 0, (Sample(5, (1,), 0).drawn((1,), (-0.5,), (0,), Status.STOPPED),))
     carried = RolloutState(Consumed(4), drawn=(group,))
     with pytest.raises(CheckpointError, match=r"more than once the groups at positions \[5\]"):
         deal([carried, carried], 2)
@@ -147,5 +143,5 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 0'; expected 'rollout 1'"):
-        RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 0"}))
+    with pytest.raises(CheckpointError, match="format 'rollout 1'; expected 'rollout 2'"):
+        RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 1"}))

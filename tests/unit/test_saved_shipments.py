@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
-from rltrain.data.experience import FIELDS, take
+from rltrain.data.experience import FIELDS
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment, joined
 from rltrain.exchange.saved_shipments import as_tensors, read_parts, share
@@ -27,18 +27,19 @@ owners = st.lists(st.integers(0, 3), min_size=NUM_GROUPS, max_size=NUM_GROUPS)
 def whole_step(seed: int = 0) -> Shipment:
     """Two samples of every group."""
     lengths = [1 + (5 * i + seed) % 7 for i in range(2 * NUM_GROUPS)]
-    columns = make_experience(lengths, [i // 2 for i in range(2 * NUM_GROUPS)], seed).columns()
-    return Shipment(columns, torch.tensor(lengths).view(-1, 2).sum(1))
+    experience = make_experience(lengths, [i // 2 for i in range(2 * NUM_GROUPS)], seed)
+    return Shipment(experience, torch.tensor(lengths).view(-1, 2).sum(1))
 
 
 def of_owner(step: Shipment, owner_of: list[int], owner: int) -> Shipment:
-    mine = torch.tensor(owner_of)[step.columns["group_ids"]] == owner
-    return Shipment(take(step.columns, mine.nonzero().flatten()), step.group_tokens)
+    mine = torch.tensor(owner_of)[step.experience.group_ids] == owner
+    return Shipment(step.experience.select(mine.nonzero().flatten()), step.group_tokens)
 
 
 def assert_equal(one: Shipment, other: Shipment) -> None:
-    assert one.columns.keys() == other.columns.keys()
-    assert all(torch.equal(one.columns[name], other.columns[name]) for name in one.columns)
+    assert one.experience.present() == other.experience.present()
+    for name, values in one.experience.columns().items():
+        assert torch.equal(values, getattr(other.experience, name)), name
     assert torch.equal(one.group_tokens, other.group_tokens)
 
 
@@ -50,8 +51,9 @@ def test_replicas_of_any_number_send_on_the_whole_step(owner_of, num_replicas):
     shares = [share(parts, replica, num_replicas) for replica in range(num_replicas)]
     assert_equal(joined(shares), step)
     for group in range(NUM_GROUPS):
-        assert sum(group in part.columns["group_ids"] for part in shares) == 1, "a group stays together"
-    assert all(part.columns[name].dtype == FIELDS[name][0] for part in shares for name in part.columns)
+        assert sum(group in part.experience.group_ids for part in shares) == 1, "a group stays together"
+    for part in shares:
+        assert all(values.dtype == FIELDS[name][0] for name, values in part.experience.columns().items())
 
 
 def test_shipments_of_several_steps_do_not_mix():

@@ -9,7 +9,8 @@ import pytest
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
-from rltrain.rollout.engine import Completion, PartialResponse, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from tests.unit.fake_sglang import UNSEEN_EOS, FakeDelivery, FakeServer, expected_tokens, logprob_of, next_token
@@ -76,12 +77,12 @@ def rig() -> Iterator[Callable[..., Rig]]:
         one.engine.close()
 
 
-def requests(count: int = 9, first: int = 0) -> list[Request]:
-    return [Request(100 + i, tuple(range(1, 2 + i)), seed=i) for i in range(first, first + count)]
+def requests(count: int = 9, first: int = 0) -> list[Sample]:
+    return [Sample(100 + i, tuple(range(1, 2 + i)), seed=i) for i in range(first, first + count)]
 
 
-def drain(engine: SGLangEngine) -> dict[int, Completion]:
-    completions: dict[int, Completion] = {}
+def drain(engine: SGLangEngine) -> dict[int, Sample]:
+    completions: dict[int, Sample] = {}
     deadline = time.monotonic() + LIMIT_S
     while engine.num_unfinished:
         assert time.monotonic() < deadline, f"{engine.num_unfinished} unfinished"
@@ -97,7 +98,7 @@ def wait_for(condition: Callable[[], object], step: Callable[[], object] = lambd
         time.sleep(0.001)
 
 
-def assert_follows_the_model(request: Request, done: Completion) -> None:
+def assert_follows_the_model(request: Sample, done: Sample) -> None:
     """Every token and log-prob is what the model draws at its place by the version that it is said to be of."""
     assert len(done.tokens) == len(done.logprobs) == len(done.policy_versions)
     for place, (token, version) in enumerate(zip(done.tokens, done.policy_versions, strict=True)):
@@ -116,16 +117,16 @@ def test_completions_are_what_the_server_drew(rig, sampling: SamplingParams, cum
         assert list(done.policy_versions) == [3] * len(done.tokens)
         assert_follows_the_model(request, done)
         stopped = done.tokens[-1] in sampling.stop_token_ids
-        assert done.finish_reason == ("stop" if stopped else "length")
+        assert done.status == (Status.STOPPED if stopped else Status.TRUNCATED)
     assert engine.num_unfinished == 0
     if sampling is STOPPING:
-        assert {done.finish_reason for done in completions} == {"stop", "length"}
+        assert {done.status for done in completions} == {Status.STOPPED, Status.TRUNCATED}
 
 
 def test_what_the_server_is_asked_for(rig) -> None:  # type: ignore[no-untyped-def]
     one = rig(seeded=True)
-    one.engine.generate([Request(1, (1, 2), seed=77)], SamplingParams(0.7, 0.9, 5, 16, (3,)))
-    one.engine.generate([Request(1, (1, 2), seed=78)], SamplingParams(0.0, 1.0, 0, 16, ()))
+    one.engine.generate([Sample(1, (1, 2), seed=77)], SamplingParams(0.7, 0.9, 5, 16, (3,)))
+    one.engine.generate([Sample(1, (1, 2), seed=78)], SamplingParams(0.0, 1.0, 0, 16, ()))
     first, second = (body["sampling_params"][0] for path, body in one.server.calls if path == "/generate")
     assert (first["temperature"], first["top_p"], first["top_k"], first["sampling_seed"]) == (0.7, 0.9, 5, 77)
     assert (first["stop_token_ids"], first["ignore_eos"]) == ([3], False)
@@ -157,33 +158,33 @@ def test_an_eos_token_of_the_server_that_the_request_does_not_name_ends_nothing(
     one = rig()
     script = [7, UNSEEN_EOS, 8, UNSEEN_EOS, 3]
     one.server.draw = lambda context, version: (script[len(context) - 2], -1.0)
-    [done] = one.engine.generate([Request(1, (1, 2), 0)], STOPPING)
+    [done] = one.engine.generate([Sample(1, (1, 2), 0)], STOPPING)
     assert list(done.tokens) == script
-    assert done.finish_reason == "stop"
+    assert done.status == Status.STOPPED
     assert len(done.logprobs) == len(done.policy_versions) == 5
     one.server.draw = lambda context, version: (UNSEEN_EOS, -1.0)
-    [done] = one.engine.generate([Request(1, (1, 2), 0)], replace(STOPPING, max_response_tokens=3))
-    assert (list(done.tokens), done.finish_reason) == ([UNSEEN_EOS] * 3, "length")
+    [done] = one.engine.generate([Sample(1, (1, 2), 0)], replace(STOPPING, max_response_tokens=3))
+    assert (list(done.tokens), done.status) == ([UNSEEN_EOS] * 3, Status.TRUNCATED)
 
 
 def test_limits_count_context_and_tokens_drawn_before(rig) -> None:  # type: ignore[no-untyped-def]
     engine = rig(max_context_tokens=14).engine
     everything = requests(5)
     assert [len(done.tokens) for done in engine.generate(everything, GREEDY)] == [13, 12, 11, 10, 9]
-    drawn = PartialResponse((9,) * 6, (-0.5,) * 6, (8,) * 6)
-    for done in engine.generate([replace(request, drawn=drawn) for request in everything], GREEDY):
+    everything = [request.drawn((9,) * 6, (-0.5,) * 6, (8,) * 6) for request in everything]
+    for done in engine.generate(everything, GREEDY):
         assert len(done.tokens) == 14 - len(everything[done.id - 100].prompt)
-        assert tuple(done.tokens[:6]) == drawn.tokens
-        assert tuple(done.logprobs[:6]) == drawn.logprobs
+        assert done.tokens[:6] == (9,) * 6
+        assert done.logprobs[:6] == (-0.5,) * 6
         assert list(done.policy_versions) == [8] * 6 + [0] * (len(done.tokens) - 6)
-        assert done.finish_reason == "length"
+        assert done.status == Status.TRUNCATED
 
 
 @pytest.mark.parametrize("num_tokens", [0, 20, 21])
 def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  # type: ignore[no-untyped-def]
     engine = rig(max_context_tokens=20).engine
-    with pytest.raises(DataError, match=rf"request 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
-        engine.generate([Request(4, (1,) * num_tokens, 0)], GREEDY)
+    with pytest.raises(DataError, match=rf"sample 4 has {num_tokens} tokens.*rollout\.max_context_tokens = 20"):
+        engine.generate([Sample(4, (1,) * num_tokens, 0)], GREEDY)
     assert engine.num_unfinished == 0
 
 
@@ -194,7 +195,7 @@ def test_prompts_that_leave_no_room_are_refused(rig, num_tokens: int) -> None:  
         (lambda r: ([r[3], r[3]], LONG), "equal ids"),
         (lambda r: ([r[3]], GREEDY), "unfinished"),
         (
-            lambda r: ([replace(r[3], drawn=PartialResponse((1,) * 400, (0.0,) * 400, (0,) * 400))], LONG),
+            lambda r: ([r[3].drawn((1,) * 400, (0.0,) * 400, (0,) * 400)], LONG),
             "fewer than the 400",
         ),
     ],
@@ -220,11 +221,11 @@ def test_a_stop_string_is_found_where_the_server_does_not_look(rig, split: int) 
     tokens = expected_tokens(request, GREEDY)
     stop = LetterTokenizer().decode(tokens[3:6])
     assert LetterTokenizer().decode(tokens).index(stop) == 3
-    drawn = PartialResponse(tuple(tokens[:split]), (-1.0,) * split, (0,) * split) if split else None
-    [done] = engine.generate([replace(request, drawn=drawn)], replace(GREEDY, stop=(stop,)))
+    begun = request.drawn(tokens[:split], (-1.0,) * split, (0,) * split)
+    [done] = engine.generate([begun], replace(GREEDY, stop=(stop,)))
     assert list(done.tokens) == tokens[:6]
     assert len(done.logprobs) == len(done.policy_versions) == 6
-    assert done.finish_reason == "stop"
+    assert done.status == Status.STOPPED
 
 
 def test_stepping_needs_weights(rig) -> None:  # type: ignore[no-untyped-def]
@@ -247,9 +248,9 @@ def test_stepping_needs_weights(rig) -> None:  # type: ignore[no-untyped-def]
 def test_generate_and_release_need_an_idle_engine(rig) -> None:  # type: ignore[no-untyped-def]
     engine = rig().engine
     engine.submit(requests(2), LONG)
-    with pytest.raises(ValueError, match=r"generate with 2 requests unfinished.*suspend"):
+    with pytest.raises(ValueError, match=r"generate with 2 samples unfinished.*suspend"):
         engine.generate(requests(2, first=4), LONG)
-    with pytest.raises(ValueError, match=r"release_cache with 2 requests unfinished.*suspend"):
+    with pytest.raises(ValueError, match=r"release_cache with 2 samples unfinished.*suspend"):
         engine.release_cache()
     drain(engine)
     engine.release_cache()
@@ -265,7 +266,7 @@ def test_suspended_responses_go_on_where_they_stopped(rig) -> None:  # type: ign
     suspended = one.engine.suspend()
     assert (one.engine.num_unfinished, one.engine.num_free_slots) == (0, 6)
     assert [request.id for request in suspended] == [request.id for request in everything]
-    assert all(request.drawn for request in suspended[:6]) and not any(request.drawn for request in suspended[6:])
+    assert all(request.tokens for request in suspended[:6]) and not any(request.tokens for request in suspended[6:])
     one.engine.release_cache()
     for request, done in zip(everything, one.engine.generate(suspended, sampling), strict=True):
         assert list(done.tokens) == expected_tokens(request, sampling)
@@ -281,8 +282,8 @@ def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type:
     for request, done in zip(suspended, second.engine.generate(suspended, LONG), strict=True):
         assert_follows_the_model(request, done)
         assert set(done.policy_versions) == {1, 2}
-        assert request.drawn is not None
-        assert tuple(done.tokens[: len(request.drawn.tokens)]) == request.drawn.tokens
+        assert request.tokens
+        assert done.tokens[: len(request.tokens)] == request.tokens
 
 
 def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
@@ -294,15 +295,15 @@ def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # typ
     wait_for(lambda: not one.server.num_running)
     time.sleep(0.05)
     [suspended] = one.engine.suspend()
-    assert suspended.drawn is not None and len(suspended.drawn.tokens) == 15
+    assert len(suspended.tokens) == 15
     assert one.engine.num_unfinished == 0
     one.server.draw = lambda context, version: (1, -1.0)
-    elsewhere = [Request(request.id, (5, 6), 0)]  # another request of that number comes between
+    elsewhere = [Sample(request.id, (5, 6), 0)]  # another request of that number comes between
     assert list(one.engine.generate(elsewhere, GREEDY)[0].tokens) == [1] * 16
     [done] = one.engine.generate([suspended], GREEDY)
     assert list(done.tokens) == expected_tokens(request, GREEDY)
     [again] = one.engine.generate([suspended], GREEDY)
-    assert list(again.tokens) == [*suspended.drawn.tokens, 1]
+    assert list(again.tokens) == [*suspended.tokens, 1]
 
 
 def test_weights_change_while_responses_run(rig) -> None:  # type: ignore[no-untyped-def]
@@ -349,8 +350,8 @@ def test_log_probs_that_are_not_finite_are_reported_and_leave_nothing(rig) -> No
     for broken in (None, math.nan, -math.inf, -3.4e38):
         one = rig(version=2, pace_s=0.002)
         one.server.draw = lambda context, version, broken=broken: (1, broken if len(context) == 6 else -1.0)
-        one.engine.submit([Request(1, (1, 2), 0)], GREEDY)
-        one.engine.submit([Request(2, (1,) * 10, 0)], replace(GREEDY))
+        one.engine.submit([Sample(1, (1, 2), 0)], GREEDY)
+        one.engine.submit([Sample(2, (1,) * 10, 0)], replace(GREEDY))
         with pytest.raises(DivergenceError, match="version 2"):
             drain(one.engine)
         assert one.engine.num_unfinished == 0
@@ -456,7 +457,7 @@ def test_suspending_from_a_lost_server_gives_back_what_is_known(rig, fault: str)
     one.server.die() if fault == "death" else setattr(one.server, "hangs", True)
     suspended = one.engine.suspend()
     assert [request.id for request in suspended] == [request.id for request in requests(4)]
-    assert all(request.drawn and len(request.drawn.tokens) >= 65 for request in suspended)
+    assert all(len(request.tokens) >= 65 for request in suspended)
     assert one.engine.num_unfinished == 0
     for request, done in zip(requests(4), one.engine.generate(suspended, LONG), strict=True):
         assert list(done.tokens) == expected_tokens(request, LONG, version=1)

@@ -29,12 +29,11 @@ def step_batch(prompts: int = 8, samples: int = 2, mini_batches: int = 1, chunks
     )
 
 
-def test_groups_of_all_chunks_are_numbered_through_the_step():
+def test_chunks_follow_one_another():
     batch = step_batch(prompts=8, chunks=2)
     batch.add(0, chunk_of([0, 3], 2, first_id=10))
     batch.add(1, chunk_of([1, 2], 2, first_id=20))
     whole = batch.take()
-    assert whole.group_ids.tolist() == [0, 0, 3, 3, 5, 5, 6, 6], "four groups a chunk, some of them on other replicas"
     assert whole.sample_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
     assert whole.lengths.tolist() == [2, 3, 4, 5] * 2
 
@@ -72,9 +71,17 @@ def test_mini_batches_share_the_step_out(samples, mini_batches):
     parts = batch.mini_batches(whole)
     assert sorted(torch.cat([part.sample_ids for part in parts]).tolist()) == whole.sample_ids.tolist()
     assert {part.num_samples for part in parts} == {8 * samples // mini_batches}
-    numbers = mini_batch_of(whole.group_ids, 8, samples, mini_batches)
+    numbers = mini_batch_of(torch.arange(8).repeat_interleave(samples), 8, samples, mini_batches)
     for i, part in enumerate(parts):
         assert part.sample_ids.tolist() == whole.sample_ids[numbers == i].tolist()
+
+
+def test_mini_batches_count_groups_through_the_step():
+    batch = step_batch(prompts=8, samples=1, mini_batches=4, chunks=2)
+    batch.add(0, chunk_of([0, 3], 1, first_id=10))
+    batch.add(1, chunk_of([1, 2], 1, first_id=20))
+    parts = batch.mini_batches(batch.take())
+    assert [part.sample_ids.tolist() for part in parts] == [[10], [11], [20], [21]], "four groups a chunk, not all here"
 
 
 def test_a_step_without_chunks_is_one_chunk():

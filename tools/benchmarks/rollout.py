@@ -34,8 +34,9 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.engine import Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
 
 DEFAULT_EOS = 0
 SLOW = (ContinuousBatching.name, SGLang.name)
@@ -99,7 +100,7 @@ class Embedded:
 
     def run(self, case: Case, prompts: torch.Tensor, seed: int) -> int:
         """Number of tokens generated."""
-        requests = [Request(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(prompts.tolist())]
+        requests = [Sample(i, tuple(row), seed=(seed << 32) + i) for i, row in enumerate(prompts.tolist())]
         sampling = SamplingParams(1.0, 1.0, 0, case.max_response_tokens, self._eos if case.stops else ())
         return sum(len(completion.tokens) for completion in self._engine.generate(requests, sampling))
 

@@ -17,8 +17,9 @@ from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.slots import Slots
-from rltrain.rollout.engine import Completion, Request, SamplingParams
-from rltrain.rollout.refusals import check_requests, expect_idle, served_version
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.refusals import check_samples, expect_idle, served_version
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 
@@ -35,7 +36,7 @@ class EmbeddedEngine:
     The KV cache's memory is kept until released. `record` says how decode steps are recorded to be replayed; None
     takes what the device has, if it has anything.
 
-    `max_context_tokens` bounds prompt and response together: a response that reaches it ends with reason "length".
+    `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class EmbeddedEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted whose completion no step has returned yet."""
+        """Samples submitted that no step has returned yet."""
         return self._generation.num_unfinished if self._generation else 0
 
     @property
     def num_free_slots(self) -> int:
-        """How many more requests would start at the next step."""
+        """How many more samples would start at the next step."""
         return max(0, self._max_running_requests - self.num_unfinished)
 
     def begin_update(self) -> None:
@@ -99,25 +100,25 @@ class EmbeddedEngine:
         self.policy_version = version
 
     @torch.inference_mode()
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
-        if not requests:
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
+        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
+        if not samples:
             return
         generation = self._generation if self.num_unfinished else None
-        check_requests(
-            requests,
+        check_samples(
+            samples,
             sampling,
             unfinished=generation.unfinished_ids if generation else (),
             running=generation.sampling if generation else None,
             max_context_tokens=self._max_context_tokens,
         )
         generation = generation or self._new_generation(sampling)
-        generation.submit(requests)
+        generation.submit(samples)
         self._generation = generation
 
     @torch.inference_mode()
-    def step(self) -> list[Completion]:
-        """Admit what fits and draw one token of every running response; the completions of those that it ends.
+    def step(self) -> list[Sample]:
+        """Admit what fits and draw one token of every running sample; those that it ends.
 
         Raises SyncError, on every rank, between `begin_update` and a new `policy_version`.
         Collective over: the engine's tensor-parallel group.
@@ -129,7 +130,7 @@ class EmbeddedEngine:
             return self._generation.step(version)
 
     @torch.inference_mode()
-    def suspend(self) -> list[Request]:
+    def suspend(self) -> list[Sample]:
         """Take back all that is unfinished, in the order of submission, each with what it has drawn so far."""
         generation, self._generation = self._generation, None
         if generation is None:
@@ -138,19 +139,19 @@ class EmbeddedEngine:
             return generation.unfinished()
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of `requests`, while nothing else is unfinished.
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
+        """The samples, finished and in their order, while nothing else is unfinished.
 
         Raises as `step` does. Collective over: the engine's tensor-parallel group.
         """
         version = served_version(self.policy_version)
         expect_idle(self.num_unfinished, "generate")
-        self.submit(requests, sampling)
+        self.submit(samples, sampling)
         if self._generation is None:
             return []
         with self._forgetting_on_divergence():
-            completions = {completion.id: completion for completion in self._generation.run(version)}
-        return [completions[request.id] for request in requests]
+            finished = {sample.id: sample for sample in self._generation.run(version)}
+        return [finished[sample.id] for sample in samples]
 
     def cache_tensors(self) -> tuple[Tensor, Tensor]:
         """The keys and values that the cache holds memory for now."""
@@ -176,7 +177,7 @@ class EmbeddedEngine:
 
     @contextmanager
     def _forgetting_on_divergence(self) -> Iterator[None]:
-        """Forget all requests and the cache, which may hold NaN that a later mask would not hide."""
+        """Forget all samples and the cache, which may hold NaN that a later mask would not hide."""
         try:
             yield
         except DivergenceError:

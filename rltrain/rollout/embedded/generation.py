@@ -1,9 +1,9 @@
-"""Continuous batching: requests that share one `SamplingParams` run in the slots of a KV cache."""
+"""Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache."""
 
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,23 +14,25 @@ from rltrain.rollout.embedded.kv_cache import PrefillAttention
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.random_streams import random_streams
 from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
-from rltrain.rollout.engine import Completion, FinishReason, PartialResponse, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192
 """Padded prompt tokens of one prefill pass; bounds its activations. A longer prompt stands alone."""
 _ADMIT_FRACTION = 8
-"""New requests enter once 1/8 of the slots are free: one prefill then serves several."""
+"""New samples enter once 1/8 of the slots are free: one prefill then serves several."""
 
 
 @dataclass(slots=True)
-class _Response:
-    """A request and what the host keeps of it while it runs, which does not change with every token."""
+class _Running:
+    """A sample as this engine took it and what the host keeps of it while it runs, which does not change with every
+    token."""
 
-    request: Request
+    sample: Sample
     context: tuple[int, ...]
-    """Prompt and tokens drawn before this engine took the request."""
+    """Of the sample: a tuple that is made once."""
     column: int
     """Of the transcript."""
     first_step: int
@@ -39,14 +41,14 @@ class _Response:
     """Its last tokens, where stop strings are looked for."""
     end_step: int | None = None
     """The first decode step that draws for it no more; None while it runs."""
-    finish_reason: FinishReason = "length"
+    status: Status = Status.PENDING
 
 
 class Generation:
-    """Running requests, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
+    """Running samples, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
 
-    A request enters with its context cached but for the last token, which the next decode step feeds: so all sampling
-    happens in one place. A running request draws one token per step, which tells what it drew when. What a response
+    A sample enters with its context cached but for the last token, which the next decode step feeds: so all sampling
+    happens in one place. A running one draws one token per step, which tells what it drew when. What it
     drew is read out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
     """
 
@@ -64,11 +66,11 @@ class Generation:
         self._model, self._slots, self._decoder, self._stop_strings = model, slots, decoder, stop_strings
         self._max_context_tokens = max_context_tokens
         self._device = slots.state.device
-        self._unfinished: dict[int, Request] = {}  # by id, in the order of submission
-        self._waiting: deque[Request] = deque()
-        self._running: list[_Response] = []
-        self._finished: list[_Response] = []  # still in the transcript
-        self._completions: list[Completion] = []
+        self._unfinished: dict[int, Sample] = {}  # by id, in the order of submission
+        self._waiting: deque[Sample] = deque()
+        self._running: list[_Running] = []
+        self._ended: list[_Running] = []  # still in the transcript
+        self._finished: list[Sample] = []
         self._num_positions = 0
         self._num_steps = 0
         self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
@@ -81,32 +83,28 @@ class Generation:
     def unfinished_ids(self) -> Collection[int]:
         return self._unfinished.keys()
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests that `check_requests` has let pass."""
-        self._unfinished |= {request.id: request for request in requests}
-        self._waiting.extend(requests)
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Queue samples that `check_samples` has let pass."""
+        self._unfinished |= {sample.id: sample for sample in samples}
+        self._waiting.extend(samples)
 
-    def step(self, policy_version: int) -> list[Completion]:
+    def step(self, policy_version: int) -> list[Sample]:
         """Admit what fits, then one decode step; what is now finished.
 
         Collective over: the engine's tensor-parallel group.
         """
         self._advance(policy_version)
-        return self._take_completions()
+        return self._take_finished()
 
-    def run(self, policy_version: int) -> list[Completion]:
+    def run(self, policy_version: int) -> list[Sample]:
         """Step until nothing is left. Collective over: the engine's tensor-parallel group."""
         while self._waiting or self._running:
             self._advance(policy_version)
-        return self._take_completions()
+        return self._take_finished()
 
-    def unfinished(self) -> list[Request]:
-        """All requests without a completion, in the order of submission, each with what it has drawn so far."""
-        requests = dict(self._unfinished)
-        for response, (tokens, logprobs, versions) in zip(self._running, self._read(self._running), strict=True):
-            drawn = PartialResponse(tuple(tokens), tuple(logprobs), tuple(versions))
-            requests[response.request.id] = replace(response.request, drawn=drawn)
-        return list(requests.values())
+    def unfinished(self) -> list[Sample]:
+        """All samples that are not finished, in the order of submission, each with what it has drawn so far."""
+        return list((self._unfinished | {sample.id: sample for sample in self._read(self._running)}).values())
 
     def _advance(self, policy_version: int) -> None:
         num_foreseen = 0 if self._num_steps % NUMBERS_AHEAD == 0 else len(self._running)
@@ -126,40 +124,39 @@ class Generation:
         return 0 < num_wanted <= num_free
 
     def _admit(self) -> None:
-        """Fill the free slots with waiting requests and cache their contexts."""
-        self._read_finished()
+        """Fill the free slots with waiting samples and cache their contexts."""
+        self._read_ended()
         first = len(self._running)
         num_new = min(self._slots.num_slots - first, len(self._waiting))
         columns = self._slots.transcript.take(num_new)
-        admitted = [self._response(self._waiting.popleft(), column) for column in columns]
-        longest = max(len(response.context) for response in admitted)
+        admitted = [self._start(self._waiting.popleft(), column) for column in columns]
+        longest = max(len(running.context) for running in admitted)
         self._num_positions = max(self._num_positions, longest - 1)
         self._slots.reserve(first + num_new, self._num_positions, num_used=first)
         self._running += admitted
         self._write_state(first, admitted)
         self._prefill(first, admitted)
 
-    def _response(self, request: Request, column: int) -> _Response:
-        drawn = request.drawn.tokens if request.drawn else ()
-        recent = self._stop_strings.recent(drawn) if self._stop_strings else None
-        return _Response(request, request.prompt + drawn, column, self._num_steps, recent)
+    def _start(self, sample: Sample, column: int) -> _Running:
+        recent = self._stop_strings.recent(sample.tokens) if self._stop_strings else None
+        return _Running(sample, sample.context, column, self._num_steps, recent)
 
-    def _write_state(self, first: int, admitted: Sequence[_Response]) -> None:
-        requests, transcript = [response.request for response in admitted], self._slots.transcript
+    def _write_state(self, first: int, admitted: Sequence[_Running]) -> None:
+        samples, transcript = [running.sample for running in admitted], self._slots.transcript
         rows = [
-            [response.context[-1] for response in admitted],
-            [len(response.context) - 1 for response in admitted],
-            [len(request.drawn.tokens) if request.drawn else 0 for request in requests],
-            [transcript.place(len(response.context) - 1, response.column) for response in admitted],
-            [response_limit(request, self.sampling, self._max_context_tokens) for request in requests],
+            [running.context[-1] for running in admitted],
+            [len(running.context) - 1 for running in admitted],
+            [len(sample.tokens) for sample in samples],
+            [transcript.place(len(running.context) - 1, running.column) for running in admitted],
+            [response_limit(sample, self.sampling, self._max_context_tokens) for sample in samples],
         ]
-        self._slots.fill(first, rows, random_streams([request.seed for request in requests], self._device))
+        self._slots.fill(first, rows, random_streams([sample.seed for sample in samples], self._device))
 
-    def _prefill(self, first_slot: int, admitted: Sequence[_Response]) -> None:
+    def _prefill(self, first_slot: int, admitted: Sequence[_Running]) -> None:
         """Cache all but the last token of the contexts, each distinct one computed once."""
         slots_of: dict[tuple[int, ...], list[int]] = {}
-        for slot, response in enumerate(admitted, start=first_slot):
-            slots_of.setdefault(response.context[:-1], []).append(slot)
+        for slot, running in enumerate(admitted, start=first_slot):
+            slots_of.setdefault(running.context[:-1], []).append(slot)
         for heads in _prefill_passes(head for head in slots_of if head):
             width = len(heads[-1])
             padded = [[*head, *[0] * (width - len(head))] for head in heads]
@@ -186,21 +183,21 @@ class Generation:
 
     def _matched(self, stop_strings: StopStrings) -> Tensor:
         """[running] whether the token just drawn completes a stop string."""
-        recent = [response.recent for response in self._running if response.recent is not None]
+        recent = [running.recent for running in self._running if running.recent is not None]
         tokens = self._slots.state[TOKEN, : len(self._running)].tolist()
         return torch.tensor(stop_strings.append(recent, tokens), device=self._device)
 
     def _retire(self, finished: list[int], stopped: list[bool]) -> None:
-        """Free the `finished` slots; `stopped` says of each whether a stop token or string ended its response."""
+        """Free the `finished` slots; `stopped` says of each whether a stop token or string ended it."""
         for slot, ended in zip(finished, stopped, strict=True):
-            response = self._running[slot]
-            response.end_step = self._num_steps
-            response.finish_reason = "stop" if ended else "length"
-            self._finished.append(response)
+            running = self._running[slot]
+            running.end_step = self._num_steps
+            running.status = Status.STOPPED if ended else Status.TRUNCATED
+            self._ended.append(running)
         self._compact(finished)
 
     def _compact(self, finished: list[int]) -> None:
-        """Free the `finished` slots by moving the last running responses into them."""
+        """Free the `finished` slots by moving the last running samples into them."""
         num_running, num_left = len(self._running), len(self._running) - len(finished)
         gone = set(finished)
         destinations = [slot for slot in finished if slot < num_left]
@@ -213,42 +210,38 @@ class Generation:
         self._slots.free(num_left, num_running)
         self._num_positions = int(self._slots.state[POSITION, :num_left].max()) if num_left else 0
 
-    def _take_completions(self) -> list[Completion]:
+    def _take_finished(self) -> list[Sample]:
         """Those that have not been taken yet."""
-        self._read_finished()
-        completions, self._completions = self._completions, []
-        return completions
-
-    def _read_finished(self) -> None:
-        """Make completions of the finished responses and free their columns of the transcript."""
-        if not self._finished:
-            return
+        self._read_ended()
         finished, self._finished = self._finished, []
-        for response, drawn in zip(finished, self._read(finished), strict=True):
-            self._completions.append(Completion(response.request.id, *drawn, response.finish_reason))
-            del self._unfinished[response.request.id]
-        self._slots.transcript.give_back([response.column for response in finished])
+        return finished
 
-    def _read(self, responses: Sequence[_Response]) -> Iterator[tuple[list[int], list[float], list[int]]]:
-        """Tokens, log-probs and policy versions of all that each response has drawn, before and here."""
-        ends = [self._num_steps if response.end_step is None else response.end_step for response in responses]
+    def _read_ended(self) -> None:
+        """Finish the samples that have ended and free their columns of the transcript."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        for sample in self._read(ended):
+            self._finished.append(sample)
+            del self._unfinished[sample.id]
+        self._slots.transcript.give_back([running.column for running in ended])
+
+    def _read(self, wanted: Sequence[_Running]) -> Iterator[Sample]:
+        """Each with all that it has drawn, before and here."""
+        ends = [self._num_steps if running.end_step is None else running.end_step for running in wanted]
         spans = [
-            (response.column, len(response.context) - 1, end - response.first_step)
-            for response, end in zip(responses, ends, strict=True)
+            (running.column, len(running.context) - 1, end - running.first_step)
+            for running, end in zip(wanted, ends, strict=True)
         ]
         drawn = self._slots.transcript.read(spans)
-        for response, end, (tokens, logprobs) in zip(responses, ends, drawn, strict=True):
-            versions = self._policy_versions(response.first_step, end)
+        for running, end, (tokens, logprobs) in zip(wanted, ends, drawn, strict=True):
+            versions = self._policy_versions(running.first_step, end)
             if not math.isfinite(sum(logprobs)):
                 raise DivergenceError(
                     f"The rollout policy (version {versions[-1]}) gives log-probs that are not finite: its weights "
                     "have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
                 )
-            before = response.request.drawn
-            if before is None:
-                yield tokens, logprobs, versions
-            else:
-                yield [*before.tokens, *tokens], [*before.logprobs, *logprobs], [*before.policy_versions, *versions]
+            yield running.sample.drawn(tokens, logprobs, versions, running.status)
 
     def _policy_versions(self, first_step: int, end_step: int) -> list[int]:
         """Of every decode step from `first_step` up to `end_step`."""

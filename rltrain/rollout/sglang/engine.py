@@ -9,11 +9,11 @@ from torch import Tensor
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
-from rltrain.rollout.engine import Completion, Request, SamplingParams
-from rltrain.rollout.refusals import check_requests, expect_idle, served_version
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.refusals import check_samples, expect_idle, served_version
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
-from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast, Row
-from rltrain.rollout.sglang.inflight_requests import continued
+from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.session import Session
 from rltrain.rollout.sglang.weights.delivery import Delivery
@@ -32,8 +32,8 @@ class SGLangEngine:
     `client` on the engine's first rank.
 
     A server draws tokens whether or not anybody calls `step`, which returns what has finished meanwhile. One that dies,
-    or draws nothing for `hang_timeout_s` though it has requests, is replaced up to `max_restarts` times: what it was
-    drawing goes on from what is known of it. `advance` is called while a server starts. With `seeded` requests carry
+    or has samples and draws nothing for `hang_timeout_s`, is replaced up to `max_restarts` times: what it was drawing
+    goes on from what is known of it. `advance` is called while a server starts. With `seeded` samples are sent with
     their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
     checksums of the weights that it has copied; one that has others is replaced too.
     """
@@ -61,7 +61,7 @@ class SGLangEngine:
         self._settings = settings
         self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
         self._sharing = EngineBroadcast(group)
-        self._unfinished: dict[int, Request] = {}
+        self._unfinished: dict[int, Sample] = {}
         self._sampling: SamplingParams | None = None
         self._lost: str | None = None
         """Why the server is to be replaced at the end of the update."""
@@ -78,12 +78,12 @@ class SGLangEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted whose completion no step has returned yet."""
+        """Samples submitted that no step has returned yet."""
         return len(self._unfinished)
 
     @property
     def num_free_slots(self) -> int:
-        """How many more requests would start at the next step."""
+        """How many more samples would start at the next step."""
         return max(0, self._max_running_requests - self.num_unfinished)
 
     def start(self) -> None:
@@ -136,12 +136,12 @@ class SGLangEngine:
         self._lost = None
         self._serve(version)
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Queue `requests` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
-        if not requests:
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
+        """Queue `samples` behind what is unfinished, which must have equal `sampling` and other ids (ValueError)."""
+        if not samples:
             return
-        check_requests(
-            requests,
+        check_samples(
+            samples,
             sampling,
             unfinished=self._unfinished,
             running=self._sampling,
@@ -149,11 +149,11 @@ class SGLangEngine:
         )
         stop_strings(sampling.stop, self._tokenizer)  # refused on all ranks or on none
         self._sampling = sampling
-        self._unfinished |= {request.id: request for request in requests}
+        self._unfinished |= {sample.id: sample for sample in samples}
         if self._session is not None:
-            self._session.submit(requests, sampling, self._tokenizer)
+            self._session.submit(samples, sampling, self._tokenizer)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Sample]:
         """What has finished since the last step; where nothing has, wait for some milliseconds.
 
         Raises SyncError, on every rank, between `begin_update` and `end_update`. Collective over: the engine's ranks.
@@ -162,7 +162,7 @@ class SGLangEngine:
         if not self._unfinished:
             return []
         try:
-            rows = self._sharing.rows(self._step)
+            finished = self._sharing.samples(self._step, self._unfinished)
         except EngineLost as lost:
             version = self.policy_version
             self._restart(lost)
@@ -171,11 +171,11 @@ class SGLangEngine:
         except DivergenceError:
             self._forget()
             raise
-        for row in rows:
-            del self._unfinished[row.id]
-        return [row.completion for row in rows]
+        for sample in finished:
+            del self._unfinished[sample.id]
+        return finished
 
-    def suspend(self) -> list[Request]:
+    def suspend(self) -> list[Sample]:
         """Take back all that is unfinished, in the order of submission, each with what it has drawn so far.
 
         Raises SyncError where something runs between `begin_update` and `end_update`. Collective over: the engine's
@@ -185,26 +185,26 @@ class SGLangEngine:
             return []
         served_version(self.policy_version)
         try:
-            rows = self._sharing.rows(self._suspend)
+            suspended = self._sharing.samples(self._suspend, self._unfinished)
         except DivergenceError:
             self._forget()
             raise
-        drawn = {row.id: row.drawn for row in rows}
+        by_id = {sample.id: sample for sample in suspended}
         unfinished, self._unfinished = self._unfinished, {}
-        return [continued(request, drawn[request.id]) for request in unfinished.values()]
+        return [by_id[number] for number in unfinished]
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
-        """Completions in the order of `requests`, while nothing else is unfinished.
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
+        """The samples, finished and in their order, while nothing else is unfinished.
 
         Raises as `submit` and `step` do. Collective over: the engine's ranks.
         """
         served_version(self.policy_version)
         expect_idle(self.num_unfinished, "generate")
-        self.submit(requests, sampling)
-        completions: dict[int, Completion] = {}
+        self.submit(samples, sampling)
+        finished: dict[int, Sample] = {}
         while self._unfinished:
-            completions |= {completion.id: completion for completion in self.step()}
-        return [completions[request.id] for request in requests]
+            finished |= {sample.id: sample for sample in self.step()}
+        return [finished[sample.id] for sample in samples]
 
     def release_cache(self) -> None:
         """Forget all keys and values. Their memory stays the server's: `release` gives it back.
@@ -254,7 +254,7 @@ class SGLangEngine:
         self._server.wait_until_ready(self._settings.start_timeout_s, advance)
         self._client.connect(self._server.url, self._server.token)
 
-    def _step(self) -> list[Row]:
+    def _step(self) -> list[Sample]:
         assert self._session is not None and self._server is not None
         if (ending := self._server.ending) is not None:
             raise EngineLost(ending)
@@ -270,7 +270,7 @@ class SGLangEngine:
         if not self._unfinished:
             self._call(FLUSH)
 
-    def _suspend(self) -> list[Row]:
+    def _suspend(self) -> list[Sample]:
         """Where the server is lost, what is known to be drawn; the next step replaces it."""
         assert self._session is not None and self._server is not None
         try:

@@ -1,7 +1,7 @@
 """What the first rank of an engine tells the others: they have no server to talk to, but make the same calls."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -9,28 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.errors import DivergenceError, EngineError, EngineLost
-from rltrain.rollout.engine import Completion, FinishReason, PartialResponse
+from rltrain.rollout.sample import Sample, Status
 
 T = TypeVar("T")
 
 ERRORS = (EngineLost, EngineError, DivergenceError)
 """Raised on the first rank, these are raised on all."""
-_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What exists of one response, all of it; without a finish reason it is not done."""
-
-    id: int
-    drawn: PartialResponse
-    finish_reason: FinishReason | None = None
-
-    @property
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        drawn = self.drawn
-        return Completion(self.id, drawn.tokens, drawn.logprobs, drawn.policy_versions, self.finish_reason)
 
 
 class EngineBroadcast:
@@ -40,21 +24,22 @@ class EngineBroadcast:
         self.group = group
         self.is_first = group is None or group.rank() == 0
 
-    def rows(self, action: Callable[[], Sequence[Row]]) -> list[Row]:
-        """What `action` returns on the first rank, where alone it is called, on every rank.
+    def samples(self, action: Callable[[], Sequence[Sample]], known: Mapping[int, Sample]) -> list[Sample]:
+        """What `action` returns on the first rank, where alone it is called, on every rank; `known` has all of them, by
+        id and in an earlier state.
 
         One of ERRORS that it raises is raised on every rank. Collective over: the engine's ranks.
         """
-        rows, error = self._attempt(action)
+        samples, error = self._attempt(action)
         if self.group is None:
             if error is not None:
                 raise error
-            return [*(rows or ())]
-        return self._broadcast(rows or (), error)
+            return [*(samples or ())]
+        return self._broadcast(samples or (), error, known)
 
     def together(self, action: Callable[[], object]) -> None:
-        """As `rows`, for an `action` that returns nothing of interest. Collective over: the engine's ranks."""
-        self.rows(lambda: (action(), ())[1])
+        """As `samples`, for an `action` that returns nothing of interest. Collective over: the engine's ranks."""
+        self.samples(lambda: (action(), ())[1], {})
 
     def wait(self, action: Callable[[Callable[[], None]], object], advance: Callable[[], None]) -> None:
         """As `together`, for an `action` that takes long: whenever it calls what it is given, `advance` is called on
@@ -84,7 +69,7 @@ class EngineBroadcast:
 
     def _raise(self, error: Exception | None) -> None:
         if self.group is not None:
-            self._broadcast((), error)
+            self._broadcast((), error, {})
         elif error is not None:
             raise error
 
@@ -96,49 +81,58 @@ class EngineBroadcast:
         except ERRORS as error:
             return None, error
 
-    def _broadcast(self, rows: Sequence[Row], error: Exception | None) -> list[Row]:
+    def _broadcast(
+        self, samples: Sequence[Sample], error: Exception | None, known: Mapping[int, Sample]
+    ) -> list[Sample]:
         kind = 1 + next(i for i, one in enumerate(ERRORS) if isinstance(error, one)) if error else 0
         text = str(error).encode() if error else b""
-        num_tokens = sum(len(row.drawn.tokens) for row in rows)
-        header = torch.tensor([kind, len(text), len(rows), num_tokens])
+        header = torch.tensor([kind, len(text), len(samples), sum(len(sample.tokens) for sample in samples)])
         self._share(header)
-        kind, num_bytes, num_rows, num_tokens = header.tolist()
+        kind, num_bytes, num_samples, num_tokens = header.tolist()
         if kind:
             message = torch.tensor([*text], dtype=torch.uint8).resize_(num_bytes)
             self._share(message)
             raise error or ERRORS[kind - 1](bytes(message.tolist()).decode())
-        if not num_rows or self.group is None:
-            return [*rows]
-        table = torch.zeros(num_rows, 3, dtype=torch.int64)
-        tokens = torch.zeros(2, num_tokens, dtype=torch.int64)
+        if not num_samples or self.group is None:
+            return [*samples]
+        table = torch.zeros(num_samples, 3, dtype=torch.int64)
+        tokens = torch.zeros(3, num_tokens, dtype=torch.int64)
         logprobs = torch.zeros(num_tokens, dtype=torch.float64)
         if self.is_first:
-            _fill(table, tokens, logprobs, rows)
+            _fill(table, tokens, logprobs, samples)
         for tensor in (table, tokens, logprobs):
             self._share(tensor)
-        return [*rows] if self.is_first else _read(table, tokens, logprobs)
+        return [*samples] if self.is_first else _read(table, tokens, logprobs, known)
 
     def _share(self, tensor: Tensor) -> None:
         if tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
-def _fill(table: Tensor, tokens: Tensor, logprobs: Tensor, rows: Sequence[Row]) -> None:
-    """Write `rows` to `table` [rows, (id, reason, tokens)], `tokens` [(token, version), tokens] and `logprobs`."""
-    entries = [(row.id, _REASONS.index(row.finish_reason), len(row.drawn.tokens)) for row in rows]
-    table.copy_(torch.tensor(entries))
-    tokens[0] = torch.tensor([token for row in rows for token in row.drawn.tokens], dtype=torch.int64)
-    tokens[1] = torch.tensor([version for row in rows for version in row.drawn.policy_versions], dtype=torch.int64)
-    logprobs.copy_(torch.tensor([value for row in rows for value in row.drawn.logprobs], dtype=torch.float64))
+def _fill(table: Tensor, tokens: Tensor, logprobs: Tensor, samples: Sequence[Sample]) -> None:
+    """Write `samples` to `table` [samples, (id, status, tokens)], `tokens` [(token, version, mask), tokens] and
+    `logprobs`."""
+    table.copy_(torch.tensor([(sample.id, sample.status, len(sample.tokens)) for sample in samples]))
+    for row, name in zip(tokens, ("tokens", "policy_versions", "loss_mask"), strict=True):
+        row.copy_(torch.tensor([value for sample in samples for value in getattr(sample, name)], dtype=torch.int64))
+    logprobs.copy_(torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float64))
 
 
-def _read(table: Tensor, tokens: Tensor, logprobs: Tensor) -> list[Row]:
+def _read(table: Tensor, tokens: Tensor, logprobs: Tensor, known: Mapping[int, Sample]) -> list[Sample]:
     """The inverse of `_fill`."""
-    drawn, versions, values = tokens[0].tolist(), tokens[1].tolist(), logprobs.tolist()
-    rows, start = [], 0
-    for number, reason, count in table.tolist():
+    (drawn, versions), mask, values = tokens[:2].tolist(), tokens[2].bool().tolist(), logprobs.tolist()
+    samples, start = [], 0
+    for number, status, count in table.tolist():
         span = slice(start, start + count)
-        part = PartialResponse(tuple(drawn[span]), tuple(values[span]), tuple(versions[span]))
-        rows.append(Row(number, part, _REASONS[reason]))
+        samples.append(
+            replace(
+                known[number],
+                tokens=tuple(drawn[span]),
+                logprobs=tuple(values[span]),
+                policy_versions=tuple(versions[span]),
+                loss_mask=tuple(mask[span]),
+                status=Status(status),
+            )
+        )
         start += count
-    return rows
+    return samples

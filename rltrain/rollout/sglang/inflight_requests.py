@@ -1,13 +1,13 @@
-"""One response at the server: what is sent for it, what comes back, and what that makes of it."""
+"""One sample at the server: what is sent for it, what comes back, and what that makes of it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain.errors import DivergenceError, EngineError
-from rltrain.rollout.engine import FinishReason, PartialResponse, Request, SamplingParams
-from rltrain.rollout.sglang.engine_broadcast import Row
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, Status
 
 PROGRESS_TOKENS = 64
 """The server tells after how many tokens how far a response has come."""
@@ -20,11 +20,11 @@ StopCut = Callable[[Sequence[int], Sequence[int]], int | None]
 
 @dataclass
 class InflightRequest:
-    """A request at the server. `tokens` and `logprobs` are what it is known to have drawn there."""
+    """A sample at the server, as it was sent. `tokens` and `logprobs` are what it is known to have drawn there."""
 
-    request: Request
+    sample: Sample
     limit: int
-    """How many tokens the response may have, those of `request.drawn` included."""
+    """How many tokens the response may have, those of `sample` included."""
     version: int
     """Of the weights when it was sent."""
     tokens: list[int] = field(default_factory=list)
@@ -45,46 +45,35 @@ class InflightRequest:
         if version == self.version:
             self.num_certain = min(len(self.tokens), len(self.logprobs))
 
-    def known(self) -> Request:
-        """The request with all that is known of it, though the server has not ended it."""
+    def known(self) -> Sample:
+        """The sample with all that is known of it, though the server has not ended it."""
         certain = self.logprobs[: self.num_certain]
         count = next((place for place, value in enumerate(certain) if not _is_finite(value)), len(certain))
-        return continued(self.request, self._drawn(count, [self.version] * count))
+        return self._drawn(count, [self.version] * count)
 
-    def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Row:
-        """The response as the server has ended it; without a finish reason where it has more to draw.
+    def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Sample:
+        """The sample as the server has ended it; pending where it has more to draw.
 
         Raises DivergenceError for log-probs that are not finite, EngineError for an answer that makes no sense.
         """
         if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
             raise EngineError(
-                f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for request "
-                f"{self.request.id}; expected {meta['completion_tokens']} of both. Leave out rollout.sglang.args that "
+                f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
+                f"{self.sample.id}; expected {meta['completion_tokens']} of both. Leave out rollout.sglang.args that "
                 "change what it returns."
             )
         versions = self._versions(meta)
         reason = meta["finish_reason"]
         self._check_finite(versions, reason)
-        before = self.request.drawn.tokens if self.request.drawn else ()
-        count = cut(before, self.tokens) if cut else None
+        count = cut(self.sample.tokens, self.tokens) if cut else None
         if count is not None:
-            return self._row(count, versions, "stop")
-        return self._row(len(self.tokens), versions, self._finish_reason(reason, sampling))
+            return self._drawn(count, versions, Status.STOPPED)
+        return self._drawn(len(self.tokens), versions, self._status(reason, sampling))
 
-    def _row(self, count: int, versions: Sequence[int], reason: FinishReason | None) -> Row:
-        drawn = self._drawn(count, versions)
-        return Row(self.request.id, drawn or PartialResponse((), (), ()), reason)
-
-    def _drawn(self, count: int, versions: Sequence[int]) -> PartialResponse | None:
-        """What was drawn before, and the first `count` tokens drawn here."""
-        before = self.request.drawn
-        if not count:
-            return before
-        tokens, versions = tuple(self.tokens[:count]), tuple(versions[:count])
-        logprobs = tuple(math.nan if value is None else value for value in self.logprobs[:count])
-        if before is None:
-            return PartialResponse(tokens, logprobs, versions)
-        return PartialResponse(before.tokens + tokens, before.logprobs + logprobs, before.policy_versions + versions)
+    def _drawn(self, count: int, versions: Sequence[int], status: Status = Status.PENDING) -> Sample:
+        """With the first `count` tokens drawn here."""
+        logprobs = [math.nan if value is None else value for value in self.logprobs[:count]]
+        return self.sample.drawn(self.tokens[:count], logprobs, versions[:count], status)
 
     def _versions(self, meta: Mapping[str, Any]) -> list[int]:
         """Policy version of every token drawn here."""
@@ -104,61 +93,51 @@ class InflightRequest:
                 "model.path."
             )
 
-    def _finish_reason(self, reason: Mapping[str, Any], sampling: SamplingParams) -> FinishReason | None:
-        """None: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
-        before = self.request.drawn.tokens if self.request.drawn else ()
+    def _status(self, reason: Mapping[str, Any], sampling: SamplingParams) -> Status:
+        """Pending: the server has ended it for a reason of its own, such as an end-of-text token that is none here."""
+        num_before = len(self.sample.tokens)
         matched = reason.get("matched")
         if reason["type"] == "stop" and (matched in sampling.stop_token_ids or matched in sampling.stop):
-            return "stop"
-        if len(before) + len(self.tokens) >= self.limit:
-            return "length"
+            return Status.STOPPED
+        if num_before + len(self.tokens) >= self.limit:
+            return Status.TRUNCATED
         if reason["type"] == "length" and not self.tokens:
             raise EngineError(
-                f"SGLang ended request {self.request.id} after {len(before)} tokens of the {self.limit} that its "
+                f"SGLang ended sample {self.sample.id} after {num_before} tokens of the {self.limit} that its "
                 "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
                 "rollout.sglang.args, or lower rollout.max_context_tokens."
             )
-        return None
+        return Status.PENDING
 
 
 def sampling_fields(flight: InflightRequest, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a response."""
-    before = flight.request.drawn.tokens if flight.request.drawn else ()
+    """SGLang's `sampling_params` of a sample."""
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "max_new_tokens": flight.limit - len(before),
+        "max_new_tokens": flight.limit - len(flight.sample.tokens),
         "stop_token_ids": [*sampling.stop_token_ids],
         "ignore_eos": not sampling.stop_token_ids,
         "stop": [*sampling.stop],
         "no_stop_trim": True,
         "stream_interval": PROGRESS_TOKENS,
     }
-    return fields | ({"sampling_seed": flight.request.seed} if seeded else {})
+    return fields | ({"sampling_seed": flight.sample.seed} if seeded else {})
 
 
 def generate_body(
     flights: Mapping[str, InflightRequest], sampling: SamplingParams, *, cache_key: str, seeded: bool
 ) -> dict[str, Any]:
     """Of one /generate for `flights`, by the names that its events call them."""
-    contexts = [
-        [*flight.request.prompt, *(flight.request.drawn.tokens if flight.request.drawn else ())]
-        for flight in flights.values()
-    ]
     return {
         "rid": [*flights],
-        "input_ids": contexts,
+        "input_ids": [[*flight.sample.context] for flight in flights.values()],
         "sampling_params": [sampling_fields(flight, sampling, seeded=seeded) for flight in flights.values()],
         "extra_key": cache_key,
         "return_logprob": True,
         "stream": True,
     }
-
-
-def continued(request: Request, drawn: PartialResponse | None) -> Request:
-    """`request` with what is drawn of it."""
-    return replace(request, drawn=drawn if drawn and drawn.tokens else request.drawn)
 
 
 def _is_finite(logprob: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""What the first rank of an engine has at its server: a queue, responses in flight, and those that have ended."""
+"""What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended."""
 
 import time
 from bisect import bisect_left
@@ -9,26 +9,25 @@ from queue import Empty
 from typing import Any
 
 from rltrain.errors import EngineError, EngineLost
-from rltrain.rollout.engine import PartialResponse, Request, SamplingParams
+from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
+from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client, Failure
-from rltrain.rollout.sglang.engine_broadcast import Row
-from rltrain.rollout.sglang.inflight_requests import InflightRequest, StopCut, continued, generate_body
+from rltrain.rollout.sglang.inflight_requests import InflightRequest, StopCut, generate_body
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
-_STREAM_REQUESTS = 64
-"""Responses that share a stream: the server looks through all of them at every event."""
+_STREAM_SAMPLES = 64
+"""Samples that share a stream: the server looks through all of them at every event."""
 _ABORT_AGAIN_S = 0.25
 """Requests that were on their way to the server's scheduler do not see an abort."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True, "rid": ""})
-_NOTHING = PartialResponse((), (), ())
 
 
 class Session:
     """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
 
-    `begin_version` tells the weights that requests are sent to from now on. The server reuses keys and values only
-    among requests sent to the same weights.
+    `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
+    among samples sent to the same weights.
     """
 
     def __init__(
@@ -39,12 +38,12 @@ class Session:
         self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
         self._sampling: SamplingParams | None = None
         self._cut: StopCut | None = None
-        self._queue: deque[Request] = deque()
+        self._queue: deque[Sample] = deque()
         self._flights: dict[str, InflightRequest] = {}
-        self._done: list[tuple[Request, Row]] = []
+        self._done: list[Sample] = []
         """Ended, and not taken yet."""
-        self._ended: dict[Request, Row] = {}
-        """What ended while it was suspended, by the request that was given back for it."""
+        self._ended: dict[Sample, Sample] = {}
+        """What ended while it was suspended, by what was given back for it."""
         self._is_aborting = False
         self._names = count()
         self._version, self._epoch = 0, 0
@@ -55,17 +54,17 @@ class Session:
         self._version, self._epoch = version, self._epoch + 1
         self._alive_s = time.monotonic()
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        """Queue `requests`. What ended while they were suspended is done at once."""
+    def submit(self, samples: Sequence[Sample], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        """Queue `samples`. What ended while they were suspended is done at once."""
         if sampling != self._sampling:
             self._sampling, self._cut = sampling, _stop_cut(sampling, tokenizer)
-        for request in requests:
-            if (row := self._ended.pop(request, None)) is not None:
-                self._done.append((request, row))
+        for sample in samples:
+            if (ended := self._ended.pop(sample, None)) is not None:
+                self._done.append(ended)
             else:
-                self._queue.append(request)
+                self._queue.append(sample)
 
-    def step(self, wait_s: float) -> list[Row]:
+    def step(self, wait_s: float) -> list[Sample]:
         """Fill free slots, and what has ended since the last step; waits for the first one for `wait_s` at most.
 
         Raises EngineLost where the server is gone or has stopped drawing, EngineError where it refuses a request.
@@ -77,29 +76,29 @@ class Session:
         self._check_progress()
         self.send()
         done, self._done = self._done, []
-        return [row for _, row in done]
+        return done
 
     def send(self) -> None:
         """Send what there are free slots for."""
         num_free = self._num_slots - len(self._flights)
         while num_free > 0 and self._queue:
             assert self._sampling is not None
-            requests = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_REQUESTS))]
-            flights = {f"{self._epoch}.{name}": self._flight(r) for r, name in zip(requests, self._names, strict=False)}
+            samples = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_SAMPLES))]
+            flights = {f"{self._epoch}.{name}": self._flight(s) for s, name in zip(samples, self._names, strict=False)}
             if not self._flights:
                 self._alive_s = time.monotonic()
             self._flights |= flights
             self._client.generate(
                 generate_body(flights, self._sampling, cache_key=str(self._epoch), seeded=self._seeded)
             )
-            num_free -= len(requests)
+            num_free -= len(samples)
 
     def receive(self) -> None:
         """Take in all that has arrived."""
         while self._receive(0.0):
             pass
 
-    def suspend(self) -> list[Row]:
+    def suspend(self) -> list[Sample]:
         """Take everything back from the server: what is drawn of all that is unfinished.
 
         Raises as `step` does, and EngineLost where the server does not give a response back in time.
@@ -126,18 +125,15 @@ class Session:
         flights, self._flights = self._flights, {}
         self._queue.extendleft(flight.known() for flight in reversed(flights.values()))
 
-    def give_back(self) -> list[Row]:
-        """What is drawn of all that is queued or has ended and was not taken; nothing is left."""
-        rows = [Row(request.id, request.drawn or _NOTHING) for request in self._queue]
+    def give_back(self) -> list[Sample]:
+        """All that is queued or has ended and was not taken, with what is drawn of it; nothing is left."""
+        # Whoever gets back what has ended may go on with it elsewhere, so there has to be something left to draw.
+        shorter = {sample.first(len(sample.tokens) - 1): sample for sample in self._done}
+        self._ended |= shorter
+        given = [*self._queue, *shorter]
         self._queue.clear()
-        for request, row in self._done:
-            # Whoever gets it back may go on with it elsewhere, so there has to be something left to draw.
-            drawn = row.drawn
-            shorter = PartialResponse(drawn.tokens[:-1], drawn.logprobs[:-1], drawn.policy_versions[:-1])
-            self._ended[continued(request, shorter)] = row
-            rows.append(Row(row.id, shorter))
         self._done.clear()
-        return rows
+        return given
 
     def forget(self) -> None:
         """Nothing is unfinished any more, here or at the server."""
@@ -147,10 +143,10 @@ class Session:
         if flights:
             self._client.call(*_ABORT_ALL)
 
-    def _flight(self, request: Request) -> InflightRequest:
+    def _flight(self, sample: Sample) -> InflightRequest:
         assert self._sampling is not None
-        limit = response_limit(request, self._sampling, self._max_context_tokens)
-        return InflightRequest(request, limit, self._version)
+        limit = response_limit(sample, self._sampling, self._max_context_tokens)
+        return InflightRequest(sample, limit, self._version)
 
     def _receive(self, wait_s: float) -> bool:
         """Take in one event of the server; False where none has come within `wait_s`."""
@@ -173,17 +169,17 @@ class Session:
 
     def _end(self, flight: InflightRequest, meta: Mapping[str, Any]) -> None:
         assert self._sampling is not None
-        row = flight.end(meta, self._sampling, self._cut)
-        if row.finish_reason is not None:
-            self._done.append((flight.request, row))
+        sample = flight.end(meta, self._sampling, self._cut)
+        if sample.is_finished:
+            self._done.append(sample)
             return
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and not self._is_aborting:
             raise EngineError(
-                f"SGLang gave up request {row.id} after {len(row.drawn.tokens)} tokens: {reason.get('message')}. "
+                f"SGLang gave up sample {sample.id} after {len(sample.tokens)} tokens: {reason.get('message')}. "
                 "Its log is in the run folder."
             )
-        self._queue.appendleft(continued(flight.request, row.drawn))
+        self._queue.appendleft(sample)
 
     def _check_progress(self) -> None:
         silent_s = time.monotonic() - max(self._client.last_event_s, self._alive_s)

@@ -23,11 +23,11 @@ class CompletionLog:
     """A log per name; every `per_chunk` entries of it are a chunk, which any rank can read once it is full.
 
     Engines that finish groups at the same time agree on who is first by one counter per log. A chunk's entry is
-    deleted once `num_readers` ranks have read it, and with the last of `chunks_per_log` (None: there is no last one)
-    the counter, which nobody looks at any more.
+    deleted once `num_readers` ranks have read it, and with the last of `chunks_per_log` the counter, which nobody looks
+    at any more.
     """
 
-    def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int | None = None) -> None:
+    def __init__(self, store: dist.Store, per_chunk: int, num_readers: int, chunks_per_log: int) -> None:
         self.store = dist.PrefixStore("completion_log", store)
         self.per_chunk = per_chunk
         self.num_readers = num_readers
@@ -74,4 +74,4 @@ class CompletionLog:
             self.store.delete_key(f"{log}/count")
 
     def _is_last(self, chunk: int) -> bool:
-        return self.chunks_per_log is not None and chunk == self.chunks_per_log - 1
+        return chunk == self.chunks_per_log - 1

@@ -1,60 +1,24 @@
 """Prompt groups on one engine: a group is finished when all of its samples are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
-from rltrain.rollout.engine import Completion, Engine, Request, SamplingParams
-
-
-@dataclass(frozen=True)
-class FinishedGroup:
-    """All samples of one prompt. `position` is its place in the stream of prompts, `row` that in the prompt file."""
-
-    position: int
-    row: int
-    prompt: tuple[int, ...]
-    completions: tuple[Completion, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompts and responses."""
-        return len(self.prompt) * len(self.completions) + self.num_response_tokens
-
-    @property
-    def num_response_tokens(self) -> int:
-        return sum(len(completion.tokens) for completion in self.completions)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a group starts from: a request per sample, numbered position * num_samples + sample."""
-
-    position: int
-    row: int
-    requests: tuple[Request, ...]
-
-
-@dataclass(frozen=True)
-class RunningGroup:
-    """A group with samples still to draw. `completions` are those that are drawn, by id."""
-
-    prompt: Prompt
-    completions: dict[int, Completion]
+from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.sample import Sample, SampleGroup
 
 
 class PromptGroups:
-    """What an engine has begun of the groups that `prompt_at` describes, and what it has finished of them.
+    """What an engine has begun of the groups that `group_at` describes, and what it has finished of them.
 
     Ranks of one engine make equal calls in one order.
     """
 
     def __init__(
-        self, engine: Engine, sampling: SamplingParams, prompt_at: Callable[[int], Prompt], num_samples: int
+        self, engine: Engine, sampling: SamplingParams, group_at: Callable[[int], SampleGroup], num_samples: int
     ) -> None:
-        self.engine, self.sampling, self.prompt_at, self.num_samples = engine, sampling, prompt_at, num_samples
-        self.begun: dict[int, RunningGroup] = {}
+        self.engine, self.sampling, self.group_at, self.num_samples = engine, sampling, group_at, num_samples
+        self.begun: dict[int, SampleGroup] = {}
         """By position."""
-        self.suspended: list[Request] = []
+        self.suspended: list[Sample] = []
 
     @property
     def num_wanted(self) -> int:
@@ -63,49 +27,41 @@ class PromptGroups:
 
     def start(self, positions: Sequence[int]) -> None:
         """Begin these groups, after those that were suspended."""
-        requests, self.suspended = self.suspended, []
+        samples, self.suspended = self.suspended, []
         for position in positions:
-            prompt = self.prompt_at(position)
-            self.begun[position] = RunningGroup(prompt, {})
-            requests += prompt.requests
-        if requests:
-            self.engine.submit(requests, self.sampling)
+            self.begun[position] = self.group_at(position)
+            samples += self.begun[position].samples
+        if samples:
+            self.engine.submit(samples, self.sampling)
 
-    def step(self) -> list[FinishedGroup]:
+    def step(self) -> list[SampleGroup]:
         """One decode step; the groups that it finished."""
         finished = []
-        for completion in self.engine.step():
-            position = completion.id // self.num_samples
-            group = self.begun[position]
-            group.completions[completion.id] = completion
-            if len(group.completions) == self.num_samples:
-                del self.begun[position]
-                requests = group.prompt.requests
-                in_order = tuple(group.completions[request.id] for request in requests)
-                finished.append(FinishedGroup(position, group.prompt.row, requests[0].prompt, in_order))
+        for sample in self.engine.step():
+            position = self._take(sample)
+            if self.begun[position].is_finished:
+                finished.append(self.begun.pop(position))
         return finished
 
     def suspend(self) -> None:
         """Leave the engine; the next `start` goes on with what is unfinished."""
-        self.suspended += self.engine.suspend()
+        for sample in self.engine.suspend():
+            self._take(sample)
+            self.suspended.append(sample)
 
-    def carried(self) -> tuple[RunningGroup, ...]:
-        """Leave the engine as `suspend` does; what is begun, each request with what it has drawn so far."""
+    def carried(self) -> tuple[SampleGroup, ...]:
+        """Leave the engine as `suspend` does; what is begun, each sample with what it has drawn so far."""
         self.suspend()
-        unfinished = {request.id: request for request in self.suspended}
-        return tuple(
-            RunningGroup(
-                replace(
-                    group.prompt,
-                    requests=tuple(unfinished.get(request.id, request) for request in group.prompt.requests),
-                ),
-                dict(group.completions),
-            )
-            for group in self.begun.values()
-        )
+        return tuple(self.begun.values())
 
-    def resume(self, carried: Sequence[RunningGroup]) -> None:
+    def resume(self, carried: Sequence[SampleGroup]) -> None:
         """Go on with groups that were begun elsewhere: the next `start` submits what of them is unfinished."""
         for group in carried:
-            self.begun[group.prompt.position] = RunningGroup(group.prompt, dict(group.completions))
-            self.suspended += [request for request in group.prompt.requests if request.id not in group.completions]
+            self.begun[group.position] = group
+            self.suspended += group.pending
+
+    def _take(self, sample: Sample) -> int:
+        """Put what came back from the engine into its group: the group's position."""
+        position = sample.id // self.num_samples
+        self.begun[position] = self.begun[position].updated([sample])
+        return position

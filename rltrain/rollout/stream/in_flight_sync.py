@@ -5,7 +5,21 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import POLL_S
+from rltrain.liveness.polling import POLL_S, poll
+from rltrain.liveness.waiting import Waiter
+
+
+class NoInFlightSync:
+    """Where new weights come at their place in the order alone."""
+
+    def is_due(self) -> bool:
+        return False
+
+    def join(self) -> None:
+        raise AssertionError("no sync is ever due here")
+
+    def enter_together(self, waiter: Waiter, what: str) -> None:
+        """Nobody has anything to say."""
 
 
 class InFlightSync:
@@ -34,6 +48,7 @@ class InFlightSync:
         self._joined_last = -1
         """The position of the sync that was joined last."""
         self.run = run
+        self.leader = leader
         self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
         self.is_leader = rank == leader
         self.num_joined = self.num_entered = 0
@@ -78,6 +93,17 @@ class InFlightSync:
         """
         if self.is_due() and not self.leader_has_entered():
             self.join()
+
+    def enter_together(self, waiter: Waiter, what: str) -> None:
+        """Come to generate task `what` and wait for the leader to come, which may still have a sync to join before."""
+        self.enter()
+        poll(
+            waiter,
+            lambda: self.leader_has_entered() or None,
+            f"{what} of its engine",
+            [self.leader],
+            serve=self.join_before_leader_enters,
+        )
 
     def join(self) -> None:
         """Join the next sync. Collective over: the ranks of actor and rollout."""

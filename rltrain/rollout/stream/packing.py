@@ -7,47 +7,32 @@ import torch
 from torch import Tensor
 
 from rltrain.data.experience import Experience
-from rltrain.rollout.engine import Completion
-from rltrain.rollout.stream.groups import FinishedGroup
-
-Sample = tuple[FinishedGroup, int, Completion]
-"""A completion with its group and the group's id."""
+from rltrain.rollout.sample import Sample, SampleGroup, Status
 
 
-def pack_groups(groups: Sequence[FinishedGroup], group_ids: Sequence[int]) -> Experience:
-    """The samples of `groups`, under these ids. No groups give an experience of no samples."""
-    samples = [
-        (group, group_id, completion)
-        for group, group_id in zip(groups, group_ids, strict=True)
-        for completion in group.completions
-    ]
+def pack_groups(groups: Sequence[SampleGroup], of_chunk: Sequence[int]) -> Experience:
+    """The samples of `groups`, which are some of those at the positions `of_chunk`, where their group ids are their
+    places. No groups give an experience of no samples."""
+    place = {position: index for index, position in enumerate(of_chunk)}
+    samples = [sample for group in groups for sample in group.samples]
     return Experience(
-        sample_ids=_per_sample(samples, lambda group, group_id, completion: completion.id),
-        group_ids=_per_sample(samples, lambda group, group_id, completion: group_id),
-        prompt_ids=_per_sample(samples, lambda group, group_id, completion: group.row),
-        lengths=_per_sample(samples, lambda group, group_id, completion: len(group.prompt) + len(completion.tokens)),
-        truncated=_per_sample(samples, lambda _, __, completion: completion.finish_reason == "length").bool(),
-        tokens=_per_token(samples, torch.int64, lambda group, completion: (group.prompt, completion.tokens)),
-        response_mask=_response(samples, torch.bool, lambda completion: [True] * len(completion.tokens)),
-        policy_version=_response(samples, torch.int32, lambda completion: completion.policy_versions),
-        rollout_logprobs=_response(samples, torch.float32, lambda completion: completion.logprobs),
+        sample_ids=_integers(sample.id for sample in samples),
+        group_ids=_integers(place[group.position] for group in groups for _ in group.samples),
+        prompt_ids=_integers(group.row for group in groups for _ in group.samples),
+        lengths=_integers(len(sample.context) for sample in samples),
+        truncated=_integers(sample.status == Status.TRUNCATED for sample in samples).bool(),
+        tokens=_integers(chain.from_iterable(sample.context for sample in samples)),
+        response_mask=_of_response(samples, torch.bool, lambda sample: sample.loss_mask),
+        policy_version=_of_response(samples, torch.int32, lambda sample: sample.policy_versions),
+        rollout_logprobs=_of_response(samples, torch.float32, lambda sample: sample.logprobs),
     )
 
 
-def _per_sample(samples: Sequence[Sample], value: Callable[[FinishedGroup, int, Completion], int]) -> Tensor:
-    return torch.tensor([value(*sample) for sample in samples], dtype=torch.int64)
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor([*values], dtype=torch.int64)
 
 
-def _per_token(
-    samples: Sequence[Sample],
-    dtype: torch.dtype,
-    values: Callable[[FinishedGroup, Completion], tuple[Iterable[float], Iterable[float]]],
-) -> Tensor:
-    """[tokens] of prompt and response of every sample."""
-    parts = chain.from_iterable(values(group, completion) for group, _, completion in samples)
-    return torch.tensor(list(chain.from_iterable(parts)), dtype=dtype)
-
-
-def _response(samples: Sequence[Sample], dtype: torch.dtype, values: Callable[[Completion], Iterable[float]]) -> Tensor:
+def _of_response(samples: Sequence[Sample], dtype: torch.dtype, values: Callable[[Sample], Iterable[float]]) -> Tensor:
     """[tokens] with zeros for the prompt."""
-    return _per_token(samples, dtype, lambda group, completion: ([0] * len(group.prompt), values(completion)))
+    parts = chain.from_iterable(([0] * len(sample.prompt), values(sample)) for sample in samples)
+    return torch.tensor([*chain.from_iterable(parts)], dtype=dtype)

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.errors import CheckpointError
-from rltrain.rollout.engine import Completion, FinishReason, PartialResponse, Request
-from rltrain.rollout.stream.groups import FinishedGroup, Prompt, RunningGroup
+from rltrain.rollout.sample import Sample, SampleGroup, Status
 
-FORMAT = "rollout 1"
-UNFINISHED = 0
-FINISH_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
-"""States of a sample."""
-TOKEN_FIELDS = ("tokens", "logprobs", "policy_versions")
-NOTHING = PartialResponse((), (), ())
+FORMAT = "rollout 2"
+TOKEN_FIELDS = {
+    "tokens": torch.int64,
+    "logprobs": torch.float64,
+    "policy_versions": torch.int64,
+    "loss_mask": torch.bool,
+}
+"""Of a sample, with an entry per token of the response."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,21 @@ class RolloutState:
     handed over, and which groups of the stream all engines together have handed over."""
 
     consumed: Consumed = Consumed()
-    begun: tuple[RunningGroup, ...] = ()
-    drawn: tuple[FinishedGroup, ...] = ()
+    begun: tuple[SampleGroup, ...] = ()
+    drawn: tuple[SampleGroup, ...] = ()
 
     def contents(self) -> Contents:
         """As a file: a row of numbers per group and per sample, and all tokens end to end."""
-        groups = [*map(_of_begun, self.begun), *map(_of_drawn, self.drawn)]
+        groups = [*self.begun, *self.drawn]
         samples = [sample for group in groups for sample in group.samples]
         tensors = {
             "consumed": _integers([self.consumed.below, *sorted(self.consumed.beyond)]),
             "groups": _integers([n for g in groups for n in (g.position, g.row, len(g.prompt), len(g.samples))]),
             "prompts": _integers(chain.from_iterable(group.prompt for group in groups)),
-            "samples": _integers([n for s in samples for n in (s.id, s.seed, s.state, len(s.response.tokens))]),
-            "tokens": _integers(chain.from_iterable(sample.response.tokens for sample in samples)),
-            "policy_versions": _integers(chain.from_iterable(sample.response.policy_versions for sample in samples)),
-            "logprobs": torch.tensor([x for s in samples for x in s.response.logprobs], dtype=torch.float64),
+            "samples": _integers([n for s in samples for n in (s.id, s.seed, s.status, len(s.tokens))]),
         }
+        for name, dtype in TOKEN_FIELDS.items():
+            tensors[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
         return Contents(tensors, {"format": FORMAT})
 
     @classmethod
@@ -79,8 +79,8 @@ class RolloutState:
         groups = [*_read_groups(contents.tensors)]
         return cls(
             Consumed(below, frozenset(beyond)),
-            tuple(group.begun() for group in groups if not group.is_drawn),
-            tuple(group.drawn() for group in groups if group.is_drawn),
+            tuple(group for group in groups if not group.is_finished),
+            tuple(group for group in groups if group.is_finished),
         )
 
 
@@ -108,9 +108,9 @@ def deal(saved: Sequence[RolloutState], num_engines: int) -> list[Hand]:
     if len({carried.consumed for carried in saved}) != 1:
         raise _damaged(f"{len(saved)} engines that do not agree on what has been handed over")
     consumed = saved[0].consumed
-    begun = sorted(chain.from_iterable(carried.begun for carried in saved), key=lambda group: group.prompt.position)
+    begun = sorted(chain.from_iterable(carried.begun for carried in saved), key=lambda group: group.position)
     drawn = [*chain.from_iterable(carried.drawn for carried in saved)]
-    found = Counter([*(group.prompt.position for group in begun), *(group.position for group in drawn)])
+    found = Counter(group.position for group in (*begun, *drawn))
     twice = sorted(position for position, count in found.items() if count > 1 or position in consumed)
     if twice:
         raise _damaged(f"more than once the groups at positions {twice}")
@@ -120,7 +120,7 @@ def deal(saved: Sequence[RolloutState], num_engines: int) -> list[Hand]:
         Hand(
             RolloutState(
                 consumed,
-                tuple(group for group in begun if group.prompt.position % num_engines == engine),
+                tuple(group for group in begun if group.position % num_engines == engine),
                 tuple(group for group in drawn if group.position % num_engines == engine),
             ),
             next_position,
@@ -137,88 +137,23 @@ def _damaged(what: str) -> CheckpointError:
     )
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """A row of `samples` and its tokens."""
-
-    id: int
-    seed: int
-    state: int
-    response: PartialResponse
-
-    @classmethod
-    def finished(cls, completion: Completion, seed: int = 0) -> "_Sample":
-        (state,) = (state for state, reason in FINISH_REASONS.items() if reason == completion.finish_reason)
-        response = PartialResponse(*(tuple(getattr(completion, name)) for name in TOKEN_FIELDS))
-        return cls(completion.id, seed, state, response)
-
-    def request(self, prompt: tuple[int, ...]) -> Request:
-        goes_on = self.state == UNFINISHED and self.response.tokens
-        return Request(self.id, prompt, self.seed, self.response if goes_on else None)
-
-    def completion(self) -> Completion:
-        return Completion(self.id, **vars(self.response), finish_reason=FINISH_REASONS[self.state])
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A row of `groups`, its prompt and its samples."""
-
-    position: int
-    row: int
-    prompt: tuple[int, ...]
-    samples: tuple[_Sample, ...]
-
-    @property
-    def finished(self) -> list[_Sample]:
-        return [sample for sample in self.samples if sample.state != UNFINISHED]
-
-    @property
-    def is_drawn(self) -> bool:
-        return len(self.finished) == len(self.samples)
-
-    def begun(self) -> RunningGroup:
-        requests = tuple(sample.request(self.prompt) for sample in self.samples)
-        completions = {sample.id: sample.completion() for sample in self.finished}
-        return RunningGroup(Prompt(self.position, self.row, requests), completions)
-
-    def drawn(self) -> FinishedGroup:
-        return FinishedGroup(
-            self.position, self.row, self.prompt, tuple(sample.completion() for sample in self.samples)
-        )
-
-
-def _of_begun(group: RunningGroup) -> _Group:
-    def sample(request: Request) -> _Sample:
-        if request.id in group.completions:
-            return _Sample.finished(group.completions[request.id], request.seed)
-        return _Sample(request.id, request.seed, UNFINISHED, request.drawn or NOTHING)
-
-    prompt = group.prompt
-    return _Group(prompt.position, prompt.row, prompt.requests[0].prompt, tuple(map(sample, prompt.requests)))
-
-
-def _of_drawn(group: FinishedGroup) -> _Group:
-    return _Group(group.position, group.row, group.prompt, tuple(map(_Sample.finished, group.completions)))
-
-
-def _read_groups(tensors: Mapping[str, Tensor]) -> Iterator[_Group]:
+def _read_groups(tensors: Mapping[str, Tensor]) -> Iterator[SampleGroup]:
     prompts = iter(tensors["prompts"].tolist())
-    token_fields = [iter(tensors[name].tolist()) for name in TOKEN_FIELDS]
-    samples = iter(tensors["samples"].view(-1, 4).tolist())
+    fields = {name: iter(tensors[name].tolist()) for name in TOKEN_FIELDS}
+    rows = iter(tensors["samples"].view(-1, 4).tolist())
     for position, row, prompt_length, num_samples in tensors["groups"].view(-1, 4).tolist():
         prompt = tuple(islice(prompts, prompt_length))
-        yield _Group(
-            position,
-            row,
-            prompt,
-            tuple(
-                _Sample(
-                    number, seed, state, PartialResponse(*(tuple(islice(values, length)) for values in token_fields))
-                )
-                for number, seed, state, length in islice(samples, num_samples)
-            ),
+        samples = tuple(
+            Sample(
+                number,
+                prompt,
+                seed,
+                status=Status(status),
+                **{name: tuple(islice(values, length)) for name, values in fields.items()},
+            )
+            for number, seed, status, length in islice(rows, num_samples)
         )
+        yield SampleGroup(position, row, samples)
 
 
 def _integers(values: Iterable[int]) -> Tensor:

@@ -11,9 +11,9 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def request_seed(seed: int, step: int, prompt_id: int, sample: int) -> int:
+def request_seed(seed: int, step: int, row: int, sample: int) -> int:
     """Seed of one response, in [0, 2**63): the same on every rank and in every engine."""
     state = 0
-    for part in (seed, step, prompt_id, sample):
+    for part in (seed, step, row, sample):
         state = mix64((state + _GOLDEN + part) & _MASK)
     return state >> 1

@@ -1,0 +1,127 @@
+"""A sample: one response on its way from a prompt to training, in every state of it; and the samples of one prompt.
+
+Engines draw samples, the stream groups them, checkpoints of the rollout hold them, packing makes experience of them.
+
+What is numbered, and by which name:
+
+- `position`: a group's place in the stream of all prompts of a run;
+- `row`: the prompt's place in the prompt file, which comes up again in every epoch (`prompt_ids` of an Experience);
+- `id`: a sample's own number in the stream, position * samples_per_prompt + 0, 1, ... (`sample_ids`);
+- `group_ids`, of an Experience alone: a group's place among those of its chunk, by position; `pack_groups` makes them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """How far a sample has come; the numbers stand in files."""
+
+    PENDING = 0
+    """There is more to draw."""
+    STOPPED = 1
+    """A stop token or a stop string ended it."""
+    TRUNCATED = 2
+    """It was cut by the limit on tokens."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and as much of its response as exists. `seed` fixes its random numbers, whichever engine or batch it is
+    in. `tokens`, `logprobs`, `policy_versions` and `loss_mask` have one entry per token of the response.
+
+    A pending sample goes on after its tokens as if it had never stopped: prompt and tokens are its context, the next
+    token takes the next random number, and limits on the response count the tokens that exist.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    seed: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Of the tempered but untruncated distribution (temperature 1 when greedy): what training recomputes."""
+    policy_versions: tuple[int, ...] = ()
+    """The engine's at the decode step that drew the token: weights may change within a response."""
+    loss_mask: tuple[bool, ...] = ()
+    """Whether the model drew the token: only those are trained on."""
+    status: Status = Status.PENDING
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions) == len(self.loss_mask):
+            raise ValueError(
+                f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs, {len(self.policy_versions)} "
+                f"policy_versions and {len(self.loss_mask)} entries of loss_mask; expected one of each per token"
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status != Status.PENDING
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and response tokens."""
+        return self.prompt + self.tokens
+
+    def drawn(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        policy_versions: Sequence[int],
+        status: Status = Status.PENDING,
+    ) -> "Sample":
+        """With these tokens after those that it has, all drawn by the model."""
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            logprobs=(*self.logprobs, *logprobs),
+            policy_versions=(*self.policy_versions, *policy_versions),
+            loss_mask=(*self.loss_mask, *[True] * len(tokens)),
+            status=status,
+        )
+
+    def first(self, num_tokens: int) -> "Sample":
+        """Pending, with so many tokens of the response."""
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            policy_versions=self.policy_versions[:num_tokens],
+            loss_mask=self.loss_mask[:num_tokens],
+            status=Status.PENDING,
+        )
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """The samples of one prompt."""
+
+    position: int
+    row: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.samples[0].prompt
+
+    @property
+    def pending(self) -> list[Sample]:
+        return [sample for sample in self.samples if not sample.is_finished]
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.pending
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and responses."""
+        return len(self.prompt) * len(self.samples) + self.num_response_tokens
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
+    def updated(self, samples: Iterable[Sample]) -> "SampleGroup":
+        """With `samples` in the place of those of the same ids."""
+        new = {sample.id: sample for sample in samples}
+        return replace(self, samples=tuple(new.get(sample.id, sample) for sample in self.samples))

@@ -1,0 +1,33 @@
+"""Which groups make up a step, where they are entered when they are done, and which may be begun ahead of it."""
+
+import pytest
+
+from rltrain.rollout.stream.stream_rules import StreamRules
+
+OWN_LOGS = StreamRules(num_groups=24, per_step=6, num_chunks=3)
+SHARED = StreamRules(num_groups=24, per_step=6, num_chunks=3, shared_log="run", first_step=1, num_ahead=4)
+
+
+def test_a_step_of_its_own_log_takes_the_groups_at_its_own_positions():
+    assert [OWN_LOGS.log_of(position) for position in (0, 5, 6, 23)] == ["step 0", "step 0", "step 1", "step 3"]
+    assert OWN_LOGS.entries_of(2, 1) == ("step 2", 1)
+    assert (OWN_LOGS.per_chunk, OWN_LOGS.chunks_per_log) == (2, 3)
+
+
+def test_steps_that_share_a_log_take_what_is_done_next():
+    assert {SHARED.log_of(position) for position in range(24)} == {"run"}
+    entries = [SHARED.entries_of(step, chunk) for step in range(1, 4) for chunk in range(3)]
+    assert entries == [("run", number) for number in range(SHARED.chunks_per_log)], "from the first step drawn here"
+
+
+@pytest.mark.parametrize("version", [None, 0, 3])
+def test_nothing_is_begun_beyond_the_stream(version):
+    assert [OWN_LOGS.max_position(step, version) for step in range(4)] == [6, 12, 18, 24]
+    assert [SHARED.max_position(step, version) for step in range(4)] == [10, 16, 22, 24]
+
+
+def test_weights_have_to_be_fresh_enough_for_the_next_step_where_that_is_asked():
+    rules = StreamRules(num_groups=24, per_step=6, num_ahead=6, max_staleness=1)
+    assert [rules.max_position(2, version) for version in (None, 0, 1, 2, 3)] == [18, 18, 18, 24, 24]
+    assert rules.max_position(0, 0) == 12
+    assert rules.max_position(0, None) == 6, "weights that are incomplete are not of version 0"
