@@ -8,8 +8,6 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.training.megatron.objective import VALUE
-from rltrain.training.megatron.values import compute_values
 
 
 class Critic(TrainedRole):
@@ -17,7 +15,7 @@ class Critic(TrainedRole):
 
     def __init__(self, job: Job) -> None:
         config, settings = job.config, job.config.critic
-        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches, objective=VALUE)
+        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches)
         self.loss_function = value_loss(settings.value_clip)
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
@@ -26,7 +24,7 @@ class Critic(TrainedRole):
         """The value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
         experience = Experience(**scored.columns)
-        values = compute_values(self.model.model, experience, max_tokens=self.config.critic.micro_batch_tokens)
+        values = self.model.evaluate(experience, max_tokens=self.config.critic.micro_batch_tokens)
         self.evaluated[step, chunk] = experience.with_fields(values=values)
         columns = {"group_ids": experience.group_ids, "lengths": experience.lengths, "values": values}
         self.shipments["values", step, chunk] = Shipment(columns, scored.group_tokens)
