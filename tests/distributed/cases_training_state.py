@@ -25,9 +25,9 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import build_model, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters
-from rltrain.training.megatron.saved_state import PIECES, Destination, SavedState
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.saved_state import PIECES, Destination, SavedState
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4

@@ -22,7 +22,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule, token_values
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.packing import MicroBatch
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
 
 CPU = torch.device("cpu")

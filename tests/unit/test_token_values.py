@@ -4,7 +4,7 @@ import torch
 
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.forward import token_values
-from rltrain.training.megatron.packing import MicroBatch, pack
+from rltrain.training.packing import MicroBatch, pack
 
 
 def micro_batch(*lengths: int) -> MicroBatch:

@@ -11,7 +11,7 @@ from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.objective import OBJECTIVES
-from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.packing import MicroBatch
 
 
 class EvaluableModel:

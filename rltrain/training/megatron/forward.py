@@ -15,7 +15,7 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.packing import MicroBatch, pack
+from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, its local logits [tokens, columns], or values [tokens]) -> (loss scalar, anything to keep)."""

@@ -9,7 +9,7 @@ from rltrain.algorithms import value
 from rltrain.models.architecture import Head
 from rltrain.training.megatron.forward import token_logprobs, token_values
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.packing import MicroBatch
 
 Metrics = Mapping[str, float]
 

@@ -18,8 +18,8 @@ from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
-from rltrain.training.megatron.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.megatron.shards import answered_for, replica_of, within
+from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.shards import answered_for, replica_of, within
 
 MASTER = "master"
 

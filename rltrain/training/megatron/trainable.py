@@ -19,14 +19,14 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
+from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
-from rltrain.training.megatron.learning_rate import learning_rate
 from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.optimizer import build_optimizer
-from rltrain.training.megatron.packing import MicroBatch
 from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.packing import MicroBatch
 
 # Beside the metrics of a mini-batch while they are reduced.
 NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
