@@ -102,7 +102,7 @@ class Role:
     """Whether it holds device memory that other roles of a rank may need."""
 
     parts: Mapping[str, MemoryPart]
-    """What it holds on the device, by the names of cluster.memory_plan; only where uses_device."""
+    """What it holds on the device, by the names of residency.memory_plan; only where uses_device."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -52,8 +52,8 @@ class Model(Protocol):
     parameters: Mapping[str, Tensor]
     """By name and shape as in `layout.on(rank)`: what they hold is there while part "weights" is on the device."""
     parts: Mapping[str, MemoryPart]
-    """"weights", and of a model in training "master_weights", "optimizer" and "gradients", as residency.memory_plan
-    names them; none shares memory with another."""
+    """What it has on the device, by the names of residency.memory_plan: "weights", and of a model in training also
+    "master_weights", "optimizer" and "gradients". None shares memory with another."""
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
         """[tokens] fp32 in host memory: each token's log-prob or value, 0 at a sample's first token. No gradients.
