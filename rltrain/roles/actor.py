@@ -24,7 +24,6 @@ from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
 from rltrain.tasks.roles import evaluations
-from rltrain.training.megatron.forward import compute_logprobs
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
@@ -142,8 +141,8 @@ class Actor(TrainedRole):
         is_last = step == self.config.steps
         save_checkpoint(
             Path(self.config.output_dir, "hf" if is_last else f"hf_steps/{name_of(step)}"),
-            self.parameters,
-            self.layout,
+            self.model.parameters,
+            self.model.layout,
             self.job.architecture,
             group=self.job.groups[self.grid.ranks],
             cpu_group=self.job.groups.cpu[self.grid.ranks],
@@ -153,9 +152,6 @@ class Actor(TrainedRole):
 
     def logprobs(self, experience: Experience) -> torch.Tensor:
         """[tokens] fp32 of the actor's tempered distribution. Collective over: this replica."""
-        return compute_logprobs(
-            self.model.model,
-            experience,
-            temperature=self.temperature,
-            max_tokens=self.config.actor.micro_batch_tokens,
+        return self.model.evaluate(
+            experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
         )

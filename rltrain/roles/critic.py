@@ -5,8 +5,6 @@ from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.training.megatron.objective import VALUE
-from rltrain.training.megatron.values import compute_values
 
 
 class Critic(TrainedRole):
@@ -14,7 +12,7 @@ class Critic(TrainedRole):
 
     def __init__(self, job: Job) -> None:
         config, settings = job.config, job.config.critic
-        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches, objective=VALUE)
+        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches)
         self.loss_function = value_loss(settings.value_clip)
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
@@ -22,7 +20,7 @@ class Critic(TrainedRole):
     def values(self, step: int, chunk: int) -> None:
         """The value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        values = compute_values(self.model.model, scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
+        values = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
         evaluated = scored.with_fields(values=values)
         self.evaluated[step, chunk] = evaluated.experience
         self.shipments["values", step, chunk] = evaluated

@@ -7,11 +7,9 @@ import torch
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
-from rltrain.roles.models import load_model, load_weights
 from rltrain.roles.role import Job, Role
-from rltrain.training.megatron.forward import compute_logprobs
-from rltrain.training.megatron.memory import model_parts
-from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.backend import Model
+from rltrain.training.build import training_backend
 
 
 def uses_actor_modules(job: Job) -> bool:
@@ -40,30 +38,29 @@ class Reference(Role):
 
     def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)
-        self.model: LanguageModel
-        self.parts: dict[str, MemoryPart]
+        self.model: Model
+        self.parts: Mapping[str, MemoryPart]
         if actor is not None and uses_actor_modules(job):
-            self.model, self.parts = actor.model.model, {"weights": self._weights_over(actor)}
+            self.model, self.parts = actor.model, {"weights": self._weights_over(actor.model)}
         else:
-            self.model = load_model(job, self.name).eval()
-            self.parts = model_parts(self.model)
+            self.model = training_backend().frozen_model(job.model_site(self.name))
+            self.parts = self.model.parts
 
-    def _weights_over(self, actor: Actor) -> Overlay:
+    def _weights_over(self, actor: Model) -> Overlay:
         pinned = self.job.world.device.type == "cuda"
         host = {
             name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
             for name, parameter in actor.parameters.items()
         }
-        load_weights(self.job, self.name, host)
+        self.job.model_site(self.name).load_weights(actor.layout, host)
         return Overlay(actor.parts["weights"], list(actor.parameters.values()), list(host.values()))
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        logprobs = compute_logprobs(
-            self.model,
+        logprobs = self.model.evaluate(
             scored.experience,
-            temperature=self.config.rollout.sampling.temperature,
             max_tokens=self.config.reference.micro_batch_tokens,
+            temperature=self.config.rollout.sampling.temperature,
         )
         self.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)

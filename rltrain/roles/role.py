@@ -19,11 +19,11 @@ from rltrain.liveness.stopping import StopRequest
 from rltrain.liveness.waiting import Waiter
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
-from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
-from rltrain.training.megatron.layers import uses_transformer_engine
+from rltrain.training.backend import ModelSite
+from rltrain.training.build import training_backend
 
 Metrics = dict[str, float]
 
@@ -70,15 +70,21 @@ class Job:
         """Of the policy."""
         return self.architectures["actor"]
 
-    def megatron_layout(self, role: str) -> Layout:
-        """Where the parameters of a role trained by Megatron lie; every rank of the job can tell."""
-        transformer_engine = uses_transformer_engine(self.config.model.transformer_impl, self.world.device)
-        return megatron_layout(
-            self.architectures[role],
-            self.grids[role],
-            dtype=self.config.model.dtype,
-            transformer_engine=transformer_engine,
+    def model_site(self, role: str) -> ModelSite:
+        """Where the training backend builds the role's model."""
+        return ModelSite(
+            config=self.config,
+            role=role,
+            world=self.world,
+            grid=self.grids[role],
+            groups=self.groups,
+            architecture=self.architectures[role],
+            on_micro_batch=self.heartbeat.advance,
         )
+
+    def training_layout(self, role: str) -> Layout:
+        """Where the parameters of the role's model lie; every rank of the job can tell."""
+        return training_backend().layout(self.model_site(role))
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -96,7 +102,7 @@ class Role:
     """Whether it holds device memory that other roles of a rank may need."""
 
     parts: Mapping[str, MemoryPart]
-    """What it holds on the device, by the names of cluster.memory_plan; only where uses_device."""
+    """What it holds on the device, by the names of residency.memory_plan; only where uses_device."""
 
     @classmethod
     def beside(cls, job: Job, hosted: Mapping[str, "Role"]) -> "Role":

@@ -30,7 +30,7 @@ class WeightSync:
         self.config = job.config.weight_sync
         self.timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
         self.waiting = job.heartbeat.task_clock.waiting
-        self.source = job.megatron_layout("actor")
+        self.source = job.training_layout("actor")
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
         self.parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
@@ -43,7 +43,7 @@ class WeightSync:
         """
         if self.engine:
             self.engine.begin_update()
-        source = self.actor.parameters if self.actor else None
+        source = self.actor.model.parameters if self.actor else None
         move = {"planned": self._move_planned, "golden": self._move_golden}[self.config.transport]
         reports, verify_s = [], 0.0
         for part in range(len(self.parts)):

@@ -19,9 +19,7 @@ from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.objective import VALUE
 from rltrain.training.megatron.trainable import TrainableModel
-from rltrain.training.megatron.values import compute_values
 from tests.distributed.cases_training import (
     CPU,
     GRIDS,
@@ -150,7 +148,7 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
     if layout == "tp1":
         report["expected"] = _plain_critic(model, whole)
     settings = schema.Critic(optimizer=schema.Optimizer(lr=1e-4), micro_batch_tokens=FEW)
-    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS, objective=VALUE)
+    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS)
     report["steps"] = []
     for _ in range(NUM_STEPS):
         for part in torch.arange(12).split([5, 7]):
@@ -162,7 +160,7 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
         trainable.step()
     except DivergenceError as error:
         report["diverged"] = str(error)
-    report["values"] = float(compute_values(model, whole, max_tokens=FEW).abs().max())
+    report["values"] = float(trainable.evaluate(whole, max_tokens=FEW).abs().max())
     yield f"critic/{layout}", report
 
 

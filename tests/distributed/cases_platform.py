@@ -24,7 +24,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import MLA, Architecture, MoE
 from rltrain.training.megatron import platform
-from rltrain.training.megatron.forward import compute_logprobs
+from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.model import LanguageModel, build_model
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
@@ -106,7 +106,7 @@ def _train_one_step() -> None:
 
 
 def _run_experts() -> None:
-    compute_logprobs(_model(EXPERT_ARCHITECTURE, EXPERT_GRID), _experience(), temperature=1.0, max_tokens=100)
+    EvaluableModel(_model(EXPERT_ARCHITECTURE, EXPERT_GRID)).evaluate(_experience(), max_tokens=100)
 
 
 def _model(architecture: Architecture, grid: Grid) -> LanguageModel:

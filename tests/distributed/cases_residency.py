@@ -25,8 +25,7 @@ from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.residency.residency import Residency
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import needs_of
-from rltrain.training.megatron.forward import compute_logprobs
-from rltrain.training.megatron.memory import model_parts, training_parts
+from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.uneven_products import uneven_products
@@ -80,18 +79,17 @@ class Rank:
             distributed_optimizer=distributed_optimizer,
         )
         self.actor = TrainableModel(model, settings, total_updates=NUM_STEPS)
-        parts = training_parts(self.actor)
-        self.residency.admit("actor", parts)
+        self.residency.admit("actor", self.actor.parts)
         if swapped:
-            self.reference = model
-            parameters = local_parameters(model)
+            self.reference: EvaluableModel = self.actor
+            parameters = self.actor.parameters
             host = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in parameters.items()}
             read(path, host)
-            overlay = Overlay(parts["weights"], list(parameters.values()), list(host.values()))
+            overlay = Overlay(self.actor.parts["weights"], list(parameters.values()), list(host.values()))
             self.residency.admit("reference", {"weights": overlay})
         else:
-            self.reference = load(path, groups, dtype)
-            self.residency.admit("reference", model_parts(self.reference))
+            self.reference = EvaluableModel(load(path, groups, dtype))
+            self.residency.admit("reference", self.reference.parts)
         self.engine = [torch.randn(1000)]
         self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), "kv_cache": MemoryPart(list)})
 
@@ -108,8 +106,8 @@ class Rank:
             elif entry.name == "update":
                 seen["updates"].append(self.actor.step())
             else:
-                model = self.reference if entry.name == "reference_logprobs" else self.actor.model
-                values = compute_logprobs(model, experience, temperature=1.0, max_tokens=MAX_TOKENS)
+                model = self.reference if entry.name == "reference_logprobs" else self.actor
+                values = model.evaluate(experience, max_tokens=MAX_TOKENS)
                 seen[entry.name.removeprefix("actor_")].append(digest([values]))
         seen["weights"] = digest(self.actor.model.parameters())
         seen["states"] = self._digest_of_states()

@@ -21,7 +21,8 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.forward import compute_logprobs, make_micro_batches, run_schedule
+from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, TEMPERATURE
@@ -150,12 +151,12 @@ def _train(
     model = load_model(path, layout, groups, recompute=recompute, dtype=dtype)
     experience = share_of(load_experience(path), layout)
     expected = load_file(path / "expected.safetensors")
-    start = compute_logprobs(model, experience, temperature=TEMPERATURE, max_tokens=max_tokens)
+    start = EvaluableModel(model).evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)
     trainable = make_trainable(model, max_tokens=max_tokens, distributed_optimizer=distributed_optimizer)
     steps = [
         trainable.train_batch(experience, negative_log_likelihood, temperature=TEMPERATURE) for _ in range(NUM_STEPS)
     ]
-    end = compute_logprobs(model, experience, temperature=TEMPERATURE, max_tokens=max_tokens)
+    end = trainable.evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)
     return {
         "steps": steps,
         "start_difference": _difference(start, _share_tokens(expected["logprobs"], path, layout)),

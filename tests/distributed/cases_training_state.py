@@ -23,13 +23,11 @@ from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import build_model, local_parameters
-from rltrain.training.megatron.objective import POLICY, VALUE
 from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters
-from rltrain.training.megatron.saved_state import Destination, SavedState
-from rltrain.training.megatron.state import MASTER, load_state, save_state
+from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.saved_state import PIECES, Destination, SavedState
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4
@@ -94,7 +92,6 @@ class Run:
 
     def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
         self.rank, self.grid = dist.get_rank(), way.grid
-        self.layout = layout_of(case, way, path)
         self.loss: LossFunction = sft_loss() if case.role == "actor" else value_loss(0.2)
         model = build_model(
             architecture_of(case, path),
@@ -105,7 +102,7 @@ class Run:
             device=torch.device("cpu"),
         )
         if load_weights:
-            load_parameters(path, self.layout, self.rank, local_parameters(model))
+            load_parameters(path, layout_of(case, way, path), self.rank, local_parameters(model))
         else:
             for parameter in model.parameters():
                 parameter.data.fill_(float("nan"))
@@ -114,9 +111,7 @@ class Run:
             micro_batch_tokens=MAX_TOKENS,
             distributed_optimizer=way.distributed,
         )
-        objective = POLICY if case.role == "actor" else VALUE
-        self.trained = TrainableModel(model, trained, total_updates=BEFORE + AFTER, objective=objective)
-        self.parts = training_parts(self.trained)
+        self.trained = TrainableModel(model, trained, total_updates=BEFORE + AFTER)
         samples = Experience(**{"sample_ids": torch.arange(12), **load_file(path / "experience.safetensors")})
         if case.role == "critic":
             tokens = samples.tokens.float()
@@ -129,17 +124,17 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """The second time, into the memory of the first."""
-        copies: dict[str, Tensor] = {}
-        first = save_state(self.trained, self.parts, self.layout, self.rank, copies)
+        first = self.trained.save_state()
+        copies = {name: values for name, values in first.tensors.items() if name != PIECES}
         for values in copies.values():
             values.fill_(-7)
-        saved = save_state(self.trained, self.parts, self.layout, self.rank, copies)
-        assert all(saved.tensors[name] is first.tensors[name] for name in copies), "no new memory is taken"
+        saved = self.trained.save_state()
+        assert all(saved.tensors[name] is copy for name, copy in copies.items()), "no new memory is taken"
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(saved.tensors), folder / f"rank_{self.rank:05d}.safetensors", dict(saved.metadata))
 
     def send_away(self) -> None:
-        for name, part in self.parts.items():
+        for name, part in self.trained.parts.items():
             if name == "gradients":
                 part.leave(drop=True)
             else:
@@ -147,7 +142,7 @@ class Run:
                 part.leave()
 
     def load(self, folder: Path) -> None:
-        load_state(self.trained, self.layout, self.rank, sorted(folder.glob("*.safetensors")))
+        self.trained.load_state(sorted(folder.glob("*.safetensors")))
 
     def digests(self) -> dict[str, str]:
         """Of the weights, and of what the optimizer has, by kind."""
@@ -245,7 +240,7 @@ def within_a_mini_batch(path: Path, groups: ProcessGroups) -> str:
     run = Run(case, case.way, path, groups, load_weights=True)
     run.trained.accumulate(run.experience, run.loss)
     try:
-        save_state(run.trained, run.parts, run.layout, run.rank)
+        run.trained.save_state()
     except RuntimeError as error:
         return str(error)
     return "no error"

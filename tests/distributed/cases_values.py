@@ -19,10 +19,10 @@ from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule, token_values
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
-from rltrain.training.megatron.packing import MicroBatch
-from rltrain.training.megatron.values import compute_values, token_values
+from rltrain.training.packing import MicroBatch
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
 
 CPU = torch.device("cpu")
@@ -122,7 +122,8 @@ def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) ->
     parameters = local_parameters(model)
     load_parameters(path, parts, dist.get_rank(), parameters)
     expected = load_file(path / "expected.safetensors")
-    values = torch.stack([compute_values(model, experience(), max_tokens=limit) for limit in LIMITS])
+    evaluable = EvaluableModel(model)
+    values = torch.stack([evaluable.evaluate(experience(), max_tokens=limit) for limit in LIMITS])
     loss = _backward(model, layout)
     gradients = _expected_gradients(path, parts)
     return {
@@ -136,7 +137,7 @@ def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) ->
             name: _largest(parameter.main_grad - gradients[name]) / _largest(gradients[name])
             for name, parameter in parameters.items()
         },
-        "empty": compute_values(model, experience().select(torch.tensor([], dtype=torch.int64)), max_tokens=9).tolist(),
+        "empty": evaluable.evaluate(experience().select(torch.tensor([], dtype=torch.int64)), max_tokens=9).tolist(),
     }
 
 
@@ -164,7 +165,7 @@ def _backward(model: LanguageModel, layout: str) -> float:
     samples = samples.select(torch.arange(grid.coordinates(dist.get_rank()).dp, samples.num_samples, grid.dp))
 
     def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        loss = squared_error(token_values(model, batch, of_tokens), batch.experience)
+        loss = squared_error(token_values(batch, of_tokens), batch.experience)
         return loss, loss.detach().clone()
 
     losses = run_schedule(ddp, make_micro_batches(model, samples, min(LIMITS)), outputs, backward=True)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rltrain.data.experience import Experience
-from rltrain.training.megatron.packing import balanced_bins, pack
+from rltrain.training.packing import balanced_bins, pack
 
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 

@@ -49,8 +49,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "folders": BASE,
     "roles": (
         *BASE,
-        *("training", "rollout", "checkpoint", "reshard", "models", "residency", "exchange", "liveness", "cluster"),
-        *("data", "algorithms", "rewards"),
+        *("training.backend", "training.build", "rollout", "checkpoint", "reshard", "models", "residency", "exchange"),
+        *("liveness", "cluster", "data", "algorithms", "rewards"),
     ),
     "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
     "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
@@ -160,6 +160,15 @@ def test_the_import_rule_has_no_cycle() -> None:
         assert lowest, f"these may import each other: {sorted(remaining)}"
         for part in lowest:
             del remaining[part]
+
+
+def test_only_their_list_knows_the_training_backends() -> None:
+    training = REPOSITORY / "rltrain" / "training"
+    backends = {f"training.{path.parent.name}" for path in training.glob("*/backend.py")}
+    assert backends
+    for path in set(training.glob("*.py")) - {training / "build.py"}:
+        known = [module for module in imported_modules(path) if any(is_within(module, part) for part in backends)]
+        assert not known and "megatron" not in top_level_imports(path), relative(path)
 
 
 def test_launch_imports_only_the_command() -> None:

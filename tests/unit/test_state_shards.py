@@ -20,8 +20,8 @@ from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.layout import PIECE, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
-from rltrain.training.megatron.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.megatron.shards import answered_for, replica_of, within
+from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.shards import answered_for, replica_of, within
 from tests.model_shards import tiny_architecture
 
 KIND = "master"

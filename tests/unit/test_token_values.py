@@ -1,16 +1,10 @@
 """Where values stand: at the token whose choice they judge beforehand."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 from rltrain.data.experience import Experience
-from rltrain.training.megatron.packing import MicroBatch, pack
-from rltrain.training.megatron.values import token_values
-from tests.model_shards import tiny_architecture
-
-VALUE_MODEL = SimpleNamespace(architecture=tiny_architecture().value_model())
+from rltrain.training.megatron.forward import token_values
+from rltrain.training.packing import MicroBatch, pack
 
 
 def micro_batch(*lengths: int) -> MicroBatch:
@@ -32,17 +26,11 @@ def micro_batch(*lengths: int) -> MicroBatch:
 
 def test_a_token_gets_the_output_at_the_token_before_and_a_first_token_none() -> None:
     outputs = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    assert token_values(VALUE_MODEL, micro_batch(3, 1, 2), outputs).tolist() == [0, 1, 2, 0, 0, 5]
+    assert token_values(micro_batch(3, 1, 2), outputs).tolist() == [0, 1, 2, 0, 0, 5]
 
 
 def test_a_gradient_reaches_every_output_but_a_samples_last() -> None:
     outputs = torch.zeros(6, requires_grad=True)
-    (token_values(VALUE_MODEL, micro_batch(3, 1, 2), outputs) * torch.arange(1.0, 7)).sum().backward()
+    (token_values(micro_batch(3, 1, 2), outputs) * torch.arange(1.0, 7)).sum().backward()
     assert outputs.grad is not None
     assert outputs.grad.tolist() == [2, 3, 0, 0, 6, 0]
-
-
-def test_a_model_with_another_head_has_no_values() -> None:
-    policy = SimpleNamespace(architecture=tiny_architecture())
-    with pytest.raises(ValueError, match="this model has the vocabulary head"):
-        token_values(policy, micro_batch(3), torch.zeros(3))

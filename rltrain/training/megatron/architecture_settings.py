@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
 from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, YarnScaling
 

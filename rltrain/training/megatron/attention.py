@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 # Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.

@@ -1,22 +1,21 @@
-"""Micro-batches through Megatron's schedules, and log-probs without gradients."""
+"""Micro-batches through Megatron's schedules, and what comes out of them by token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.utils import unwrap_model
+from torch import Tensor
+
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.packing import MicroBatch, pack
+from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, its local logits [tokens, columns], or values [tokens]) -> (loss scalar, anything to keep)."""
@@ -101,40 +100,12 @@ def token_logprobs(
     return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
 
 
-def compute_logprobs(model: LanguageModel, experience: Experience, *, temperature: float, max_tokens: int) -> Tensor:
-    """[tokens] fp32 host log-probs of the replica's samples under `model`, 0 at each sample's first token; otherwise as
-    `evaluate_tokens`."""
-    return evaluate_tokens(
-        model, experience, lambda batch, logits: token_logprobs(model, batch, logits, temperature)[0], max_tokens
-    )
+def token_values(batch: MicroBatch, outputs: Tensor) -> Tensor:
+    """[tokens] fp32: at every token the value of the state before it was drawn, 0 at a sample's first token.
 
-
-@torch.no_grad()
-def evaluate_tokens(
-    model: LanguageModel, experience: Experience, per_token: Callable[[MicroBatch, Tensor], Tensor], max_tokens: int
-) -> Tensor:
-    """[tokens] fp32 in host memory: what `per_token` makes of each micro-batch and the last stage's output for it.
-
-    Every rank of the replica passes the same samples and gets the same result; `max_tokens` per micro-batch.
-    Collective over: the replica's tensor- and pipeline-parallel groups.
+    `outputs` [tokens] are what a value model makes of a sample's tokens up to and with each one. Gradients flow to
+    them.
     """
-    result = torch.zeros(experience.num_tokens, device=model.device)
-    if experience.num_samples == 0:
-        return result.cpu()
-
-    def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        values = per_token(batch, of_tokens)
-        return values.new_zeros(()), values
-
-    was_training = model.training
-    model.eval()
-    micro_batches = make_micro_batches(model, experience, max_tokens)
-    kept = run_schedule(model, micro_batches, outputs, backward=False)
-    model.train(was_training)
-
-    for batch, values in zip(micro_batches, kept, strict=False):
-        result[batch.token_index.to(result.device)] = values
-    pipeline = model.pg_collection.pp
-    if pipeline.size() > 1:
-        dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
-    return result.cpu()
+    drawn = torch.ones(batch.num_tokens, device=outputs.device)
+    drawn[batch.experience.offsets()[:-1]] = 0
+    return outputs.roll(1) * drawn

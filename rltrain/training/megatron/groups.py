@@ -1,8 +1,8 @@
 """Megatron's collection of process groups for one role, made from explicit rank lists."""
 
 import torch.distributed as dist
-
 from megatron.core.process_groups_config import ProcessGroupCollection
+
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import model_group_lists

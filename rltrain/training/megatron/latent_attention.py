@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -15,6 +13,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
 from rltrain.models import Architecture, YarnScaling
 from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
 from rltrain.training.megatron.attention import PositionRotaryEmbedding

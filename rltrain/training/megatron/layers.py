@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -25,6 +23,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention

@@ -1,29 +1,23 @@
-"""What a model and its training hold on the device, in the parts that come and go on their own."""
+"""What training holds on the device beside the weights, in the parts that come and go on their own."""
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.trainable import TrainableModel
 
 
-def model_parts(model: LanguageModel) -> dict[str, MemoryPart]:
-    """The only part of a model that is evaluated and not trained: weights."""
-    return {"weights": MemoryPart(model.parameters)}
-
-
-def training_parts(trainable: TrainableModel) -> dict[str, MemoryPart]:
-    """Weights, master_weights, optimizer and gradients, none of which shares memory with another.
+def training_parts(
+    model: LanguageModel, ddp: DistributedDataParallel, optimizer: MegatronOptimizer
+) -> dict[str, MemoryPart]:
+    """master_weights, optimizer and gradients, none of which shares memory with another or with the weights.
 
     With fp32 weights the optimizer works on these themselves, and master_weights is empty.
     """
-    model, ddp, optimizer = trainable.model, trainable.ddp, trainable.optimizer
     return {
-        **model_parts(model),
         "master_weights": MemoryPart(lambda: _master_weights(model, optimizer)),
         "optimizer": MemoryPart(lambda: _states(optimizer)),
         # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.

@@ -4,19 +4,20 @@ import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
-
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
 from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
-from rltrain.reshard.megatron_layout import chunks_of, padded_vocab_size
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
 from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.groups import process_group_collection
@@ -52,6 +53,7 @@ class LanguageModel(GPTModel):
         grid: Grid,
         groups: ProcessGroups,
         *,
+        layout: Layout,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
@@ -76,6 +78,7 @@ class LanguageModel(GPTModel):
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
         self.architecture = architecture
+        self.layout = layout
         self.device = device
         self.on_micro_batch: Callable[[], None] = lambda: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
@@ -126,11 +129,20 @@ def build_model(
     config = transformer_config(
         architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
     )
-    return LanguageModel(architecture, config, grid, groups, transformer_engine=transformer_engine, device=device)
+    layout = layout_of_model(architecture, grid, model=model, device=device)
+    return LanguageModel(
+        architecture, config, grid, groups, layout=layout, transformer_engine=transformer_engine, device=device
+    )
+
+
+def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
+    """Where the parameters lie that build_model makes. ConfigError as there."""
+    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    return megatron_layout(architecture, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 
 def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
-    """This rank's parameters by Megatron's names, as in megatron_layout(...).on(rank), with the routers' biases, which
+    """This rank's parameters by Megatron's names, as in model.layout.on(rank), with the routers' biases, which
     Megatron keeps as buffers.
 
     Parameters, not what they hold, which may move to other memory when a TrainableModel takes the model over.

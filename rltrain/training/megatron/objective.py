@@ -1,4 +1,4 @@
-"""What a model is trained for: which numbers per token its loss function gets, and what is reported of them."""
+"""What a model is for, by its head: the numbers per token that its loss function gets, and what is reported of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rltrain.algorithms import value
-from rltrain.training.megatron.forward import token_logprobs
+from rltrain.models.architecture import Head
+from rltrain.training.megatron.forward import token_logprobs, token_values
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.packing import MicroBatch
-from rltrain.training.megatron.values import token_values
+from rltrain.training.packing import MicroBatch
 
 Metrics = Mapping[str, float]
 
@@ -19,8 +19,9 @@ class Objective:
     """`role` is the name in config keys and messages.
 
     `token_outputs` takes (model, micro-batch, the last stage's output for its tokens, temperature) and gives the
-    `num_outputs` tensors [tokens] that the loss function takes, differentiable. It may be collective over the
-    tensor-parallel group. `summarize` makes a mini-batch's reported metrics from the means of the loss function's sums.
+    `num_outputs` tensors [tokens] that the loss function takes, differentiable, of which an evaluation gives the first.
+    It may be collective over the tensor-parallel group. `summarize` makes a mini-batch's reported metrics from the
+    means of the loss function's sums.
     """
 
     role: str
@@ -30,7 +31,7 @@ class Objective:
 
 
 def _token_values(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:
-    return (token_values(model, batch, outputs),)
+    return (token_values(batch, outputs),)
 
 
 POLICY = Objective("actor", token_logprobs, num_outputs=2)
@@ -38,3 +39,5 @@ POLICY = Objective("actor", token_logprobs, num_outputs=2)
 
 VALUE = Objective("critic", _token_values, num_outputs=1, summarize=value.summarize)
 """Loss functions get the value of the state before every token. Temperature plays no part."""
+
+OBJECTIVES: dict[Head, Objective] = {"vocabulary": POLICY, "value": VALUE}

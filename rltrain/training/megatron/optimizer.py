@@ -1,11 +1,11 @@
 """Megatron's optimizer for one role, which may live on some of the world's ranks."""
 
 import torch
-
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+
 from rltrain.config import schema
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
-
 import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.optimizer
 import megatron.core.pipeline_parallel.schedules
@@ -16,6 +14,7 @@ import megatron.core.transformer.moe.moe_utils
 import megatron.core.transformer.moe.token_dispatcher
 import megatron.core.transformer.multi_latent_attention
 import megatron.core.utils
+import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import distrib_optimizer
 

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.megatron.model import local_parameters
+from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
-from rltrain.training.megatron.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.megatron.shards import answered_for, replica_of, within
-from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.shards import answered_for, replica_of, within
 
 MASTER = "master"
 
@@ -27,29 +28,26 @@ Range = tuple[int, int]
 
 
 def save_state(
-    trainable: TrainableModel,
+    model: LanguageModel,
+    optimizer: MegatronOptimizer,
     parts: Mapping[str, MemoryPart],
-    layout: Layout,
-    rank: int,
-    copies: MutableMapping[str, Tensor] | None = None,
+    num_updates: int,
+    copies: MutableMapping[str, Tensor],
 ) -> Contents:
-    """The share of the training state that `rank` answers for, read where it lies: on the device or on the host.
+    """The share of the training state that this rank answers for, read where it lies: on the device or on the host.
 
-    `parts` are the model's `training_parts`, `layout` is where its weights lie. `copies` is empty at the first save and
-    given again at the next, which writes over the tensors of the one before. Between optimizer steps: RuntimeError
-    where gradients wait for one, and where a part was dropped. Not collective.
+    `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
+    tensors of the one before. RuntimeError where a part was dropped. Not collective.
     """
-    if trainable.has_gradients:
-        raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
-    optimizer, names = trainable.optimizer, _parameter_names(layout, rank)
-    optimized = optimized_parameters(trainable.model, optimizer)
+    layout, rank = model.layout, dist.get_rank()
+    names, optimized = _parameter_names(layout, rank), optimized_parameters(model, optimizer)
     shares = {name: _share(one, *replica_of(layout, rank)) for name, one in optimized.items()}
     pieces = within(answered_for(layout, rank), *_limits(names, shares))
     flats: dict[str, Tensor] = {}
 
     def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
         flat = flat_name(kind, name)
-        flats[flat] = parts[part].read(values, first, count, into=copies.get(flat) if copies else None)
+        flats[flat] = parts[part].read(values, first, count, into=copies.get(flat))
 
     for name in (names[number] for number in np.unique(pieces["parameter"])):
         one, (start, stop) = optimized[name], shares[name]
@@ -57,36 +55,36 @@ def save_state(
         copy(MASTER, name, one.part, one.master, first, count)
         for moment in MOMENTS if one.master in optimizer.state else ():
             copy(moment, name, "optimizer", optimizer.state[one.master][moment], first, count)
-    if copies is not None:
-        copies.update(flats)
+    copies.update(flats)
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(layout.tensors, names, pieces, flats, Counts(trainable.num_updates, steps))
+    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps))
 
 
-def load_state(trainable: TrainableModel, layout: Layout, rank: int, files: Sequence[Path]) -> None:
-    """Take over a training state from the files of all ranks that saved it, whatever their layout was.
+def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> int:
+    """Take over a training state from the files of all ranks that saved it, whatever their layout was; its num_updates.
 
     Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the
     files only what this rank needs is read. CheckpointError where one is missing or damaged, where they do not belong
     together or to a model of these tensors, and where they lack a part of one. Not collective.
     """
-    saved = SavedState(files, layout.tensors)
+    saved = SavedState(files, model.layout.tensors)
     if saved.counts.optimizer_steps:
-        make_states(trainable.optimizer, saved.counts.optimizer_steps)
-    saved.read(list(_destinations(trainable, layout, rank, with_moments=saved.counts.optimizer_steps > 0)))
-    trainable.num_updates = saved.counts.num_updates
+        make_states(optimizer, saved.counts.optimizer_steps)
+    saved.read(list(_destinations(model, optimizer, with_moments=saved.counts.optimizer_steps > 0)))
+    return saved.counts.num_updates
 
 
-def _destinations(trainable: TrainableModel, layout: Layout, rank: int, *, with_moments: bool) -> Iterator[Destination]:
-    names, pieces = _parameter_names(layout, rank), layout.on(rank).pieces
-    weights = local_parameters(trainable.model)
+def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_moments: bool) -> Iterator[Destination]:
+    rank = dist.get_rank()
+    names, pieces = _parameter_names(model.layout, rank), model.layout.on(rank).pieces
+    weights = local_parameters(model)
     yield Destination(MASTER, pieces, [weights[name].detach().view(-1) for name in names])
 
-    optimized = optimized_parameters(trainable.model, trainable.optimizer)
+    optimized = optimized_parameters(model, optimizer)
     held = {name: (one.first, one.first + one.master.numel()) for name, one in optimized.items()}
-    state = trainable.optimizer.state
+    state = optimizer.state
     copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
     kinds = [(MASTER, copies)]
     if with_moments:

@@ -2,46 +2,44 @@
 
 import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from torch import Tensor
+
 from rltrain.algorithms.losses import LossFunction, LossOutput
+from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
+from rltrain.training.learning_rate import learning_rate
+from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
-from rltrain.training.megatron.learning_rate import learning_rate
+from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.megatron.objective import POLICY, Objective
 from rltrain.training.megatron.optimizer import build_optimizer
-from rltrain.training.megatron.packing import MicroBatch
+from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.packing import MicroBatch
 
 # Beside the metrics of a mini-batch while they are reduced.
 NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
 
-class TrainableModel:
-    """Data-parallel gradients, optimizer and learning-rate schedule around a model whose weights are loaded.
+class TrainableModel(EvaluableModel):
+    """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
+    around a model whose weights are loaded, unless `load_state` follows."""
 
-    An optimizer step is any number of calls of `accumulate`, at least one on every rank, and one of `step`; the
-    learning rate decays over `total_updates` of them. What is accumulated are sums: `step` alone reduces them over data
-    parallelism and divides them, once.
-    """
-
-    def __init__(
-        self, model: LanguageModel, settings: schema.Trained, *, total_updates: int, objective: Objective = POLICY
-    ) -> None:
+    def __init__(self, model: LanguageModel, settings: schema.Trained, *, total_updates: int) -> None:
         """Collective over: the role's ranks."""
-        self.model = model
+        super().__init__(model)
         self.settings = settings
-        self.objective = objective
         self.total_updates = total_updates
         self.num_updates = 0
         self.groups = model.pg_collection
@@ -57,29 +55,18 @@ class TrainableModel:
         self.optimizer = build_optimizer(self.ddp, settings.optimizer, self.groups)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
+        self.parts = {**self.parts, **training_parts(model, self.ddp, self.optimizer)}
+        self._copies: dict[str, Tensor] = {}
         self._pending: _Pending | None = None
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether some wait for their optimizer step."""
-        return self._pending is not None
 
     def train_batch(
         self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
     ) -> dict[str, float]:
-        """`accumulate` and `step`: one optimizer step on the mini-batch of which `experience` is this replica's share.
-
-        Collective over: the role's ranks.
-        """
         self.accumulate(experience, loss_function, temperature=temperature)
         return self.step()
 
     def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
-        """Add the gradients of `experience`, this replica's share of a part of the mini-batch. It may be empty.
-
-        Every rank of the replica passes the same samples; all parts of a mini-batch have the same fields and loss
-        function. Collective over: the replica's tensor- and pipeline-parallel groups.
-        """
+        """Collective over: the replica's tensor- and pipeline-parallel groups."""
         if self._pending is None:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -105,13 +92,6 @@ class TrainableModel:
             self._pending.outputs.append(loss_function(experience, *nothing))
 
     def step(self) -> dict[str, float]:
-        """The optimizer step on what was accumulated. Collective over: the role's ranks.
-
-        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics over the whole mini-batch, equal
-        on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the weights as they
-        are. Raises on all ranks, before any weight changes, DivergenceError when the loss or the gradient norm is not
-        finite, and ConfigError when no rank had a sample. What was accumulated is used up in any case.
-        """
         if self._pending is None:
             raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
         pending, self._pending = self._pending, None
@@ -123,6 +103,15 @@ class TrainableModel:
         grad_norm = self._update(divisor, rate) if divisor else 0.0
         self.num_updates += 1
         return {**self.objective.summarize(metrics), "grad_norm": grad_norm, "lr": rate}
+
+    def save_state(self) -> Contents:
+        if self._pending is not None:
+            raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies)
+
+    def load_state(self, files: Sequence[Path]) -> None:
+        """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
+        self.num_updates = load_state(self.model, self.optimizer, files)
 
     def _update(self, divisor: float, rate: float) -> float:
         """Divide, clip and apply the gradients; their norm before clipping. Collective over: the role's ranks."""

@@ -1,0 +1,128 @@
+"""What every training backend understands: the models of roles, evaluated and trained on experience."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from rltrain.algorithms.losses import LossFunction
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.run.files import Contents
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.world import World
+from rltrain.config.schema import Config, Trained
+from rltrain.data.experience import Experience
+from rltrain.models import Architecture
+from rltrain.reshard.layout import Layout
+from rltrain.residency.memory_parts import MemoryPart
+
+
+@dataclass(frozen=True)
+class ModelSite:
+    """This rank's place for the model of a role, which lives on the ranks of `grid`.
+
+    The head of `architecture` says what the model tells of a token, and what its loss functions get: a vocabulary's its
+    log-prob, and the entropy of the distribution that it was drawn from; a value head's the value of the state before
+    it, of which no temperature changes anything.
+    """
+
+    config: Config
+    role: str
+    world: World
+    grid: Grid
+    groups: ProcessGroups
+    architecture: Architecture
+    on_micro_batch: Callable[[], None]
+    """To be called with every micro-batch that begins, so that others see the model getting on."""
+
+    def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the role starts from."""
+        path, key = self.config.checkpoint_of(self.role)
+        load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
+
+
+class Model(Protocol):
+    """This rank's share of a model that can be evaluated."""
+
+    layout: Layout
+    """Where its parameters lie, on all ranks that have a share."""
+    parameters: Mapping[str, Tensor]
+    """By name and shape as in `layout.on(rank)`: what they hold is there while part "weights" is on the device."""
+    parts: Mapping[str, MemoryPart]
+    """What it has on the device, by the names of residency.memory_plan: "weights", and of a model in training also
+    "master_weights", "optimizer" and "gradients". None shares memory with another."""
+
+    def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
+        """[tokens] fp32 in host memory: each token's log-prob or value, 0 at a sample's first token. No gradients.
+
+        Every rank of the replica passes the same samples, perhaps none, and gets the same result. Micro-batches have
+        at most `max_tokens`, but for longer samples. Collective over: this replica.
+        """
+        ...
+
+
+class TrainedModel(Model, Protocol):
+    """With gradients and an optimizer.
+
+    An optimizer step is any number of calls of `accumulate`, at least one on every rank, and one of `step`. What is
+    accumulated are sums: `step` alone reduces them over data parallelism and divides them, once.
+    """
+
+    def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
+        """Add the gradients of `experience`, this replica's share of a part of the mini-batch. It may be empty.
+
+        Every rank of the replica passes the same samples; all parts of a mini-batch have the same fields and loss
+        function. Collective over: this replica.
+        """
+        ...
+
+    def step(self) -> dict[str, float]:
+        """The optimizer step on what was accumulated. Collective over: the role's ranks.
+
+        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics over the whole mini-batch, equal
+        on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the weights as they
+        are. Raises on all ranks, before any weight changes, DivergenceError when the loss or the gradient norm is not
+        finite, and ConfigError when no rank had a sample. What was accumulated is used up in any case.
+        """
+        ...
+
+    def train_batch(
+        self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """`accumulate` and `step`: one optimizer step on the mini-batch of which `experience` is this replica's share.
+
+        Collective over: the role's ranks.
+        """
+        ...
+
+    def save_state(self) -> Contents:
+        """This rank's share of weights and optimizer, wherever `parts` lie, in memory that the next call writes over.
+
+        Between optimizer steps: RuntimeError where gradients wait for one. Not collective.
+        """
+        ...
+
+
+class TrainingBackend(Protocol):
+    """A module of three functions."""
+
+    def layout(self, site: ModelSite) -> Layout:
+        """That of the site's model: any rank of the job can tell, also one that has no share of it."""
+        ...
+
+    def frozen_model(self, site: ModelSite) -> Model:
+        """With the weights of the role's checkpoint. Collective over: the role's ranks."""
+        ...
+
+    def trained_model(
+        self, site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+    ) -> TrainedModel:
+        """With the weights of the role's checkpoint, or as `save_state` of all its ranks left it in the files `state`,
+        whatever their layout was. The learning rate decays over `total_updates`.
+
+        CheckpointError where a file is missing or damaged, or of another model. Collective over: the role's ranks.
+        """
+        ...

@@ -1,0 +1,43 @@
+"""Megatron as a training.backend.TrainingBackend."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.config.schema import Trained
+from rltrain.reshard.layout import Layout
+from rltrain.training.backend import ModelSite
+from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.megatron.model import LanguageModel, build_model, layout_of_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
+
+
+def layout(site: ModelSite) -> Layout:
+    return layout_of_model(site.architecture, site.grid, model=site.config.model, device=site.world.device)
+
+
+def frozen_model(site: ModelSite) -> EvaluableModel:
+    return EvaluableModel(_language_model(site, with_weights=True).eval())
+
+
+def trained_model(
+    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+) -> TrainableModel:
+    trained = TrainableModel(_language_model(site, with_weights=state is None), settings, total_updates=total_updates)
+    if state is not None:
+        trained.load_state(state)
+    return trained
+
+
+def _language_model(site: ModelSite, *, with_weights: bool) -> LanguageModel:
+    model = build_model(
+        site.architecture,
+        site.grid,
+        site.groups,
+        model=site.config.model,
+        parallel=site.config.parallel_of(site.role)[0],
+        device=site.world.device,
+    )
+    model.on_micro_batch = site.on_micro_batch
+    if with_weights:
+        site.load_weights(model.layout, local_parameters(model))
+    return model
