@@ -224,8 +224,8 @@ class WeightSync(Section):
     bucket_mb: Count = 32
     """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. Ranks that read each
     other's memory, as on CPUs, do so by at most 4."""
-    transport: Literal["planned", "golden"] = "planned"
-    """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
+    transport: Literal["planned", "full_gather"] = "planned"
+    """full_gather assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False
     """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
     differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
@@ -244,7 +244,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on with the weights of loss.tis_clip. Counted in either case."""
+    on, weighed as loss.tis_clip says. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25
