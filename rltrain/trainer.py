@@ -39,7 +39,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     sinks: list[Sink] = []
     if is_logging:
         sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
-    return Reporter(job.job_store, expected, logging_rank, sinks, at_publish, steps_ahead=job.config.lead)
+    return Reporter(job.job_store, expected, logging_rank, sinks, at_publish, steps_ahead=job.shape.lead)
 
 
 class Trainer:
@@ -165,7 +165,7 @@ class Trainer:
 
     def _in_flight(self) -> InFlightSync | None:
         """For the actor, which announces syncs, and for engines, which join them between decode steps."""
-        if not self.job.config.syncs_in_flight:
+        if not self.job.shape.syncs_in_flight:
             return None
         rollout = self.roles.get("rollout")
         leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.leader_of("actor")

@@ -1,9 +1,7 @@
-"""The roles of a run: their names, which an algorithm needs or may use, and the nearest name to a misspelt one."""
+"""The roles of a run: their names, and the nearest name to a misspelt one."""
 
 import difflib
 from collections.abc import Iterable
-
-from rltrain.config.schema import Config
 
 ROLES = ("actor", "critic", "reference", "rollout", "reward", "env")
 """Every role name, in the order in which roles are listed."""
@@ -21,21 +19,6 @@ NOT_YET = {
 def split_roles(key: str) -> tuple[str, ...]:
     """The roles that a key of `placement` names: "actor, reference" -> ("actor", "reference")."""
     return tuple(role.strip() for role in key.split(","))
-
-
-def required_roles(config: Config) -> tuple[str, ...]:
-    """Roles without which the run cannot be made."""
-    if config.algorithm == "sft":
-        return ("actor", "rollout", "reward") if config.data.eval else ("actor",)
-    critic = ("critic",) if config.algorithm == "ppo" else ()
-    reference = ("reference",) if config.loss.kl.coef else ()
-    return ("actor", *critic, *reference, "rollout", "reward")
-
-
-def usable_roles(config: Config) -> tuple[str, ...]:
-    """Roles that have a task in the run. A reference that no penalty needs still gives the distance from it."""
-    required = required_roles(config)
-    return required if config.algorithm == "sft" else tuple({*required, "reference"})
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

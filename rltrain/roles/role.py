@@ -23,6 +23,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
+from rltrain.schedule.shape import RunShape
 from rltrain.training.megatron.layers import uses_transformer_engine
 
 Metrics = dict[str, float]
@@ -79,6 +80,10 @@ class Job:
             dtype=self.config.model.dtype,
             transformer_engine=transformer_engine,
         )
+
+    @cached_property
+    def shape(self) -> RunShape:
+        return RunShape.of(self.config)
 
     @cached_property
     def prompts(self) -> Prompts:

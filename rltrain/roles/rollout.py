@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
@@ -88,7 +89,7 @@ class Rollout(Role):
         Nothing where the rollout is there for evaluations alone. Where a checkpoint is saved the order lets no weight
         sync come in between.
         """
-        if self.config.algorithm == "sft":
+        if not algorithm_of(self.config).generates:
             return {}
         carried = self.training.carried()
         return {f"engine_{self.dp:05d}.safetensors": carried.contents()} if self.turns.is_leader else {}
@@ -103,7 +104,7 @@ class Rollout(Role):
         finished, drawn = self.training.run(chunk_target)
         self._ship("samples", step, chunk, finished, drawn)
         self.step_response_tokens += sum(group.num_response_tokens for group in finished)
-        if chunk < self.config.num_chunks - 1:
+        if chunk < self.job.shape.num_chunks - 1:
             return {}
         seconds = time.perf_counter() - self.step_start_s
         return {
@@ -147,7 +148,7 @@ class Rollout(Role):
         batch, sampling = self.config.batch, self.config.rollout.sampling
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
         prompt_deal: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, hand.next_position, hand.returned)
-        if self.config.shares_prompts:
+        if self.job.shape.shares_prompts:
             prompt_deal = SharedAssignment(self.job.world.store, hand.next_position, hand.returned)
         drawing = self._drawing(
             PromptGroups(
@@ -162,8 +163,8 @@ class Rollout(Role):
                 num_samples=batch.samples_per_prompt,
             ),
             prompt_deal,
-            per_chunk=per_step // self.config.num_chunks,
-            chunks_per_log=None if self.config.schedule.partial_rollouts else self.config.num_chunks,
+            per_chunk=per_step // self.job.shape.num_chunks,
+            chunks_per_log=None if self.config.schedule.partial_rollouts else self.job.shape.num_chunks,
             log_of=lambda position: self._log(position // per_step, 0)[0],
         )
         drawing.resume(hand.carried)
@@ -208,18 +209,18 @@ class Rollout(Role):
     def _log(self, step: int, chunk: int) -> tuple[str, int]:
         """Where the groups of a chunk are entered: which log, and which chunk of it."""
         if self.config.schedule.partial_rollouts:
-            return "run", (step - self.first_generated) * self.config.num_chunks + chunk
+            return "run", (step - self.first_generated) * self.job.shape.num_chunks + chunk
         return f"step {step}", chunk
 
     def _check(self, carried: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
         num_steps, rest = divmod(len(carried.consumed), batch.prompts_per_step)
-        if rest or not job.first_step <= num_steps <= job.first_step + self.config.lead:
+        if rest or not job.first_step <= num_steps <= job.first_step + self.job.shape.lead:
             raise CheckpointError(
                 f"The checkpoint holds a rollout that had handed over {len(carried.consumed)} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
-                f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
+                f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
         for group in carried.begun:
             requests = group.prompt.requests
@@ -243,7 +244,7 @@ class Rollout(Role):
         max_position = (step + 1) * per_step
         if config.schedule.partial_rollouts:
             max_position += math.ceil(config.schedule.oversampling * per_step)
-        elif config.syncs_in_flight and self._is_fresh_enough_for(step + 1):
+        elif self.job.shape.syncs_in_flight and self._is_fresh_enough_for(step + 1):
             max_position += per_step  # slots that this step's last responses leave idle
         return min(max_position, config.steps * per_step)
 

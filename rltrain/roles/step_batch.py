@@ -5,20 +5,21 @@ import torch
 from rltrain.config.schema import Config
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import Experience, join
+from rltrain.schedule.shape import RunShape
 
 
 class StepBatch:
     """Chunks in the order of arrival. Group ids count through the step: chunk c's follow those of chunk c - 1."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.shape = config, RunShape.of(config)
         self.chunks: dict[int, Experience] = {}
 
     def add(self, chunk: int, experience: Experience) -> None:
         """Chunk 0 begins a step, whatever became of the one before."""
         if chunk == 0:
             self.chunks = {}
-        groups_per_chunk = self.config.batch.prompts_per_step // self.config.num_chunks
+        groups_per_chunk = self.config.batch.prompts_per_step // self.shape.num_chunks
         self.chunks[chunk] = experience.with_fields(group_ids=experience.group_ids + chunk * groups_per_chunk)
 
     def take(self) -> Experience:
@@ -31,7 +32,7 @@ class StepBatch:
         """The step's samples by mini-batch."""
         batch = self.config.batch
         numbers = mini_batch_of(
-            experience.group_ids, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches
+            experience.group_ids, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches
         )
         return [experience.select(torch.nonzero(numbers == i).flatten()) for i in range(batch.mini_batches)]
 

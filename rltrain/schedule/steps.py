@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from functools import cached_property
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
 from rltrain.config.roles import TRAINING_ROLES
 from rltrain.config.schema import Config
 from rltrain.schedule.order import CHECKPOINT, Order
+from rltrain.schedule.shape import RunShape
 
 
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
@@ -42,10 +44,10 @@ class Run:
     """Appends the parts of a step to `order`."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
-        self.config = config
+        self.config, self.shape = config, RunShape.of(config)
         self.roles = placement.roles
         self.order = Order()
-        self.lead, self.chunks = config.lead, range(config.num_chunks)
+        self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
         self.scores_early = not any(
             set(placement.ranks("reward")) & set(placement.ranks(role)) for role in self._training_roles
         )
@@ -56,7 +58,7 @@ class Run:
 
     @cached_property
     def _has_rollout(self) -> bool:
-        return self.config.algorithm != "sft"
+        return algorithm_of(self.config).generates
 
     def begin(self, step: int) -> None:
         """The boundary before `step`, at which every role saves what it has where a checkpoint is due or asked for.
@@ -137,9 +139,9 @@ class Run:
                 self.order.post(task, role, "actor", step, chunk)
 
     def _estimate_advantages(self, step: int, chunk: int) -> None:
-        config, order = self.config, self.order
+        order = self.order
         order.wait("scored", "reward", "actor", step, chunk)
-        if config.needs_actor_logprobs:
+        if self.shape.needs_actor_logprobs:
             order.task("actor_logprobs", "actor", step=step, chunk=chunk)
         for role, task in (("reference", "reference_logprobs"), ("critic", "values")):
             if role in self.roles:
@@ -147,15 +149,15 @@ class Run:
         order.task("advantages", "actor", step=step, chunk=chunk)
         if "critic" in self.roles:
             order.post("returns", "actor", "critic", step, chunk)
-        if config.accumulates_actor and self._trains_actor(step):
+        if self.shape.accumulates_actor and self._trains_actor(step):
             order.task("accumulate", "actor", step=step, chunk=chunk)
-        if "critic" in self.roles and config.accumulates_critic:
+        if "critic" in self.roles and self.shape.accumulates_critic:
             order.wait("returns", "actor", "critic", step, chunk)
             order.task("accumulate_critic", "critic", step=step, chunk=chunk)
 
     def _update(self, step: int) -> None:
         if "critic" in self.roles:
-            if not self.config.accumulates_critic:
+            if not self.shape.accumulates_critic:
                 for chunk in self.chunks:
                     self.order.wait("returns", "actor", "critic", step, chunk)
             self.order.task("update_critic", "critic", step=step)
@@ -163,4 +165,4 @@ class Run:
             self.order.task("update", "actor", step=step)
 
     def _trains_actor(self, step: int) -> bool:
-        return "critic" not in self.roles or step >= self.config.critic.critic_warmup_steps
+        return step >= self.shape.first_actor_step

@@ -44,12 +44,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),
     "observability": (*BASE, "system", "liveness.job_store"),
-    "schedule": (*BASE, "cluster", "residency"),
+    "schedule": (*BASE, "cluster", "residency", "algorithms"),
+    "legality": (*BASE, "schedule.shape", "residency.memory_plan", "models", "cluster", "algorithms"),
     "folders": BASE,
     "roles": (
         *BASE,
         *("training", "rollout", "checkpoint", "reshard", "models", "residency", "exchange", "liveness", "cluster"),
-        *("data", "algorithms", "rewards"),
+        *("data", "algorithms", "rewards", "schedule.shape"),
     ),
     "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
     "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
@@ -66,9 +67,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "job": (
         *BASE,
         *("trainer", "resuming", "schedule", "roles", "checkpoint", "reshard.kernels", "models", "liveness", "cluster"),
-        "system",
+        *("system", "legality"),
     ),
-    "dry_run": (*BASE, "schedule", "rollout.layout", "reshard", "models", "residency", "cluster"),
+    "dry_run": (*BASE, "schedule", "legality", "rollout.layout", "reshard", "models", "residency", "cluster"),
     "command": (*BASE, "job", "dry_run"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
@@ -77,7 +78,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 FAST_TO_IMPORT = (
     "config.schema",
     "config.loader",
-    "config.checks",
+    "algorithms.registry",
+    "schedule.shape",
+    "legality.config",
     "cluster.grid",
     "cluster.placement",
     "models",
