@@ -12,9 +12,12 @@ from rltrain.cluster.placement import Placement, resolve_placement, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
-from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.legality.architecture import check_against_architecture
+from rltrain.legality.config import check_config
+from rltrain.legality.doubts import doubts
+from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.stopping import StopRequest
@@ -26,8 +29,6 @@ from rltrain.reshard.kernels import native
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history, remaining_order
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
-from rltrain.schedule.doubts import doubts
-from rltrain.schedule.legality import check_schedule
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order, shortened
 from rltrain.system.threads import end_job_by_threads

@@ -40,7 +40,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
     steps = range(job.first_step, job.config.steps + 1)
-    return Reporter(job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.config.lead)
+    return Reporter(job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead)
 
 
 class Trainer:
@@ -169,7 +169,7 @@ class Trainer:
 
     def _in_flight(self) -> InFlightSync | None:
         """For the actor, which announces syncs, and for engines, which join them between decode steps."""
-        if not self.job.config.syncs_in_flight:
+        if not self.job.shape.syncs_in_flight:
             return None
         rollout = self.roles.get("rollout")
         leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.leader_of("actor")

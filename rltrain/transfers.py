@@ -98,12 +98,12 @@ class Transfers:
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
         source, destination = entry.roles
-        part = f"{entry.step}.{entry.chunk}" if self.job.config.num_chunks > 1 else str(entry.step)
+        part = f"{entry.step}.{entry.chunk}" if self.job.shape.num_chunks > 1 else str(entry.step)
         return Route(
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
             fields=TRANSFERS[entry.name],
             position=posted,
-            num_blocks=self.job.config.chunk_blocks if destination in trained_roles() else 1,
+            num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
         )

@@ -1,20 +1,44 @@
-"""Supervised fine-tuning: mean negative log-likelihood of the response tokens."""
+"""SFT: the actor learns demonstrations by heart; the rollout and the reward are there for evaluations."""
 
-from torch import Tensor
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from rltrain.algorithms.losses import LossFunction, LossOutput, masked_sum, token_weights
-from rltrain.data.experience import Experience
+from rltrain.algorithms.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from rltrain.algorithms.losses import LossFunction
+    from rltrain.data.demonstrations import Demonstrations
 
 
-def sft_loss() -> LossFunction:
-    """Cross-entropy over response tokens, every response token of the mini-batch weighing the same."""
+class Sft(Algorithm):
+    name = "sft"
+    generates = False
 
-    def loss_function(experience: Experience, logprobs: Tensor, entropy: Tensor) -> LossOutput:
-        weights = token_weights(experience, "token_mean")
-        return LossOutput(
-            loss=masked_sum(-logprobs, weights.factor),
-            divisor=weights.divisor,
-            token_sums={"entropy": masked_sum(entropy.detach(), weights.factor)},
-        )
+    def needs(self) -> dict[str, str]:
+        evaluating = dict.fromkeys(("rollout", "reward"), "data.eval") if self.config.data.eval else {}
+        return {"actor": f"algorithm {self.name}", **evaluating}
 
-    return loss_function
+    def usable_roles(self) -> frozenset[str]:
+        return frozenset(self.needs())
+
+    def problems(self) -> Iterator[str]:
+        yield from ()
+
+    def samples_per_group(self) -> int:
+        return 1
+
+    def needs_actor_logprobs(self) -> bool:
+        return False
+
+    def temperature(self) -> float:
+        return 1.0
+
+    def demonstrations(self) -> "Demonstrations":
+        from rltrain.data.demonstrations import Demonstrations
+
+        return Demonstrations(self.config)
+
+    def loss_function(self) -> "LossFunction":
+        from rltrain.algorithms.likelihood import likelihood_loss
+
+        return likelihood_loss()

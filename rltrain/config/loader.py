@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rltrain.config.explain import all_keys, expectation, section_of
+from rltrain.config.renamed import RENAMED
 from rltrain.config.roles import nearest
 from rltrain.config.schema import Config
 from rltrain.config.source import KeyPath, Source, read_source
@@ -23,7 +24,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file with `a.b.c=value` overrides applied in order; values are parsed as YAML.
 
     ConfigError lists every mistake with FILE:LINE or the override, the dotted key, the value given and what was
-    expected. What spans several keys is checked by `rltrain.config.checks`.
+    expected. What spans several keys is checked by `rltrain.legality`.
     """
     source = read_source(path)
     for override in overrides:
@@ -44,7 +45,7 @@ def _problems(errors: Sequence[ErrorDetails], source: Source) -> list[str]:
         missing = error["type"] == MISSING_KEY
         path = error["loc"] if missing else _given_part(error["loc"], source.data)
         if path not in problems:
-            problems[path] = f"{source.origin(path)}: {'.'.join(map(str, path))}: {_describe(error, path, source)}"
+            problems[path] = f"{source.origin(path)}: {_dotted(path)}: {_describe(error, path, source)}"
     return list(problems.values())
 
 
@@ -54,13 +55,19 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
     value = _value_at(source.data, path)
     if error["type"] == UNKNOWN_KEY:
         return f"unknown key (value {_show(value)}); {_suggestion(path)}"
+    new_value = RENAMED.get(f"{_dotted(path)}={value}")
+    if new_value is not None:
+        return f"got {_show(value)}, which is now {new_value}"
     expected = expectation(path)
     hint = " in quotes" if expected == TEXT and isinstance(value, int | float) else ""
     return f"got {_show(value)}; expected {expected}{hint}"
 
 
 def _suggestion(path: KeyPath) -> str:
-    """The nearest key of the same section, or else the key of that name elsewhere."""
+    """The new name of a renamed key, the nearest key of the same section, or else the key of that name elsewhere."""
+    new_key = RENAMED.get(_dotted(path))
+    if new_key is not None:
+        return f"the key is now {new_key}"
     parent, name = path[:-1], str(path[-1])
     siblings = list(_section_at(parent).model_fields)
     prefix = "".join(f"{key}." for key in parent)
@@ -71,6 +78,10 @@ def _suggestion(path: KeyPath) -> str:
     if elsewhere:
         return f"the nearest valid key is {nearest(prefix + name, elsewhere) or elsewhere[0]}"
     return f"expected one of {', '.join(siblings)}"
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
 
 
 def _section_at(path: KeyPath) -> type[BaseModel]:

@@ -7,8 +7,6 @@ from pydantic import Field
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section, Share
 
-DEFAULT_CHUNKS = 4
-
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
@@ -224,8 +222,8 @@ class WeightSync(Section):
     bucket_mb: Count = 32
     """Mebibytes that a rank packs, and that it receives, at a time; two of each are in flight. Ranks that read each
     other's memory, as on CPUs, do so by at most 4."""
-    transport: Literal["planned", "golden"] = "planned"
-    """golden assembles every tensor in full on every rank, slowly: what the planned one must equal."""
+    transport: Literal["planned", "full_gather"] = "planned"
+    """full_gather assembles every tensor in full on every rank, slowly: what the planned one must equal."""
     verify: bool = False
     """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
     differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
@@ -244,7 +242,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on with the weights of loss.tis_clip. Counted in either case."""
+    on, weighed as loss.tis_clip says. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25
@@ -320,60 +318,3 @@ class Config(Section):
     def checkpoint_dir(self) -> str:
         """The folder of this run's checkpoints."""
         return self.checkpoint.dir or f"{self.output_dir}/checkpoints"
-
-    @property
-    def samples_per_group(self) -> int:
-        """Samples that the actor gets of one prompt: a demonstration is alone."""
-        return 1 if self.algorithm == "sft" else self.batch.samples_per_prompt
-
-    @property
-    def prompt_blocks(self) -> int:
-        """Blocks of prompts of which each mini-batch takes one; 1 where it takes samples of every prompt."""
-        return max(self.batch.mini_batches // self.samples_per_group, 1)
-
-    @property
-    def chunk_blocks(self) -> int:
-        """Of these blocks, how many lie in one chunk; 1 where a block takes several chunks."""
-        return max(self.prompt_blocks // self.num_chunks, 1)
-
-    @property
-    def num_chunks(self) -> int:
-        """Parts of a step that travel on their own."""
-        return self.schedule.chunks or (DEFAULT_CHUNKS if self.schedule.mode == "pipelined" else 1)
-
-    @property
-    def lead(self) -> int:
-        """Steps by which generation is ahead of training. Weights are up to sync_every - 1 steps old when they come."""
-        schedule = self.schedule
-        return schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
-
-    @property
-    def syncs_in_flight(self) -> bool:
-        """Whether engines take new weights between two decode steps."""
-        return self.lead > 0 and self.schedule.in_flight_sync
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
-        return self.schedule.mode == "pipelined" or self.syncs_in_flight
-
-    @property
-    def num_actor_updates(self) -> int:
-        """Optimizer steps of the actor in the whole run."""
-        first = self.critic.critic_warmup_steps if self.algorithm == "ppo" else 0
-        return max(self.steps - first, 1) * self.batch.mini_batches
-
-    @property
-    def needs_actor_logprobs(self) -> bool:
-        """Whether the actor evaluates the samples before its first update."""
-        return self.algorithm != "sft" and self.loss.old_logprobs == "actor"
-
-    @property
-    def accumulates_critic(self) -> bool:
-        """Whether gradients of a step's first chunks are made while its last ones decode."""
-        return self.num_chunks > 1 and self.batch.mini_batches == 1
-
-    @property
-    def accumulates_actor(self) -> bool:
-        """As for the critic, where advantages do not depend on chunks yet to come."""
-        return self.accumulates_critic and not (self.algorithm == "ppo" and self.advantages.whiten)

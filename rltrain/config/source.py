@@ -122,7 +122,7 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
 
 
 class _Reader:
-    """LeaderDecisions the YAML node tree into plain data, noting the line of every value and every repeated key."""
+    """Turns the YAML node tree into plain data, noting the line of every value and every repeated key."""
 
     def __init__(self, text: str, name: str) -> None:
         self.loader = _Loader(text)

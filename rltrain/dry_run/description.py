@@ -7,21 +7,22 @@ from pathlib import Path
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks, resolve_placement, role_grids
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps, steady_order
 from rltrain.dry_run.table import table
+from rltrain.legality.architecture import check_against_architecture
+from rltrain.legality.config import check_config
+from rltrain.legality.doubts import doubts
+from rltrain.legality.repeating import obstacle_to_repeating
+from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
 from rltrain.models.of_roles import reference_uses_actor_modules, role_architectures
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import traffic
 from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
-from rltrain.schedule.doubts import doubts
-from rltrain.schedule.legality import check_schedule
-from rltrain.schedule.repeating import obstacle_to_repeating
 from rltrain.schedule.steps import build_order, num_entries, shortened
 
 CONFIG_FILE = "config.json"

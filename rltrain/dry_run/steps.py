@@ -8,6 +8,7 @@ from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.schedule.order import Order
 from rltrain.schedule.overlaps import overlapping_tasks
+from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
 
 WIDTH = 110
@@ -15,11 +16,11 @@ WIDTH = 110
 
 def describe_mode(config: Config) -> str:
     """The mode, and what of the schedule section bears on it."""
-    schedule = config.schedule
-    words = [schedule.mode, f"chunks {config.num_chunks}", f"max_staleness {schedule.max_staleness}"]
-    if config.lead:
-        ahead = f"generation {config.lead} step{'s' * (config.lead > 1)} ahead"
-        words += [ahead, "weight syncs in flight" if config.syncs_in_flight else "weight syncs between generate tasks"]
+    schedule, shape = config.schedule, RunShape.of(config)
+    words = [schedule.mode, f"chunks {shape.num_chunks}", f"max_staleness {schedule.max_staleness}"]
+    if shape.lead:
+        ahead = f"generation {shape.lead} step{'s' * (shape.lead > 1)} ahead"
+        words += [ahead, "weight syncs in flight" if shape.syncs_in_flight else "weight syncs between generate tasks"]
     if schedule.sync_every > 1:
         words.append(f"sync_every {schedule.sync_every}")
     if schedule.partial_rollouts:
@@ -29,7 +30,7 @@ def describe_mode(config: Config) -> str:
 
 def steady_order(config: Config, placement: Placement) -> Order:
     """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
-    steps = config.lead + 2 * config.schedule.sync_every + 2
+    steps = RunShape.of(config).lead + 2 * config.schedule.sync_every + 2
     evaluation = config.evaluation.model_copy(update={"interval": 2 if config.evaluation.interval else 0})
     critic = config.critic.model_copy(update={"critic_warmup_steps": 0})
     return build_order(
@@ -55,7 +56,7 @@ def describe_order(order: Order, config: Config) -> list[str]:
 
 def describe_overlaps(order: Order, config: Config, placement: Placement) -> list[str]:
     """Tasks with those that they may run beside."""
-    pairs = overlapping_tasks(order, placement, syncs_in_flight=config.syncs_in_flight)
+    pairs = overlapping_tasks(order, placement, syncs_in_flight=RunShape.of(config).syncs_in_flight)
     if not pairs:
         return ["none: every task needs what the one before it made, or its ranks"]
     lines = (f"{task} beside {', '.join(sorted(others))}" for task, others in by_task(pairs))

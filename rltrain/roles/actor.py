@@ -6,16 +6,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.advantages import with_advantages
 from rltrain.algorithms.correction import apply_staleness_limit
-from rltrain.algorithms.gae import moments, whiten, with_gae
-from rltrain.algorithms.kl import apply_kl_to_rewards, kl_penalty
-from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.policy import policy_loss
-from rltrain.algorithms.sft import sft_loss
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
-from rltrain.data.demonstrations import Demonstrations
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
@@ -34,24 +28,20 @@ class Actor(TrainedRole):
 
     def __init__(self, job: Job) -> None:
         config = job.config
-        super().__init__(job, config.actor, total_updates=config.num_actor_updates)
-        self.loss_function = self._loss_function()
-        self.temperature = 1.0 if config.algorithm == "sft" else config.rollout.sampling.temperature
-        self.demonstrations = Demonstrations(config) if config.algorithm == "sft" else None
+        super().__init__(job, config.actor, total_updates=job.shape.num_actor_updates)
+        self.algorithm = algorithm_of(config)
+        self.loss_function = self.algorithm.loss_function()
+        self.temperature = self.algorithm.temperature()
+        self.demonstrations = self.algorithm.demonstrations()
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
         self.logs.append(self.sample_ids)
         self.accumulate_s = 0.0
 
-    def _loss_function(self) -> LossFunction:
-        if self.config.algorithm == "sft":
-            return sft_loss()
-        return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
-
     def load_sft_batch(self, step: int, chunk: int) -> None:
         """Take this replica's share of the step's demonstrations."""
-        assert self.demonstrations is not None, "only algorithm: sft has this task"
+        assert self.demonstrations is not None, "only an algorithm with demonstrations has this task"
         experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
@@ -73,21 +63,11 @@ class Actor(TrainedRole):
         if chunk == 0:
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
-        experience = self._with_advantages(experience)
+        experience = self.algorithm.with_advantages(experience)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on
             self.shipments["returns", step, chunk] = Shipment(experience, scored.group_tokens)
-
-    def _with_advantages(self, experience: Experience) -> Experience:
-        kl, settings = self.config.loss.kl, self.config.advantages
-        penalized = bool(kl.coef) and kl.where == "reward"
-        if self.config.algorithm == "ppo":
-            token_rewards = kl_penalty(experience, kl) if penalized else None
-            return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
-        if penalized:
-            experience = apply_kl_to_rewards(experience, kl)
-        return with_advantages(experience, normalize_std=settings.normalize_std)
 
     def accumulate(self, step: int, chunk: int) -> None:
         """Gradients of a chunk, while others still decode. Collective over: this replica."""
@@ -98,10 +78,8 @@ class Actor(TrainedRole):
     def update(self, step: int, chunk: int) -> Metrics:
         """One optimizer step per mini-batch. Collective over: the actor's ranks."""
         start = time.perf_counter()
-        experience = self.batch.take()
-        if self.config.algorithm == "ppo" and self.config.advantages.whiten:
-            experience = self._whitened(experience)
-        if self.config.accumulates_actor:
+        experience = self.algorithm.over_whole_step(self.batch.take(), self._total)
+        if self.job.shape.accumulates_actor:
             updates = [self.model.step()]
         else:
             updates = [
@@ -111,13 +89,9 @@ class Actor(TrainedRole):
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
         metrics["perf/train_tokens_per_s"] = float(self._total(torch.tensor(experience.num_tokens))) / seconds
-        if self.config.algorithm != "sft":
+        if self.algorithm.generates:
             metrics |= self._staleness_metrics()
         return metrics
-
-    def _whitened(self, experience: Experience) -> Experience:
-        sums = self._total(moments(experience))
-        return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
     def _staleness_metrics(self) -> Metrics:
         totals = self._total(self.staleness.sums())

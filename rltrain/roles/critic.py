@@ -32,11 +32,11 @@ class Critic(TrainedRole):
 
     def update_critic(self, step: int, chunk: int) -> Metrics:
         """One optimizer step per mini-batch. Collective over: the critic's ranks."""
-        if self.config.accumulates_critic:
+        if self.job.shape.accumulates_critic:
             self.batch.take()
             updates = [self.model.step()]
         else:
-            for number in range(self.config.num_chunks):
+            for number in range(self.job.shape.num_chunks):
                 self._take_returns(step, number)
             mini_batches = self.batch.mini_batches(self.batch.take())
             updates = [self.model.train_batch(mini_batch, self.loss_function) for mini_batch in mini_batches]

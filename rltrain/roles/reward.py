@@ -43,7 +43,7 @@ class Reward(Role):
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
-        if chunk < self.config.num_chunks - 1:
+        if chunk < self.job.shape.num_chunks - 1:
             return {}
         metrics = self._gather("score", step, self.statistics)
         return {f"rollout/{name}": value for name, value in metrics.items()}

@@ -22,6 +22,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
+from rltrain.schedule.shape import RunShape
 from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
 
@@ -85,6 +86,10 @@ class Job:
     def training_layout(self, role: str) -> Layout:
         """Where the parameters of the role's model lie; every rank of the job can tell."""
         return training_backend().layout(self.model_site(role))
+
+    @cached_property
+    def shape(self) -> RunShape:
+        return RunShape.of(self.config)
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
@@ -89,7 +90,7 @@ class Rollout(Role):
         Nothing where the rollout is there for evaluations alone. Where a checkpoint is saved the order lets no weight
         sync come in between.
         """
-        if self.config.algorithm == "sft":
+        if not algorithm_of(self.config).generates:
             return {}
         carried = self.training.carried()
         return {f"engine_{self.dp:05d}.safetensors": carried.contents()} if self.turns.is_leader else {}
@@ -104,7 +105,7 @@ class Rollout(Role):
         finished, drawn = self.training.run(step, chunk)
         self._ship("samples", step, chunk, finished, drawn)
         self.step_response_tokens += sum(group.num_response_tokens for group in finished)
-        if chunk < self.config.num_chunks - 1:
+        if chunk < self.job.shape.num_chunks - 1:
             return {}
         seconds = time.perf_counter() - self.step_start_s
         return {
@@ -145,7 +146,7 @@ class Rollout(Role):
         batch, sampling = self.config.batch, self.config.rollout.sampling
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
         prompt_deal: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, hand.next_position, hand.returned)
-        if self.config.shares_prompts:
+        if self.job.shape.shares_prompts:
             prompt_deal = SharedAssignment(self.job.world.store, hand.next_position, hand.returned)
         drawing = self._drawing(
             PromptGroups(
@@ -168,11 +169,11 @@ class Rollout(Role):
     def _rules(self) -> StreamRules:
         """Of the stream of training prompts."""
         config, per_step = self.config, self.config.batch.prompts_per_step
-        rules = StreamRules(config.steps * per_step, per_step, config.num_chunks)
+        rules = StreamRules(config.steps * per_step, per_step, self.job.shape.num_chunks)
         if config.schedule.partial_rollouts:
             num_ahead = math.ceil(config.schedule.oversampling * per_step)
             return replace(rules, shared_log="run", first_step=self.first_generated, num_ahead=num_ahead)
-        if config.syncs_in_flight:  # slots that a step's last responses leave idle
+        if self.job.shape.syncs_in_flight:  # slots that a step's last responses leave idle
             return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
         return rules
 
@@ -199,11 +200,11 @@ class Rollout(Role):
         """CheckpointError where this run cannot go on with what was carried over."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
         num_steps, rest = divmod(len(carried.consumed), batch.prompts_per_step)
-        if rest or not job.first_step <= num_steps <= job.first_step + self.config.lead:
+        if rest or not job.first_step <= num_steps <= job.first_step + self.job.shape.lead:
             raise CheckpointError(
                 f"The checkpoint holds a rollout that had handed over {len(carried.consumed)} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
-                f"{self.config.lead} steps ahead. Go on with the batch and schedule that it was saved with."
+                f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
         for group in carried.begun:
             if len(group.samples) != batch.samples_per_prompt:

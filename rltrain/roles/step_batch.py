@@ -5,13 +5,14 @@ import torch
 from rltrain.config.schema import Config
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import Experience, join
+from rltrain.schedule.shape import RunShape
 
 
 class StepBatch:
     """Chunks in the order of arrival. In a step chunk c's groups follow those of chunk c - 1."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.shape = config, RunShape.of(config)
         self.chunks: dict[int, Experience] = {}
         self.mini_batch = torch.empty(0)
         """[samples] of each sample that was taken last."""
@@ -35,8 +36,8 @@ class StepBatch:
 
     def _mini_batch_of(self, chunk: int, experience: Experience) -> torch.Tensor:
         batch = self.config.batch
-        groups = experience.group_ids + chunk * (batch.prompts_per_step // self.config.num_chunks)
-        return mini_batch_of(groups, batch.prompts_per_step, self.config.samples_per_group, batch.mini_batches)
+        groups = experience.group_ids + chunk * (batch.prompts_per_step // self.shape.num_chunks)
+        return mini_batch_of(groups, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches)
 
 
 def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
-from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.execute.resharding import Resharding
@@ -44,7 +44,7 @@ class WeightSync:
         if self.engine:
             self.engine.begin_update()
         source = self.actor.model.parameters if self.actor else None
-        move = {"planned": self._move_planned, "golden": self._move_golden}[self.config.transport]
+        move = {"planned": self._move_planned, "full_gather": self._move_by_full_gather}[self.config.transport]
         reports, verify_s = [], 0.0
         for part in range(len(self.parts)):
             destination = self.engine.incoming(part) if self.engine else None
@@ -74,11 +74,11 @@ class WeightSync:
     def _move_planned(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
         return [self.reshardings[part].run(source, destination)]
 
-    def _move_golden(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
+    def _move_by_full_gather(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
         # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
         with self.waiting("the others to come to a reshard"):
             dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
-        golden_sync(self.source, self.parts[part], source, destination, self.group)
+        full_gather_sync(self.source, self.parts[part], source, destination, self.group)
         dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
         return []
 

@@ -3,9 +3,11 @@
 from functools import cached_property, partial
 from math import lcm
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.schedule.order import CHECKPOINT, Entries, Iterations, Order
+from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import evaluations, takers
 
 
@@ -14,14 +16,14 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
 
     Iteration k trains on step k and generates for step k + lead: lead 0 is step by step.
     """
-    lead, run = config.lead, partial(Iteration, config, placement, first_step)
+    shape, run = RunShape.of(config), partial(Iteration, config, placement, first_step)
     return Order(
         Iterations(
             entries=lambda number: run(number).order,
-            numbers=range(first_step - lead, config.steps + 1),
-            lead=lead,
+            numbers=range(first_step - shape.lead, config.steps + 1),
+            lead=shape.lead,
             period=_period(config),
-            regular=range(max(first_step + 1, _first_update(config)), config.steps - lead),
+            regular=range(max(first_step + 1, shape.first_actor_step), config.steps - shape.lead),
             boundary=lambda number: run(number).boundary,
             saves=partial(is_save_step, config),
         )
@@ -45,8 +47,8 @@ def is_save_step(config: Config, step: int) -> bool:
 def shortened(config: Config, first_step: int = 0) -> Config:
     """A run like `config`'s from `first_step` on in which everything happens that happens in that, and in every order:
     as many steps as begin, end, and a period with what it leads over to have."""
-    period, lead = _period(config), config.lead
-    needed = max(first_step + 1, _first_update(config)) + period + 2 * lead + 2
+    period, shape = _period(config), RunShape.of(config)
+    needed = max(first_step + 1, shape.first_actor_step) + period + 2 * shape.lead + 2
     steps = needed + (config.steps - needed) % period
     return config if steps >= config.steps else config.model_copy(update={"steps": steps})
 
@@ -71,19 +73,14 @@ def _period(config: Config) -> int:
     return lcm(*filter(None, intervals))
 
 
-def _first_update(config: Config) -> int:
-    """The first step in which the actor learns."""
-    return config.critic.critic_warmup_steps if config.algorithm == "ppo" else 0
-
-
 class Iteration:
     """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
 
     def __init__(self, config: Config, placement: Placement, first_step: int, number: int) -> None:
-        self.config = config
+        self.config, self.shape = config, RunShape.of(config)
         self.roles = placement.roles
         self.order = Entries()
-        self.lead, self.chunks = config.lead, range(config.num_chunks)
+        self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
         self.learners = [role for role in takers("scored") if role in self.roles and "reward" in self.roles]
         self.evaluations = [(role, task.name) for role, task in evaluations() if role in self.roles]
         self.scores_early = not any(
@@ -106,7 +103,7 @@ class Iteration:
 
     @cached_property
     def _has_rollout(self) -> bool:
-        return self.config.algorithm != "sft"
+        return algorithm_of(self.config).generates
 
     def save(self, step: int) -> None:
         """Where every role saves what it has if a checkpoint is due or asked for.
@@ -185,24 +182,24 @@ class Iteration:
             self.order.post(task, role, "actor", step, chunk)
 
     def _estimate_advantages(self, step: int, chunk: int) -> None:
-        config, order = self.config, self.order
+        order = self.order
         order.wait("scored", "reward", "actor", step, chunk)
-        if config.needs_actor_logprobs:
+        if self.shape.needs_actor_logprobs:
             order.task("actor_logprobs", "actor", step=step, chunk=chunk)
         for role, task in self.evaluations:
             order.wait(task, role, "actor", step, chunk)
         order.task("advantages", "actor", step=step, chunk=chunk)
         if "critic" in self.roles:
             order.post("returns", "actor", "critic", step, chunk)
-        if config.accumulates_actor and self._trains_actor(step):
+        if self.shape.accumulates_actor and self._trains_actor(step):
             order.task("accumulate", "actor", step=step, chunk=chunk)
-        if "critic" in self.roles and config.accumulates_critic:
+        if "critic" in self.roles and self.shape.accumulates_critic:
             order.wait("returns", "actor", "critic", step, chunk)
             order.task("accumulate_critic", "critic", step=step, chunk=chunk)
 
     def _update(self, step: int) -> None:
         if "critic" in self.roles:
-            if not self.config.accumulates_critic:
+            if not self.shape.accumulates_critic:
                 for chunk in self.chunks:
                     self.order.wait("returns", "actor", "critic", step, chunk)
             self.order.task("update_critic", "critic", step=step)
@@ -210,4 +207,4 @@ class Iteration:
             self.order.task("update", "actor", step=step)
 
     def _trains_actor(self, step: int) -> bool:
-        return step >= _first_update(self.config)
+        return step >= self.shape.first_actor_step

@@ -115,6 +115,11 @@ def device_roles() -> frozenset[str]:
     return frozenset(role.name for role in DECLARED.values() if role.model is not None)
 
 
+def optional_roles() -> tuple[str, ...]:
+    """Roles that say something of the samples which no algorithm asks for, and which may be placed all the same."""
+    return tuple(role.name for role in DECLARED.values() if not role.needed_by_algorithm)
+
+
 def takers(transfer: str) -> tuple[str, ...]:
     """Roles with a task that takes what a transfer brings."""
     return tuple(role.name for role in DECLARED.values() if any(transfer in task.takes for task in role.tasks))

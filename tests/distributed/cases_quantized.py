@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture, MoE
-from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
@@ -221,8 +221,8 @@ def _run(case: Sync) -> dict[str, Any]:
     """Through shared memory and over the wire, each made once and carried out twice: the second time from values and
     magnitudes that are smaller."""
     found: dict[str, Any] = {"wrong before": len(case.wrong()), "compared": len(case.expected)}
-    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
-    found["golden"] = case.wrong()
+    full_gather_sync(case.source, case.destination, case.held, case.wanted, case.group)
+    found["full_gather"] = case.wrong()
     wired, shared = _resharding(case, share_memory=False), _resharding(case, share_memory=True)
     wired.run(case.held, case.wanted)
     found["wired"] = case.wrong()
@@ -230,7 +230,7 @@ def _run(case: Sync) -> dict[str, Any]:
     found["shared"] = case.wrong()
     for tensor in (case.held or {}).values():
         tensor.mul_(0.3)
-    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
+    full_gather_sync(case.source, case.destination, case.held, case.wanted, case.group)
     case.expected = {name: tensor.clone() for name, tensor in (case.wanted or {}).items()}
     case.wipe()
     wired.run(case.held, case.wanted)

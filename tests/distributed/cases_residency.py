@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rltrain.algorithms.sft import sft_loss
+from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
@@ -102,7 +102,7 @@ class Rank:
             if entry.name == "generate":
                 seen["engine"].append(digest(self.engine))
             elif entry.name == "accumulate":
-                self.actor.accumulate(halves[self._num_accumulated(position)], sft_loss())
+                self.actor.accumulate(halves[self._num_accumulated(position)], likelihood_loss())
             elif entry.name == "update":
                 seen["updates"].append(self.actor.step())
             else:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.sft import sft_loss
 from rltrain.algorithms.value import value_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
@@ -92,7 +92,7 @@ class Run:
 
     def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
         self.rank, self.grid = dist.get_rank(), way.grid
-        self.loss: LossFunction = sft_loss() if case.role == "actor" else value_loss(0.2)
+        self.loss: LossFunction = likelihood_loss() if case.role == "actor" else value_loss(0.2)
         model = build_model(
             architecture_of(case, path),
             self.grid,

@@ -17,6 +17,7 @@ from rltrain.exchange.exchange import Exchange, Shipment
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from rltrain.schedule.order import Order
+from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
 from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience
@@ -64,7 +65,7 @@ class Rank:
         grids = {role: Grid(self.placement.ranks(role)) for role in self.placement.roles}
         self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
         self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0))
-        self.job = SimpleNamespace(config=self.config, grids=grids)
+        self.job = SimpleNamespace(shape=RunShape.of(self.config), grids=grids)
         self.received: Received = {}
 
     def follow(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.check.full_gather import golden_sync
+from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
 from tests.distributed.cases_quantized import ARCHITECTURES, KINDS, Sync, bits, make_groups, sync
 
@@ -97,7 +97,7 @@ def all_checks() -> dict[str, dict[str, str]]:
 
 def _complaints(case: Sync) -> dict[str, str]:
     complaints = {"nothing arrived": checked(case)}
-    golden_sync(case.source, case.destination, case.held, case.wanted, case.group)
+    full_gather_sync(case.source, case.destination, case.held, case.wanted, case.group)
     complaints["nothing"] = checked(case)
     for name, tamper in TAMPERING.items():
         saved = [

@@ -14,7 +14,7 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["golden", "wired", "shared", "wired again", "shared again"])
+@pytest.mark.parametrize("way", ["full_gather", "wired", "shared", "wired again", "shared again"])
 def test_every_placement_equals_the_oracle(kind: str, way: str, ranks: list[dict[str, dict[str, Any]]]) -> None:
     compared = 0
     for rank, results in enumerate(ranks):

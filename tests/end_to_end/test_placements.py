@@ -12,7 +12,9 @@ PLACEMENTS = {
         "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "actor.parallel.tp=2", "weight_sync.verify=true"
     ),
     "colocated": (
-        "placement={'actor, reference, rollout, reward': 0-1}", "actor.parallel.tp=1", "weight_sync.transport=golden"
+        "placement={'actor, reference, rollout, reward': 0-1}",
+        "actor.parallel.tp=1",
+        "weight_sync.transport=full_gather",
     ),
     "hybrid": (
         "placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2",
@@ -72,4 +74,4 @@ def test_syncs_are_verified_and_counted(rewards):
     assert len(column(verified, "perf/weight_sync_verify_s")) >= STEPS
     assert set(column(verified, "perf/weight_sync_network_ratio")) == {1.0}
     assert min(column(verified, "perf/weight_sync_bytes")) > 0
-    assert column(rewards["colocated"], "perf/weight_sync_bytes") == [], "the golden transport plans nothing"
+    assert column(rewards["colocated"], "perf/weight_sync_bytes") == [], "a full gather plans nothing"

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, sample_index, token_weights
 from rltrain.algorithms.policy import clipped_policy_loss, policy_loss
-from rltrain.algorithms.sft import sft_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
@@ -186,7 +186,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
     shape: list[tuple[int, int]], cuts: list[int], loss: schema.Loss | None, seed: int
 ) -> None:
     experience = make_experience(seed, [p for p, _ in shape], [r for _, r in shape])
-    function = sft_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
+    function = likelihood_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
     whole, gradient, entropy_gradient = accumulate(function, experience, [list(range(len(shape)))])
     parts = split(experience, [min(c, len(shape)) for c in cuts])
     pieces, pieces_gradient, pieces_entropy_gradient = accumulate(function, experience, parts)
@@ -249,7 +249,7 @@ def test_weights_of_known_lengths(normalization: Any, factors: tuple[float, floa
 @pytest.mark.parametrize("loss", [*LOSSES, None], ids=range(len(LOSSES) + 1))
 def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) -> None:
     experience = make_experience(0, [2], [3])
-    function = sft_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
+    function = likelihood_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
     some = function(experience, *current_values(experience))
     none = function(experience.select(torch.zeros(0, dtype=torch.int64)), torch.zeros(0), torch.zeros(0))
     assert (none.loss.item(), none.divisor.item()) == (0, 0)
@@ -300,11 +300,11 @@ def test_a_missing_field_is_named() -> None:
         policy_loss(schema.Loss(), 8)(Experience(**values), logprobs, entropy)
 
 
-def test_sft_loss_is_mean_negative_log_likelihood_of_the_response() -> None:
+def test_likelihood_loss_is_mean_negative_log_likelihood_of_the_response() -> None:
     experience = make_experience(2, [2, 1], [1, 2])
     logprobs = torch.tensor([-9.0, -9.0, -1.0, -9.0, -2.0, -6.0], requires_grad=True)
     entropy = torch.tensor([9.0, 9.0, 0.5, 9.0, 1.0, 1.5])
-    output = sft_loss()(experience, logprobs, entropy)
+    output = likelihood_loss()(experience, logprobs, entropy)
     output.loss.backward()
     assert means([output], experience) == pytest.approx({"loss": 3.0, "entropy": 1.0})
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0, -1, 0, -1, -1]))

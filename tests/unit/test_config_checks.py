@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from rltrain.cluster.placement import resolve_placement, role_grids
-from rltrain.config.checks import check_against_architecture, check_config
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.architecture import check_against_architecture
+from rltrain.legality.config import check_config
 from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}

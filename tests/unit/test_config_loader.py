@@ -6,6 +6,7 @@ import pytest
 
 from rltrain.config.explain import all_keys, expectation
 from rltrain.config.loader import load_config
+from rltrain.config.renamed import RENAMED
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 
@@ -175,6 +176,28 @@ def test_mistakes_in_a_file_are_named_with_line_key_value_and_expectation(refusa
 )
 def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expected):
     assert expected in refusal(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("loss: {importance_cap: 2.0}", "loss.importance_cap: unknown key (value 2.0); the key is now loss.tis_clip"),
+        (
+            "critic: {critic_only_steps: 5}",
+            "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",
+        ),
+        ("weight_sync: {transport: golden}", 'weight_sync.transport: got "golden", which is now full_gather'),
+    ],
+)
+def test_what_has_another_name_now_is_refused_with_that(refusal, section, expected):
+    assert refusal(f"{MINIMAL}{section}\n").endswith(f":8: {expected}")
+
+
+def test_what_is_named_as_the_present_name_exists():
+    keys = set(all_keys())
+    for old, new in RENAMED.items():
+        key, _, old_value = old.partition("=")
+        assert (new in keys and key not in keys) if not old_value else new in expectation(tuple(key.split("."))), old
 
 
 def test_all_mistakes_are_listed_in_one_message(refusal):

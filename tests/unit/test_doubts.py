@@ -8,7 +8,7 @@ from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
-from rltrain.schedule.doubts import doubts
+from rltrain.legality.doubts import doubts
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = CONFIGS / "quickstart.yaml"

@@ -6,7 +6,7 @@ import torch
 
 from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncMismatchError
-from rltrain.reshard.check.full_gather import converted, golden_sync
+from rltrain.reshard.check.full_gather import converted, full_gather_sync
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.kernels.keyed_sum import MAX_ELEMENTS, bits_of
 from rltrain.reshard.layout import Layout
@@ -30,7 +30,7 @@ def test_one_rank_needs_no_group() -> None:
     source, destination = megatron_layout(ARCHITECTURE, ONE_RANK), engine_layout(ARCHITECTURE, ONE_RANK)
     held, expected = shards()
     wanted = {name: torch.full_like(tensor, PADDING) for name, tensor in expected.items()}
-    golden_sync(source, destination, held, wanted, None)
+    full_gather_sync(source, destination, held, wanted, None)
     assert all(torch.equal(wanted[name], expected[name]) for name in expected)
     made = plan(source, destination, 0, 1)
     verify(made, source, destination, held, wanted, group=None)
@@ -49,16 +49,16 @@ def test_a_tensor_that_no_rank_holds_in_full_is_refused_by_name() -> None:
     shard = megatron_shard(ARCHITECTURE, full_tensors(ARCHITECTURE), Place(tp=2))
     held = {name: torch.tensor(values) for name, values in shard.items()}
     with pytest.raises(ValueError, match=r"holds 192 of 252 elements of model\.embed_tokens\.weight"):
-        golden_sync(half, destination, held, shards()[1], None)
+        full_gather_sync(half, destination, held, shards()[1], None)
 
 
 def test_tensors_that_are_missing_or_of_another_type_are_refused() -> None:
     source, destination = megatron_layout(ARCHITECTURE, ONE_RANK), engine_layout(ARCHITECTURE, ONE_RANK)
     held, wanted = shards()
     with pytest.raises(ValueError, match="rank 0 is in the layout of ranks"):
-        golden_sync(source, destination, held, None, None)
+        full_gather_sync(source, destination, held, None, None)
     with pytest.raises(ValueError, match=r"torch\.bfloat16.*torch\.float32"):
-        golden_sync(source, destination, held, {name: tensor.bfloat16() for name, tensor in wanted.items()}, None)
+        full_gather_sync(source, destination, held, {name: tensor.bfloat16() for name, tensor in wanted.items()}, None)
 
 
 def test_conversions_have_the_prescribed_nans() -> None:
@@ -91,7 +91,7 @@ def test_large_boxes_are_read_in_place_and_converted_in_steps(dtype: str) -> Non
     source, destination = megatron_layout(architecture, ONE_RANK), engine_layout(architecture, ONE_RANK, dtype=dtype)
     held = {name: torch.arange(float(np.prod(s))).reshape(s) for name, s in source.on(0).parameters}
     wanted = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in destination.on(0).parameters}
-    golden_sync(source, destination, held, wanted, None)
+    full_gather_sync(source, destination, held, wanted, None)
     made = plan(source, destination, 0, 1)
     verify(made, source, destination, held, wanted, group=None)
     rows = wanted["model.layers.0.mlp.gate_up_proj.weight"]

@@ -8,7 +8,7 @@ import yaml
 
 from rltrain.cluster.placement import role_grids
 from rltrain.errors import ConfigError
-from rltrain.schedule.legality import check_schedule
+from rltrain.legality.schedule import check_schedule
 from tests.unit.schedule_configs import GRPO, PPO, make_config, place
 
 CAP = {"tis_clip": 2.0}

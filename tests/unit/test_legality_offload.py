@@ -5,7 +5,7 @@ import pytest
 from rltrain.cluster.placement import resolve_placement, role_grids
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.schedule.legality import check_schedule
+from rltrain.legality.schedule import check_schedule
 
 ASYNCHRONOUS = {"mode": "asynchronous", "max_staleness": 1}
 

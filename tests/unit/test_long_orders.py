@@ -52,7 +52,7 @@ def windows(config: Config, order: Order) -> set[tuple[tuple[Entry, ...], ...]]:
 
     Iterations before the first step and the last one are told apart from others by a step that is no step's.
     """
-    numbers, width = order.iterations.numbers, config.lead + 2
+    numbers, width = order.iterations.numbers, order.iterations.lead + 2
 
     def from_here(entry: Entry, number: int) -> Entry:
         return replace(entry, step=entry.step - number)

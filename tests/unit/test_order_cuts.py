@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from rltrain.schedule.check import check
 from rltrain.schedule.order import CHECKPOINT
+from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import GRPO, PPO, make_config, order_of, place
 
@@ -58,7 +59,7 @@ def test_what_is_left_can_finish_and_is_all_that_was_not_done(run):
     assert [*rest] == [*crossing, *(entry for _, entry in whole.items(cut))]
     assert all(entry.step >= step for entry in rest if entry.kind == "task")
     assert {entry.name for entry in crossing} <= {"samples", "scored"}
-    assert len({entry.step for entry in crossing}) <= config.lead
+    assert len({entry.step for entry in crossing}) <= RunShape.of(config).lead
 
 
 @given(runs())

@@ -16,6 +16,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.rollout import Rollout
+from rltrain.schedule.shape import RunShape
 from tests.unit.schedule_configs import make_config
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.shared_store import Jobs, ShortPatience, open_store
@@ -61,6 +62,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
     )
     job: Any = SimpleNamespace(
         config=config,
+        shape=RunShape.of(config),
         world=SimpleNamespace(rank=rank, store=store),
         grids={"rollout": Grid(tuple(range(num_engines)))},
         leader_of=lambda role: 0,

@@ -69,14 +69,14 @@ def test_a_ppo_step_asks_the_critic_before_the_advantages_and_trains_it_on_the_r
     ]
 
 
-def test_the_actor_stays_as_it_is_in_critic_only_steps():
+def test_the_actor_stays_as_it_is_while_the_critic_warms_up():
     order = order_of(algorithm="ppo", placement=PPO, critic={"critic_warmup_steps": 2})
     assert steps_of(order, "update") == [2]
     assert steps_of(order, "update_critic") == [0, 1, 2]
     assert steps_of(order, "advantages") == [0, 1, 2], "the critic learns from their returns"
 
 
-def test_the_actor_gathers_no_gradients_either_in_critic_only_steps():
+def test_the_actor_gathers_no_gradients_either_while_the_critic_warms_up():
     order = order_of(
         algorithm="ppo",
         placement=PPO,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rltrain.cluster.placement import resolve_placement, role_grids
-from rltrain.config.checks import check_config
 from rltrain.config.loader import load_config
+from rltrain.legality.config import check_config
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 HEADER = re.compile(r"^# world size: (\d+)$", re.MULTILINE)

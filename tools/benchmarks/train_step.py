@@ -24,7 +24,7 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-from rltrain.algorithms.sft import sft_loss
+from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
@@ -220,7 +220,9 @@ def main() -> None:
     )
     trainable = TrainableModel(model, settings, total_updates=arguments.repeats)
     seconds = time_steps(
-        {"bare": bare, "rltrain": lambda: trainable.train_batch(experience, sft_loss())}, arguments.repeats, device
+        {"bare": bare, "rltrain": lambda: trainable.train_batch(experience, likelihood_loss())},
+        arguments.repeats,
+        device,
     )
     if dist.get_rank() == 0:
         report(arguments, grid, seconds, experience.num_tokens * grid.dp, device)

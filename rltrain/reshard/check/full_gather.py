@@ -25,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @torch.no_grad()
-def golden_sync(
+def full_gather_sync(
     source: Layout,
     destination: Layout,
     source_tensors: Mapping[str, Tensor] | None,

@@ -248,8 +248,8 @@ def _compare(
     raise SyncMismatchError(
         f"after the weight sync {tensors.names[tensor]} differs on rank(s) {_listed(wrong)} from what rank(s) "
         f"{_listed(senders)} sent: its checksums were expected to be equal (weight_sync.verify). Either values changed "
-        "on the way, or one side wrote to its weights meanwhile. To find out, sync with weight_sync.transport=golden, "
-        "which uses no plan, and with RLTRAIN_NATIVE=off, which uses no kernels."
+        "on the way, or one side wrote to its weights meanwhile. To find out, sync with "
+        "weight_sync.transport=full_gather, which uses no plan, and with RLTRAIN_NATIVE=off, which uses no kernels."
     )
 
 

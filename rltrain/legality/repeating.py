@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.schedule.shape import RunShape
 
 
 def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
@@ -14,12 +15,12 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     """
     if "rollout" not in grids:
         return None
-    rollout, num_engines = config.rollout, grids["rollout"].dp
+    rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
     if rollout.engine == "sglang" and not rollout.sglang.heeds_seeds:
         return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
-    if config.syncs_in_flight:
+    if shape.syncs_in_flight:
         return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
-    left_open = _left_to_the_fastest(config)
+    left_open = _left_to_the_fastest(config, shape)
     if left_open and num_engines > 1:
         return f"{left_open} depends on how fast each of the {num_engines} engines is"
     if left_open and rollout.engine == "sglang":
@@ -27,12 +28,12 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     return None
 
 
-def _left_to_the_fastest(config: Config) -> str | None:
+def _left_to_the_fastest(config: Config, shape: RunShape) -> str | None:
     """What engines that get done at different times settle between them."""
     if config.schedule.partial_rollouts:
         return "which responses a generate task leaves to the next (schedule.partial_rollouts)"
-    if config.num_chunks > 1:
+    if shape.num_chunks > 1:
         return "which prompts make up a chunk (schedule.chunks)"
-    if config.shares_prompts:
+    if shape.shares_prompts:
         return "which prompts an engine takes (schedule.mode)"
     return None

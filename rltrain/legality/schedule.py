@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
-from rltrain.errors import ConfigError
+from rltrain.legality.problems import refuse
+from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import device_roles, model_roles
 
 
@@ -13,19 +15,16 @@ def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Gri
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
     problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"{len(problems)} things in the schedule that cannot be:\n{lines}")
+    refuse(problems, several="things in the schedule that cannot be")
 
 
 def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
     mode = config.schedule.mode
     if mode == "sequential":
         return
-    if config.algorithm == "sft":
-        yield f"schedule.mode: got {mode} with algorithm sft, which generates nothing; expected sequential"
+    if not algorithm_of(config).generates:
+        named = f"algorithm {config.algorithm}"
+        yield f"schedule.mode: got {mode} with {named}, which generates nothing; expected sequential"
         return
     consumers = [role for role in ("reward", *model_roles()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
@@ -62,7 +61,7 @@ def _without_staleness(config: Config) -> str:
 
 def _staleness_problems(config: Config) -> Iterator[str]:
     schedule, loss = config.schedule, config.loss
-    if config.lead < 0 or (schedule.mode != "asynchronous" and schedule.sync_every > 1):
+    if RunShape.of(config).lead < 0 or (schedule.mode != "asynchronous" and schedule.sync_every > 1):
         limit = schedule.max_staleness if schedule.mode == "asynchronous" else 0
         yield (
             f"schedule.sync_every: got {schedule.sync_every}: weights would be {schedule.sync_every - 1} steps old, "
@@ -91,7 +90,7 @@ def _staleness_problems(config: Config) -> Iterator[str]:
 
 
 def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
-    chunks = config.num_chunks
+    chunks = RunShape.of(config).num_chunks
     if chunks == 1:
         return
     if config.schedule.mode == "sequential":
@@ -110,7 +109,7 @@ def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
 
 def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) -> str | None:
     """Why a step cannot have so many chunks; None if it can."""
-    prompts, blocks = config.batch.prompts_per_step, config.prompt_blocks
+    prompts, blocks = config.batch.prompts_per_step, RunShape.of(config).prompt_blocks
     if prompts % chunks:
         return f", which does not divide batch.prompts_per_step {prompts}"
     if chunks % blocks and blocks % chunks:
@@ -128,7 +127,7 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
 def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
     """What the ranks of one engine do together, they do at one time: so none of them may be held up elsewhere."""
     held_up = _uneven_engine(placement, grids, set(placement.roles))
-    if config.syncs_in_flight and held_up:
+    if RunShape.of(config).syncs_in_flight and held_up:
         yield (
             f"schedule.in_flight_sync: the engine on ranks {format_ranks(held_up)} has ranks that host different "
             "roles, and could not change its weights at one decode step. The nearest that works is "
@@ -154,7 +153,7 @@ def _uneven_engine(placement: Placement, grids: Mapping[str, Grid], roles: set[s
 
 def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
     """Weights in flight come whenever the actor has them, also between two generate tasks."""
-    if config.syncs_in_flight and config.rollout.offload is True:
+    if RunShape.of(config).syncs_in_flight and config.rollout.offload is True:
         yield (
             "rollout.offload: got true with weights that arrive in flight, which would find the engine's memory away "
             "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "

@@ -1,0 +1,116 @@
+"""What a config may ask for in any world: checks that span several keys."""
+
+from collections.abc import Iterator
+
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
+from rltrain.config.schema import Config, Parallel
+from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.problems import longest_text, refuse
+from rltrain.schedule.shape import RunShape
+
+
+def check_config(config: Config) -> None:
+    """Refuse what cannot work in any world. ConfigError; PlacementError if only the placed roles are at fault."""
+    placement = list(_role_problems(config))
+    others = [
+        *_parallel_problems(config),
+        *_batch_problems(config),
+        *_length_problems(config),
+        *algorithm_of(config).problems(),
+        *_training_problems(config),
+        *_checkpoint_problems(config),
+    ]
+    refuse([*placement, *others], ConfigError if others else PlacementError)
+
+
+def _role_problems(config: Config) -> Iterator[str]:
+    placed = [(key, role) for key in config.placement for role in split_roles(key)]
+    algorithm = algorithm_of(config)
+    usable = [role for role in role_names() if role in algorithm.usable_roles()]
+    without = "" if algorithm.generates or config.data.eval else " without data.eval"
+    for key, role in placed:
+        if role in NOT_YET:
+            yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
+        elif role not in role_names():
+            closest = nearest(role, usable)
+            hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
+            yield f"placement.{key}: unknown role {role!r}; {hint}"
+        elif role not in usable:
+            yield (
+                f"placement.{key}: role {role} has nothing to do in algorithm {algorithm.name}{without}; "
+                f"expected only {', '.join(usable)}"
+            )
+    names = {role for _, role in placed}
+    needs = algorithm.needs()
+    for role in role_names():
+        if role in needs and role not in names:
+            yield f"placement.{role}: the role is not placed, but {needs[role]} needs it; expected {role}: ranks"
+
+
+def _parallel_problems(config: Config) -> Iterator[str]:
+    sections = {"actor": config.actor.parallel, "rollout": config.rollout.parallel}
+    for role, own in (("critic", config.critic.parallel), ("reference", config.reference.parallel)):
+        if own is not None:
+            sections[role] = own
+    for role, parallel in sections.items():
+        key = f"{role}.parallel"
+        if parallel.cp > 1:
+            yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
+        if parallel.ep > 1:
+            yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
+        if role == "rollout":
+            yield from _engine_problems(key, parallel)
+        elif parallel.sequence_parallel and parallel.tp == 1:
+            yield f"{key}.sequence_parallel: got true with {key}.tp 1; expected false, or a tp of at least 2"
+
+
+def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
+    if parallel.pp > 1:
+        yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
+    if parallel.sequence_parallel:
+        yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
+
+
+def _batch_problems(config: Config) -> Iterator[str]:
+    batch, shape = config.batch, RunShape.of(config)
+    samples = shape.samples_per_group
+    if samples % batch.mini_batches and batch.mini_batches % samples:
+        yield (
+            f"batch.mini_batches: got {batch.mini_batches} with {samples} samples per prompt; expected a number that "
+            f"divides {samples}, or a multiple of it"
+        )
+    elif batch.prompts_per_step % shape.prompt_blocks:
+        yield (
+            f"batch.prompts_per_step: got {batch.prompts_per_step}; expected a multiple of {shape.prompt_blocks}: "
+            f"batch.mini_batches {batch.mini_batches} with {samples} samples per prompt take so many blocks of prompts"
+        )
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    longest, sizes = longest_text(config)
+    used = any("rollout" in split_roles(key) for key in config.placement)
+    if used and config.rollout.max_context_tokens < longest:
+        yield f"rollout.max_context_tokens: got {config.rollout.max_context_tokens}; expected at least {sizes}"
+
+
+def _training_problems(config: Config) -> Iterator[str]:
+    if config.evaluation.stop_at is not None and config.data.eval is None:
+        yield (
+            f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "
+            "data.eval, or null"
+        )
+    for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
+        if optimizer.min_lr > optimizer.lr:
+            yield (
+                f"{role}.optimizer.min_lr: got {optimizer.min_lr}; expected at most {role}.optimizer.lr {optimizer.lr}"
+            )
+
+
+def _checkpoint_problems(config: Config) -> Iterator[str]:
+    interval, sync_every = config.checkpoint.save_interval, config.schedule.sync_every
+    if interval % sync_every:
+        yield (
+            f"checkpoint.save_interval: got {interval}; expected a multiple of schedule.sync_every {sync_every}: a "
+            "checkpoint has the actor's weights, not the older ones that engines have between two weight syncs"
+        )

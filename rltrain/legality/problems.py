@@ -1,0 +1,24 @@
+"""Refusals. Each names the keys, the values given and what would be accepted; all of a check come in one message."""
+
+from collections.abc import Iterable
+
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+
+
+def refuse(
+    problems: Iterable[str], error: type[ConfigError] = ConfigError, several: str = "mistakes in the config"
+) -> None:
+    """Raise `error` with all of `problems`, under a heading where there are `several`; nothing where there is none."""
+    messages = list(dict.fromkeys(problems))
+    if len(messages) == 1:
+        raise error(messages[0])
+    if messages:
+        raise error(f"{len(messages)} {several}:\n" + "\n".join(f"  {message}" for message in messages))
+
+
+def longest_text(config: Config) -> tuple[int, str]:
+    """(tokens, the sum in words) of the longest prompt and response together."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.sampling.max_response_tokens
+    words = f"data.max_prompt_tokens {prompt} + rollout.sampling.max_response_tokens {response} = {prompt + response}"
+    return prompt + response, words

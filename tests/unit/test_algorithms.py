@@ -1,0 +1,88 @@
+"""Algorithms as objects: what each says of a run, and what it makes of samples."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from rltrain.algorithms.advantages import with_advantages
+from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.gae import with_gae
+from rltrain.algorithms.kl import apply_kl_to_rewards, kl_penalty
+from rltrain.algorithms.registry import ALGORITHMS, algorithm_of
+from rltrain.config.schema import Config, Kl
+from rltrain.data.experience import Experience
+from tests.unit.packed_experience import packed_experience
+from tests.unit.schedule_configs import NO_EVALUATION, make_config
+
+PENALTY = {"coef": 0.3, "where": "reward"}
+
+
+def of(name: str, **sections) -> Algorithm:
+    return algorithm_of(make_config(algorithm=name, **sections))
+
+
+def samples() -> Experience:
+    experience = packed_experience([(2, 3), (1, 5), (2, 1), (2, 4)])
+    return experience.with_fields(returns=None, reference_logprobs=experience.rollout_logprobs * 1.5)
+
+
+def test_the_config_takes_the_names_of_the_registry():
+    assert set(get_args(Config.model_fields["algorithm"].annotation)) == ALGORITHMS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "needed", "usable"),
+    [
+        ("grpo", {}, {"actor", "rollout", "reward"}, {"reference"}),
+        ("grpo", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
+        ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference"}),
+        ("sft", {}, {"actor", "rollout", "reward"}, set()),
+        ("sft", {"loss": {"kl": PENALTY}, **NO_EVALUATION}, {"actor"}, set()),
+    ],
+)
+def test_the_roles_of_a_run(name, sections, needed, usable):
+    algorithm = of(name, **sections)
+    assert algorithm.needs().keys() == needed
+    assert algorithm.usable_roles() == needed | usable
+
+
+@pytest.mark.parametrize("kl", [{}, PENALTY], ids=["no penalty", "penalty in the reward"])
+def test_grpo_compares_the_samples_of_a_group(kl):
+    experience, settings = samples(), Kl(**kl)
+    found = of("grpo", loss={"kl": kl}, advantages={"normalize_std": False}).with_advantages(experience)
+    rewarded = apply_kl_to_rewards(experience, settings) if kl else experience
+    assert torch.equal(found.advantages, with_advantages(rewarded, normalize_std=False).advantages)
+    assert found.returns is None, "there is no critic to learn from them"
+
+
+@pytest.mark.parametrize("kl", [{}, PENALTY], ids=["no penalty", "penalty in the reward"])
+def test_ppo_compares_with_the_critic_and_leaves_it_returns(kl):
+    experience = samples()
+    found = of("ppo", loss={"kl": kl}, advantages={"gamma": 0.9, "gae_lambda": 0.5}).with_advantages(experience)
+    expected = with_gae(experience, kl_penalty(experience, Kl(**kl)) if kl else None, gamma=0.9, lam=0.5)
+    assert torch.equal(found.advantages, expected.advantages)
+    assert torch.equal(found.returns, expected.returns)
+
+
+def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():
+    algorithm = of("ppo")
+    experience = algorithm.with_advantages(samples())
+    seen = []
+    found = algorithm.over_whole_step(experience, lambda sums: seen.append(sums) or sums)
+    trained_on = found.advantages[found.response_mask].double()
+    assert len(seen) == 1 and seen[0][0] == experience.response_mask.sum()
+    assert abs(trained_on.mean()) < 1e-6 and math.isclose(trained_on.std(), 1, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [of("grpo"), of("ppo", advantages={"whiten": False}), of("sft")])
+def test_without_whitening_a_step_is_as_it_was_and_nobody_is_asked(algorithm):
+    experience = samples()
+    assert not algorithm.needs_whole_step()
+    assert algorithm.over_whole_step(experience, lambda sums: pytest.fail("a collective for nothing")) is experience
+
+
+def test_the_actor_takes_demonstrations_as_they_are_and_samples_as_they_were_drawn():
+    sampling = {"rollout": {"sampling": {"temperature": 0.7}}}
+    assert [of(name, **sampling).temperature() for name in ("grpo", "ppo", "sft")] == [0.7, 0.7, 1.0]
