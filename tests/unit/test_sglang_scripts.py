@@ -193,7 +193,7 @@ def test_tests_with_sglang_are_collected_where_they_are_asked_for(
     (tmp_path / "tests" / "test_other.py").write_text("def test_other(): pass")
     done = forked.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        timeout_s=60,
+        timeout_s=240,
         environment={"RLTRAIN_SGLANG_PYTHON": python},
         folder=tmp_path,
     )
