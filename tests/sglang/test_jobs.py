@@ -14,7 +14,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train
 
 IN_MANY_PARTS = ("weight_sync.verify=true", "rollout.sglang.staging_mb=0.1")
 SMALL = ("actor.parallel.tp=1", "data.eval=null", "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}")
-TIMEOUT_S = 400
+TIMEOUT_S = 800
 
 
 @pytest.fixture
