@@ -17,4 +17,4 @@ case ${1:-} in
     if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi
     set -- -n 0 "$@" ;; # a server takes both cores
 esac
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py

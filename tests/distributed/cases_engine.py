@@ -13,9 +13,9 @@ from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests
 
 SAMPLINGS = (
-    SamplingParams(0.0, 1.0, 0, 12, (3,)),
-    SamplingParams(1.0, 1.0, 0, 12, (3, 4, 5)),
-    SamplingParams(0.8, 0.9, 10, 12, (3, 4, 5)),
+    SamplingParams(0.0, 1.0, 0, 8, (3,)),
+    SamplingParams(1.0, 1.0, 0, 8, (3, 4, 5)),
+    SamplingParams(0.8, 0.9, 10, 8, (3, 4, 5)),
 )
 
 

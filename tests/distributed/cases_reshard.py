@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -63,23 +64,62 @@ class Settings:
     share_memory: bool = False
 
 
-def reshard(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Every placement with every architecture; what this rank found, by both names."""
+CHECKS = {
+    "small buckets": Settings(bucket_bytes=1024),
+    "one bucket": Settings(),
+    "cast": Settings(bucket_bytes=1024, dtype="bfloat16"),
+    "in place": Settings(bucket_bytes=4096, large_bytes=256),
+    "two nodes": Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2),
+    "shared memory": Settings(bucket_bytes=1024, share_memory=True),
+    "shared memory, cast": Settings(bucket_bytes=2048, dtype="bfloat16", share_memory=True),
+    "two nodes, shared memory": Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2, share_memory=True),
+    "shared memory, but for one": Settings(bucket_bytes=1024, share_memory=True),
+    "shared memory, out of step": Settings(bucket_bytes=1024, share_memory=True),
+}
+FIRST = {
+    "one bucket": 0,
+    "cast": 1,
+    "in place": 0,
+    "two nodes": 2,
+    "shared memory": 0,
+    "shared memory, cast": 2,
+    "shared memory, but for one": 0,
+    "shared memory, out of step": 1,
+}
+"""Checks whose placements have one architecture each, in turn: the number of the first. Others are of every pair."""
+
+
+def pairs_of(check: str) -> list[tuple[str, str]]:
+    """(placement, architecture)"""
+    if check not in FIRST:
+        return list(product(PLACEMENTS, ARCHITECTURES))
+    in_turn = islice(cycle(ARCHITECTURES), FIRST[check], None)
+    return list(zip(PLACEMENTS, in_turn, strict=False))
+
+
+def reshard(check: str) -> dict[str, dict[str, Any]]:
+    """Every pair of the check; what this rank found, by both names."""
+    settings = CHECKS[check]
     with mock.patch.object(resharding, "LARGE_BYTES", settings.large_bytes or resharding.LARGE_BYTES):
-        return _reshard_all(settings)
+        return _reshard_all(settings, pairs_of(check))
 
 
-def _reshard_all(settings: Settings) -> dict[str, dict[str, Any]]:
+def _reshard_all(settings: Settings, pairs: list[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     rank = dist.get_rank()
     results = {}
-    for placement, (actor, rollout) in PLACEMENTS.items():
-        union = sorted({*actor[0], *rollout[0]})
-        group = dist.new_group(union)
-        for name, architecture in ARCHITECTURES.items():
-            if rank in union:
-                found = _reshard(architecture, actor, rollout, group, settings)
-                results[f"{placement}, {name}"] = found
+    groups = {union: dist.new_group(union) for union in sorted({union_of(placement) for placement, _ in pairs})}
+    for placement, name in pairs:
+        union = union_of(placement)
+        if rank in union:
+            found = _reshard(ARCHITECTURES[name], *PLACEMENTS[placement], groups[union], settings)
+            results[f"{placement}, {name}"] = found
     return results
+
+
+def union_of(placement: str) -> tuple[int, ...]:
+    """The ranks that take part."""
+    actor, rollout = PLACEMENTS[placement]
+    return tuple(sorted({*actor[0], *rollout[0]}))
 
 
 def _reshard(
@@ -165,14 +205,16 @@ def tensors(shard: Tensors) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in shard.items()}
 
 
-def with_a_rank_that_cannot_be_mapped() -> dict[str, dict[str, Any]]:
+@contextmanager
+def a_rank_that_cannot_be_mapped() -> Iterator[None]:
     """Rank 2 reaches nobody's memory, as in a container of its own: the other three share theirs."""
     unreachable = mock.patch.object(SharedMemory, "open", side_effect=PermissionError)
     with unreachable if dist.get_rank() == 2 else nullcontext():
-        return reshard(Settings(bucket_bytes=1024, share_memory=True))
+        yield
 
 
-def with_ranks_out_of_step() -> dict[str, dict[str, Any]]:
+@contextmanager
+def ranks_out_of_step() -> Iterator[None]:
     """Every copy takes a while, another one each time: nobody may pack into a slot that others have yet to read."""
     launch, random = CopyTable.launch, Random(dist.get_rank())
 
@@ -181,7 +223,7 @@ def with_ranks_out_of_step() -> dict[str, dict[str, Any]]:
         launch(table, first, last)
 
     with mock.patch.object(CopyTable, "launch", launch_late):
-        return reshard(Settings(bucket_bytes=1024, share_memory=True))
+        yield
 
 
 def round_trip(max_shard_bytes: int) -> list[dict[str, Any]]:
@@ -256,19 +298,15 @@ def _compare(original: Path, saved: Path) -> dict[str, Any]:
 
 
 def all_checks() -> dict[str, Any]:
-    return {
-        "small buckets": reshard(Settings(bucket_bytes=1024)),
-        "one bucket": reshard(Settings()),
-        "cast": reshard(Settings(bucket_bytes=1024, dtype="bfloat16")),
-        "in place": reshard(Settings(bucket_bytes=4096, large_bytes=256)),
-        "two nodes": reshard(Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2)),
-        "shared memory": reshard(Settings(bucket_bytes=1024, share_memory=True)),
-        "shared memory, cast": reshard(Settings(bucket_bytes=2048, dtype="bfloat16", share_memory=True)),
-        "two nodes, shared memory": reshard(
-            Settings(bucket_bytes=2048, large_bytes=512, ranks_per_node=2, share_memory=True)
-        ),
-        "shared memory, but for one": with_a_rank_that_cannot_be_mapped(),
-        "shared memory, out of step": with_ranks_out_of_step(),
+    around = {
+        "shared memory, but for one": a_rank_that_cannot_be_mapped,
+        "shared memory, out of step": ranks_out_of_step,
+    }
+    results: dict[str, Any] = {}
+    for check in CHECKS:
+        with around.get(check, nullcontext)():
+            results[check] = reshard(check)
+    return results | {
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),
     }

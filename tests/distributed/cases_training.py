@@ -44,6 +44,8 @@ GRIDS = {
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
 NUM_STEPS = 3
+ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
+"""Tokens in each: all samples of a replica together, or two to four parts of them."""
 
 
 def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -68,7 +70,8 @@ def _layouts(paths: dict[str, Path], groups: ProcessGroups) -> Results:
         for layout in GRIDS:
             if layout.startswith("rank") or (checkpoint == "qwen2_tied" and layout not in ("tp1", "pp2", "tp2_pp2")):
                 continue
-            for max_tokens in (10_000, 60) if layout in ("tp1", "tp2", "pp2") else (60,):
+            both = layout in ("tp1", "tp2", "pp2")
+            for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES) if both else (SEVERAL_MICRO_BATCHES,):
                 if dist.get_rank() in GRIDS[layout].ranks:
                     yield f"{checkpoint}/{layout}/{max_tokens}", _train(paths[checkpoint], layout, groups, max_tokens)
 
@@ -77,15 +80,21 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
     """Settings that change the way of computing, not the result."""
     rank = dist.get_rank()
     if rank in GRIDS["dp2"].ranks:
-        yield "plain_optimizer", _train(paths["qwen3"], "dp2", groups, 60, distributed_optimizer=False)
+        yield (
+            "plain_optimizer",
+            _train(paths["qwen3"], "dp2", groups, SEVERAL_MICRO_BATCHES, distributed_optimizer=False),
+        )
     if rank in GRIDS["tp2_sp"].ranks:
         for recompute in ("full", "selective"):
-            yield f"recompute_{recompute}", _train(paths["qwen3"], "tp2_sp", groups, 60, recompute=recompute)
+            yield (
+                f"recompute_{recompute}",
+                _train(paths["qwen3"], "tp2_sp", groups, SEVERAL_MICRO_BATCHES, recompute=recompute),
+            )
     for layout in ("tp2_dp2", "tp2_pp2"):
-        yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, 60, dtype="bfloat16")
+        yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
     yield (
         "bfloat16/plain_optimizer",
-        _train(paths["qwen3"], "tp2_dp2", groups, 60, dtype="bfloat16", distributed_optimizer=False),
+        _train(paths["qwen3"], "tp2_dp2", groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16", distributed_optimizer=False),
     )
 
 

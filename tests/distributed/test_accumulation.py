@@ -21,7 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(
         "tests.distributed.cases_accumulation:all_cases",
         num_ranks=4,
-        arguments={"path": make_checkpoints(folder, ["qwen3"])["qwen3"]},
+        arguments={"path": make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)["qwen3"]},
         timeout_s=200,
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS
+from tests.distributed.cases_reshard import CHECKS, pairs_of, union_of
 from tests.distributed.torchrun import run_distributed
 
 
@@ -14,25 +14,10 @@ def ranks() -> list[dict[str, Any]]:
     return run_distributed("tests.distributed.cases_reshard:all_checks", num_ranks=4, timeout_s=240)
 
 
-CHECKS = ["small buckets", "one bucket", "cast", "in place", "two nodes"]
-SHARED_CHECKS = [
-    "shared memory",
-    "shared memory, cast",
-    "shared memory, out of step",
-    "shared memory, but for one",
-    "two nodes, shared memory",
-]
-
-
-@pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
+@pytest.mark.parametrize("check", CHECKS)
 def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(ranks):
-        expected = {
-            f"{placement}, {architecture}"
-            for placement, (actor, rollout) in PLACEMENTS.items()
-            for architecture in ARCHITECTURES
-            if rank in (*actor[0], *rollout[0])
-        }
+        expected = {f"{placement}, {name}" for placement, name in pairs_of(check) if rank in union_of(placement)}
         assert set(results[check]) == expected
         for name, found in results[check].items():
             assert found["wrong"] == [], f"{name} on rank {rank}"
@@ -40,7 +25,7 @@ def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any
                 assert found[key], f"{key} of {name} on rank {rank}: {found}"
             assert found["bandwidth"] >= 0
     compared = sum(found["compared"] for results in ranks for found in results[check].values())
-    assert compared > 1000
+    assert compared > 300
 
 
 @pytest.mark.parametrize("check", ["one bucket", "shared memory, out of step"])

@@ -18,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(
         "tests.distributed.cases_residency:train_in_every_way",
         num_ranks=2,
-        arguments={"path": make_checkpoints(path, ["qwen3"])["qwen3"]},
+        arguments={"path": make_checkpoints(path, ["qwen3"], num_hidden_layers=2)["qwen3"]},
         timeout_s=300,
     )
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.cases_training import ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
 LAYOUTS = ["tp2", "tp2_sp", "pp2", "dp2", "tp2_dp2", "tp2_dp2_sp", "tp4", "tp4_sp", "tp2_pp2", "pp2_dp2"]
-ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 60
 BASELINE = f"qwen3/tp1/{ONE_MICRO_BATCH}"
 RELATIVE = 1e-4
 

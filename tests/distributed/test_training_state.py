@@ -16,7 +16,7 @@ ONE_TYPE = [name for name in OTHER if {CASES[name].way.dtype, CASES[name].goes_o
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("training_state")
-    checkpoints = make_checkpoints(folder, ("qwen3", "qwen2_tied"))
+    checkpoints = make_checkpoints(folder, ("qwen3", "qwen2_tied"), num_hidden_layers=2)
     arguments = {"checkpoints": checkpoints, "folder": str(folder)}
     return run_distributed("tests.distributed.cases_training_state:all_cases", WORLD_SIZE, arguments, timeout_s=300)
 

@@ -10,7 +10,7 @@ from tests.distributed.cases_watchdog import FAULT_FILE, FAULTY_STEP, NO_PROGRES
 from tests.distributed.torchrun import run_distributed
 
 CASES = "tests.distributed.cases_watchdog"
-SOON_S = 25.0
+SOON_S = 40.0
 FAST = ("update", "weight_sync")
 VICTIM_TASKS = [task if task in FAST else pytest.param(task, marks=pytest.mark.slow) for task in VICTIMS]
 
@@ -42,7 +42,7 @@ def test_a_frozen_process_is_named_by_the_next_one(tmp_path: Path) -> None:
     output = failure_of("stopped", tmp_path)
     assert output.count("rltrain: ") == 1, output
     last = (
-        rf"rltrain: rank 0 was last known to be at weight_sync\[{FAULTY_STEP}\] \(actor\+rollout\), \d s ago, and its"
+        rf"rltrain: rank 0 was last known to be at weight_sync\[{FAULTY_STEP}\] \(actor\+rollout\), \d+ s ago, and its"
     )
     assert re.search(f"{last} process has not run since", output), output
 

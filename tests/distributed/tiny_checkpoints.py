@@ -39,16 +39,16 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS) -> dict[str, str]:
+def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: int) -> dict[str, str]:
     """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
-    return {name: str(_make(folder / name, *CHECKPOINTS[name])) for name in names}
+    return {name: str(_make(folder / name, CHECKPOINTS[name][0], CHECKPOINTS[name][1] | shape)) for name in names}
 
 
 def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **settings)
+    config = getattr(transformers, f"{family}Config")(**SHAPE | settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

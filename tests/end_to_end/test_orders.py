@@ -132,9 +132,9 @@ def test_more_staleness_evens_out_steps_of_unequal_length_and_training_hardly_wa
 def test_the_quickstart_learns_from_stale_samples(quickstart, staleness):
     """Corrected by truncated importance sampling."""
     records = quickstart(
-        "evaluation={interval: 10, stop_at: 0.9}",
+        "evaluation={interval: 10, stop_at: 0.8}",
         f"schedule={{mode: asynchronous, max_staleness: {staleness}}}",
         "loss={old_logprobs: actor, tis_clip: 2.0}",
     )
-    assert column(records, "eval/score")[-1] >= 0.9
+    assert column(records, "eval/score")[-1] >= 0.8
     assert max(column(records, "train/staleness_max")) == staleness

@@ -20,14 +20,14 @@ def records(request, warmed_up, data_overrides, tmp_path_factory):
         REPOSITORY / "configs/quickstart_ppo.yaml",
         f"model.path={warmed_up}",
         f"output_dir={tmp_path_factory.mktemp(request.param)}",
-        "evaluation={interval: 10, stop_at: 0.9}",
+        "evaluation={interval: 10, stop_at: 0.8}",
         *data_overrides,
         PLACEMENTS[request.param],
     )
 
 
 def test_the_model_learns(records):
-    assert column(records, "eval/score")[-1] >= 0.9
+    assert column(records, "eval/score")[-1] >= 0.8
 
 
 def test_the_critic_learns_first(records):

@@ -2,23 +2,24 @@
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 from tests.end_to_end.jobs import REPOSITORY
+from tests.forked.popen import Popen
 
 
-def start_node(node: int, port: int, arguments: list[str]) -> subprocess.Popen[str]:
+def start_node(node: int, port: int, arguments: list[str]) -> Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=2", "launch/train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
+    return Popen(
         [*torchrun, *arguments],
         cwd=REPOSITORY,
         env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=PIPE,
+        stderr=STDOUT,
         text=True,
     )
 

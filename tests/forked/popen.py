@@ -27,6 +27,16 @@ NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 FORKED_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
+def is_forkable(args: Any) -> bool:
+    """Whether the command is Python's, and no program in its argument."""
+    if os.environ.get(SETTING) == "off":
+        return False
+    if Path("/dev/nvidiactl").exists():  # a process that has asked for its GPUs cannot use them after a fork
+        return False
+    is_python = isinstance(args, (list, tuple)) and len(args) > 1 and args[0] == sys.executable
+    return is_python and (args[1] in ("-u", "-m") or not str(args[1]).startswith("-"))
+
+
 class Popen(subprocess.Popen[Any]):
     """As subprocess.Popen: [sys.executable, ("-u",) SCRIPT or "-m" MODULE, ...] is forked, anything else is started.
 
@@ -34,13 +44,14 @@ class Popen(subprocess.Popen[Any]):
     """
 
     _asked: socket.socket | None = None
+    forkable = staticmethod(is_forkable)
 
     def __init__(self, args: Any, *, start_new_session: bool = False, **options: Any) -> None:
         self._new_session = start_new_session
         super().__init__(args, start_new_session=start_new_session, **options)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
-        if not _is_forkable(args):
+        if not self.forkable(args):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         _, _, _, _, folder, environment, _, _, _, stdin, to_stdin, of_stdout, stdout, of_stderr, stderr, *_ = rest
@@ -82,13 +93,21 @@ class Popen(subprocess.Popen[Any]):
                 self.returncode = json.loads(message)["code"]
 
 
+class AgentPopen(Popen):
+    """Forks torchrun's agents alone: what scripts start that start jobs."""
+
+    @staticmethod
+    def forkable(args: Any) -> bool:
+        return is_forkable(args) and list(args[1:3]) == ["-m", "torch.distributed.run"]
+
+
 def run(
-    command: list[str], timeout_s: float, environment: dict[str, str] | None = None
+    command: list[str], timeout_s: float, environment: dict[str, str] | None = None, folder: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
-    """subprocess.run of a forked process in the repository's folder: exit status and output, as text."""
+    """subprocess.run of a forked process: exit status and output, as text."""
     with Popen(
         command,
-        cwd=REPOSITORY,
+        cwd=folder,
         env={**os.environ, **FORKED_ENVIRONMENT, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -115,15 +134,6 @@ def address() -> str:
     if ADDRESS not in os.environ:
         os.environ[ADDRESS] = _start_zygote()
     return os.environ[ADDRESS]
-
-
-def _is_forkable(args: Any) -> bool:
-    if os.environ.get(SETTING) == "off":
-        return False
-    if Path("/dev/nvidiactl").exists():  # a process that has asked for its GPUs cannot use them after a fork
-        return False
-    is_python = isinstance(args, (list, tuple)) and len(args) > 1 and args[0] == sys.executable
-    return is_python and (args[1] in ("-u", "-m") or not str(args[1]).startswith("-"))
 
 
 def _ask(request: dict[str, Any], streams: list[int]) -> socket.socket:

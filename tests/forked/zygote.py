@@ -15,6 +15,7 @@ import runpy
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -192,13 +193,14 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _fork_ranks_too() -> None:
-    """A torchrun agent is a real one but for where its ranks come from."""
+    """A torchrun agent is a real one but for where its ranks come from, and it itself where a script starts it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from tests.forked.popen import Popen
+    from tests.forked.popen import AgentPopen, Popen
 
     subprocess_handler.Popen = Popen
+    subprocess.Popen = AgentPopen  # type: ignore[misc]
     # It looks through all modules for the names of methods in its log, which takes seconds where there are thousands.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
 

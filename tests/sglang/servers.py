@@ -13,7 +13,7 @@ from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.process import Server, ServerSpec
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
 FROM_DISK = {"load_format": "auto"}
 """rollout.sglang.args of a server that has the checkpoint's weights from its start, without a weight sync."""

@@ -1,21 +1,23 @@
 """The process of a real SGLang server: it starts, asks for its token, and never outlives its rank."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rltrain.errors import ConfigError, EngineError
+from rltrain.rollout.sglang import arguments
 from rltrain.rollout.sglang.arguments import check_arguments
 from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.spec import clean_environment
 from tests.sglang.servers import START_TIMEOUT_S, call, greedy, server_spec
 from tests.unit.test_sglang_process import lives, wait_until_gone
 
@@ -35,12 +37,12 @@ def descendants(root: int) -> list[int]:
     return [pid for pid in found[1:] if lives(pid)]
 
 
-def with_token(server: Server, token: str | None) -> int:
+def with_token(url: str, token: str | None) -> int:
     headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
     body = b'{"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 2}}'
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(f"{server.url}/generate", body, headers), timeout=60) as answer:
+        with opener.open(urllib.request.Request(f"{url}/generate", body, headers), timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -49,7 +51,7 @@ def with_token(server: Server, token: str | None) -> int:
 def test_it_generates_for_who_has_the_token(server: Server) -> None:
     tokens, logprobs = greedy(server, [3, 4, 5], 7)
     assert len(tokens) == len(logprobs) == 7
-    assert [with_token(server, token) for token in (server.token, None, "guess")] == [200, 401, 401]
+    assert [with_token(server.url, token) for token in (server.token, None, "guess")] == [200, 401, 401]
 
 
 def test_the_token_is_nowhere_to_be_read(server: Server) -> None:
@@ -67,40 +69,35 @@ def test_a_context_may_be_filled_to_its_end(server: Server) -> None:
     assert num_prompt + len(tokens) == most
 
 
-def test_another_start_and_another_server_beside(server: Server, start_server: Callable[..., Server]) -> None:
-    other = start_server(server.spec.model_path)
-    assert other.url != server.url and other.token != server.token
-    assert with_token(other, server.token) == 401
-    other.kill()
-    assert call(server, "/model_info")["model_path"] == server.spec.model_path
-    other.start()
-    other.wait_until_ready(START_TIMEOUT_S, lambda: None)
-    assert len(greedy(other, [3, 4], 3)[0]) == 3
-
-
 RANK = """
-import sys, time
+import json, sys, time
 from pathlib import Path
 from rltrain.rollout.sglang.process import Server
 from tests.sglang.servers import START_TIMEOUT_S, server_spec
 server = Server(server_spec(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
 server.start()
 server.wait_until_ready(START_TIMEOUT_S, lambda: None)
-print("ready", flush=True)
+print(json.dumps([server.url, server.token]), flush=True)
 time.sleep(600)
 """
 
 
-def test_it_dies_with_a_rank_that_is_killed(sglang_python: str, checkpoint: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK, sglang_python, str(checkpoint), str(tmp_path / "engine.log")]
+def test_another_one_beside_it_dies_with_a_rank_that_is_killed(
+    server: Server, sglang_python: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", RANK, sglang_python, server.spec.model_path, str(tmp_path / "engine.log")]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
         try:
-            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+            assert rank.stdout is not None
+            url, token = json.loads(rank.stdout.readline())
+            assert url != server.url and token != server.token
+            assert [with_token(url, given) for given in (token, server.token)] == [200, 401]
             pids = descendants(rank.pid)
             assert len(pids) >= NUM_PROCESSES
         finally:
             os.killpg(rank.pid, signal.SIGKILL)
     wait_until_gone(pids)
+    assert call(server, "/model_info")["model_path"] == server.spec.model_path
 
 
 def test_a_model_that_is_not_there_ends_the_start_with_its_log(sglang_python: str, tmp_path: Path) -> None:
@@ -114,19 +111,36 @@ def test_a_model_that_is_not_there_ends_the_start_with_its_log(sglang_python: st
     assert set(descendants(os.getpid())) <= before
 
 
-def test_arguments_are_checked_against_the_installed_version(sglang_python: str, tmp_path: Path) -> None:
-    spec = server_spec(sglang_python, "a-model", tmp_path / "engine.log")
-    good = {"chunked_prefill_size": 64, "cuda_graph_bs_decode": [1, 2], "enable_tf32_matmul": False, "page_size": 16}
-    check_arguments(replace(spec, args=good))
-    refusals = {
-        "attention_backand": (1, r"args\.attention_backand: SGLang .* the nearest that it has is attention_backend"),
-        "tensor_parallel_size": (2, r"args\.tensor_parallel_size: cannot be chosen .*parallel\.tp"),
-        "attention_backend": ("none", r"rollout\.sglang\.args: .* --attention-backend: invalid choice: 'none'"),
-        "disable_radix_cache": (3, r"rollout\.sglang\.args: .*disable_radix_cache: got 3; expected true or false"),
-    }
-    for name, (value, message) in refusals.items():
+GOOD = {"chunked_prefill_size": 64, "cuda_graph_bs_decode": [1, 2], "enable_tf32_matmul": False, "page_size": 16}
+REFUSED = {
+    "attention_backand": (1, r"args\.attention_backand: SGLang .* the nearest that it has is attention_backend"),
+    "tensor_parallel_size": (2, r"args\.tensor_parallel_size: cannot be chosen .*parallel\.tp"),
+    "attention_backend": ("none", r"rollout\.sglang\.args: .* --attention-backend: invalid choice: 'none'"),
+    "disable_radix_cache": (3, r"rollout\.sglang\.args: .*disable_radix_cache: got 3; expected true or false"),
+}
+ASKED_TOGETHER = """
+import sys
+import rltrain_arguments
+for arguments in sys.argv[1:]:
+    sys.argv[1] = arguments
+    rltrain_arguments.main()
+"""
+"""What the check asks an interpreter for each set of arguments, of one: its start takes 10 s."""
+
+
+def test_arguments_are_checked_against_the_installed_version(
+    sglang_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = server_spec(sglang_python, "a-model", tmp_path / "engine.log", args=GOOD)
+    check_arguments(spec)
+    refused = {json.dumps({name: value}): message for name, (value, message) in REFUSED.items()}
+    command = [sglang_python, "-c", ASKED_TOGETHER, *refused]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True)
+    replies = dict(zip(refused, map(json.loads, done.stdout.splitlines()), strict=True))
+    monkeypatch.setattr(arguments, "_ask", lambda python, args: replies[args])
+    for args, message in refused.items():
         with pytest.raises(ConfigError, match=message):
-            check_arguments(replace(spec, args={name: value}))
+            check_arguments(replace(spec, args=json.loads(args)))
 
 
 def test_an_environment_without_sglang_is_refused(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def write_program(path: Path, text: str) -> Path:
 
 def run(environment: dict[str, str], *command: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", *command], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60
+        ["bash", *command], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240
     )
 
 

@@ -62,7 +62,7 @@ def grids(draw: st.DrawFn, architecture: Architecture, kind: str) -> Grid:
 KINDS = st.sampled_from([("megatron", "engine")] * 4 + [("megatron", "hf"), ("hf", "megatron"), ("engine", "megatron")])
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_element_is_written_once_and_as_the_oracle_says(data: st.DataObject) -> None:
     architecture = data.draw(architectures())
@@ -143,7 +143,7 @@ def boxes_side(layout: Layout) -> Side:
     return Side(layout, shards)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_boxes_that_cross_in_rows_and_columns(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=4))

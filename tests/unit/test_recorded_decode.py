@@ -39,10 +39,12 @@ def assert_same(left: list[Sample], right: list[Sample]) -> None:
         assert list(one.logprobs) == pytest.approx(other.logprobs, abs=2e-5)
 
 
-@pytest.mark.parametrize("max_running_requests", [1, 5, 64])
-@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, TRUNCATED])
+@pytest.mark.parametrize(
+    ("sampling", "max_running_requests"),
+    [(SAMPLED, 1), (SAMPLED, 5), (SAMPLED, 64), (GREEDY, 5), (TRUNCATED, 64)],
+)
 def test_replayed_steps_draw_what_steps_draw(qwen3: Path, sampling: SamplingParams, max_running_requests: int) -> None:
-    requests = ragged_requests(12)
+    requests = ragged_requests(min(12, 3 * max_running_requests))
     expected = load_engine(qwen3)[0].generate(requests, sampling)
     assert len({len(done.tokens) for done in expected}) > 1
     engine, _, stand_in = recording_engine(qwen3, max_running_requests=max_running_requests)

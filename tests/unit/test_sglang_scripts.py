@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import popen as forked
 from tests.unit.script_stand_ins import (
     INTERPRETER,
     REPOSITORY,
@@ -32,7 +33,7 @@ def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
     return script, folder / ".venv-sglang" / "bin" / "sglang_is_installed"
 
 
-PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile"]
+PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 OF_CI = [
     ["-m", "slow and not alone"],
     ["-n", "0", "-m", "slow and alone"],
@@ -181,7 +182,7 @@ def test_ci_runs_everything_and_names_what_failed(
     ],
 )
 def test_tests_with_sglang_are_collected_where_they_are_asked_for(
-    environment: dict[str, str], tmp_path: Path, arguments: list[str], python: str, status: int, said: str
+    tmp_path: Path, arguments: list[str], python: str, status: int, said: str
 ) -> None:
     """In a suite of one test there, which fails, and one beside it."""
     for name in ("__init__.py", "conftest.py"):
@@ -190,14 +191,11 @@ def test_tests_with_sglang_are_collected_where_they_are_asked_for(
         shutil.copy(REPOSITORY / "tests" / "sglang" / name, target)
     (tmp_path / "tests" / "sglang" / "test_it.py").write_text("def test_it(): assert False")
     (tmp_path / "tests" / "test_other.py").write_text("def test_other(): pass")
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=tmp_path,
-        env=environment | {"RLTRAIN_SGLANG_PYTHON": python, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+        timeout_s=240,
+        environment={"RLTRAIN_SGLANG_PYTHON": python},
+        folder=tmp_path,
     )
     assert done.returncode == status, done.stdout + done.stderr
     assert said in done.stdout + done.stderr

@@ -1,0 +1,28 @@
+"""The order of files: those that take longest first, so that no worker is left alone with one at the end."""
+
+from pathlib import Path
+
+import pytest
+
+FOLDERS = ("end_to_end", "distributed", "sglang", "unit", "gpu")
+LONGEST = (
+    "test_orders.py",
+    "test_resume.py",
+    "test_faults.py",
+    "test_learning.py",
+    "test_jobs.py",
+    "test_training.py",
+    "test_reshard.py",
+    "test_benchmarks.py",
+    "test_recorded_decode.py",
+)
+"""First in their folders. An entry that is missing or too much costs time and nothing else."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place_of(item.path))
+
+
+def place_of(path: Path) -> tuple[int, int]:
+    folder = FOLDERS.index(path.parent.name) if path.parent.name in FOLDERS else len(FOLDERS)
+    return folder, LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
