@@ -1,5 +1,5 @@
-"""How property tests run: without a limit of time per example, which a shared machine breaks at random, and with half of
-the examples that are usual."""
+"""How property tests run: without a limit of time per example, which a shared machine breaks at random, and with half
+of the examples that are usual."""
 
 from hypothesis import settings
 
