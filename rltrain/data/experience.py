@@ -113,7 +113,7 @@ class Experience:
     def with_fields_of(self, other: "Experience", *names: str) -> "Experience":
         """With these fields of `other`, which has the same samples in the same order."""
         assert torch.equal(other.group_ids, self.group_ids), "both follow the assignment of groups"
-        return self.with_fields(**other.only(("group_ids", "lengths", *names)).columns())
+        return self.with_fields(**{name: getattr(other, name) for name in names})
 
     def select(self, samples: Tensor) -> "Experience":
         """The samples at these indices [n] int64, in their order."""

@@ -287,7 +287,7 @@ def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type:
 
 
 def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
-    """GenerationLoop its end once more would make long responses likelier than they are."""
+    """Drawing its end once more would make long responses likelier than they are."""
     one = rig()
     request = requests(1)[0]
     one.engine.submit([request], GREEDY)
