@@ -287,7 +287,7 @@ def test_a_suspended_response_continues_in_another_engine(rig) -> None:  # type:
 
 
 def test_what_ends_while_it_is_suspended_is_not_drawn_again(rig) -> None:  # type: ignore[no-untyped-def]
-    """GenerationLoop its end once more would make long responses likelier than they are."""
+    """Drawing its end once more would make long responses likelier than they are."""
     one = rig()
     request = requests(1)[0]
     one.engine.submit([request], GREEDY)
@@ -380,7 +380,7 @@ def test_a_dead_server_is_replaced_and_everything_completes(rig) -> None:  # typ
 
 @pytest.mark.parametrize("fault", ["connections", "silence", "status"])
 def test_a_server_that_only_seems_to_live_is_replaced(rig, fault: str) -> None:  # type: ignore[no-untyped-def]
-    one = rig(pace_s=0.002, hang_timeout_s=0.5)
+    one = rig(pace_s=0.002, hang_timeout_s=2.0)
     one.engine.submit(requests(4), LONG)
     wait_for(lambda: one.server.num_running == 4, one.engine.step)
     if fault == "connections":

@@ -27,8 +27,7 @@ _ADMIT_FRACTION = 8
 
 @dataclass(slots=True)
 class _Running:
-    """A sample as this engine took it and what the host keeps of it while it runs, which does not change with every
-    token."""
+    """A sample as it was submitted, and what the host keeps of it while it runs: nothing that every token changes."""
 
     sample: Sample
     context: tuple[int, ...]
@@ -48,8 +47,8 @@ class Generation:
     """Running samples, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
 
     A sample enters with its context cached but for the last token, which the next decode step feeds: so all sampling
-    happens in one place. A running one draws one token per step, which tells what it drew when. What it
-    drew is read out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
+    happens in one place. A running one draws one token per step, which tells what it drew when. What it drew is read
+    out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
     """
 
     def __init__(

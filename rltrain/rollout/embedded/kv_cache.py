@@ -1,4 +1,4 @@
-"""Keys and values of the running requests, one slot each, and attention over them."""
+"""Keys and values of the running samples, one slot each, and attention over them."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ _MIN_READ = 16
 
 
 class KvCache:
-    """Keys and values [layers, slots, kv_heads, capacity, head_dim]; running requests fill the first slots.
+    """Keys and values [layers, slots, kv_heads, capacity, head_dim]; running samples fill the first slots.
 
     Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
     many more or more (what is read lies denser than after doubling), up to `max_slots` and `max_positions`. Every
@@ -105,7 +105,7 @@ def read_length(num_positions: int) -> int:
 class PrefillAttention:
     """Causal attention within prompts of `width` tokens (shorter ones padded on the right), written to the cache.
 
-    `slots` [copies, 2] names a slot and the prompt it receives: requests with equal prompts share one.
+    `slots` [copies, 2] names a slot and the prompt it receives: samples with equal prompts share one.
     """
 
     def __init__(self, cache: KvCache, slots: Tensor, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on a request's seed and the position in its response."""
+"""Random numbers that depend only on a sample's seed and the position in its response."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def random_streams(seeds: list[int], device: torch.device) -> Tensor:
-    """[len(seeds)] int64: where each request's sequence of random numbers starts."""
+    """[len(seeds)] int64: where each sample's sequence of random numbers starts."""
     signed = [((seed + (1 << 63)) % (1 << 64)) - (1 << 63) for seed in seeds]
     return mix64(torch.tensor(signed, dtype=torch.int64, device=device))
 

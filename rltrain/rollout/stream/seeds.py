@@ -1,4 +1,4 @@
-"""Seeds of rollout requests: pure functions of what is drawn, never of where."""
+"""Seeds of samples: pure functions of what is drawn, never of where."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
