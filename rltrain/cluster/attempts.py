@@ -33,7 +33,7 @@ def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> i
 
 
 def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> None:
-    """CompletionLog may be left from an earlier attempt: whoever is there confirms that it has got the number."""
+    """Tickets may be left from an earlier attempt: whoever is there confirms that it has got the number."""
     missing, admitted = set(ranks), set[str]()
     deadline = time.monotonic() + timeout_s
     while missing:

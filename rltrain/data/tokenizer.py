@@ -45,7 +45,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 class PromptEncoder:
-    """LeaderDecisions prompts into token ids, by the tokenizer's chat template where data.chat_template says so."""
+    """Turns prompts into token ids, by the tokenizer's chat template where data.chat_template says so."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: schema.Data) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +97,7 @@ class PromptEncoder:
 
 
 class TextDecoder:
-    """LeaderDecisions response tokens into text without special tokens."""
+    """Turns response tokens into text without special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer

@@ -183,10 +183,10 @@ class NullTrace:
         return NULL_SPAN
 
     def instant(self, name: str, category: str = "task", **arguments: Any) -> None:
-        """HostCopy nowhere."""
+        """Kept nowhere."""
 
     def counter(self, name: str, value: float) -> None:
-        """HostCopy nowhere."""
+        """Kept nowhere."""
 
     def close(self) -> None:
         """Nothing to write."""

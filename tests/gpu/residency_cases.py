@@ -37,7 +37,7 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-class LeaderDecisions:
+class Turns:
     """An actor that updates and a rollout that generates, on one device."""
 
     def __init__(self, num_steps: int, device: torch.device) -> None:
@@ -83,7 +83,7 @@ def take_turns(num_steps: int, fragmented: bool, limit: float | None = None) -> 
     if limit is not None:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1], device)
     kept = fragment(device) if fragmented else []
-    turns = LeaderDecisions(num_steps, device)
+    turns = Turns(num_steps, device)
     after_offload, right, residues = [], [], []
     for position, entry in enumerate(turns.order):
         turns.residency.enter(position)
@@ -103,7 +103,7 @@ def bandwidth() -> dict[str, float]:
     device = torch.device("cuda", 0)
     result = _pinned_bandwidth(device)
     torch.cuda.empty_cache()
-    turns = LeaderDecisions(6, device)
+    turns = Turns(6, device)
     seconds = []
     for position, entry in enumerate(turns.order[:-1]):
         torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def bandwidth() -> dict[str, float]:
     return result
 
 
-def _bandwidth_in(turns: LeaderDecisions, moved: int) -> float:
+def _bandwidth_in(turns: Turns, moved: int) -> float:
     """Of the actor's parts alone, by the calls that a task makes. They are on the device, the rollout's are not."""
     keys = [("actor", "weights"), ("actor", "optimizer")]
     seconds = []

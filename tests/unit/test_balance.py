@@ -34,9 +34,9 @@ def test_the_busiest_carries_hardly_more_than_it_must(groups: list[tuple[list[in
     candidates, demands = [group for group, _ in groups], [demand for _, demand in groups]
     quotas = share_out([np.array(group) for group in candidates], demands)
     load = np.zeros(NUM_RANKS, dtype=np.int64)
-    for group, demand, chunk_target in zip(candidates, demands, quotas, strict=True):
-        assert (chunk_target >= 0).all() and chunk_target.sum() == demand
-        load[group] += chunk_target
+    for group, demand, quota in zip(candidates, demands, quotas, strict=True):
+        assert (quota >= 0).all() and quota.sum() == demand
+        load[group] += quota
     assert load.max() <= 1.15 * smallest_largest_load(candidates, demands) + NUM_RANKS
 
 
@@ -46,16 +46,16 @@ def test_a_chain_of_choices_is_followed_to_its_end() -> None:
     chain = [np.array([rank, rank + 1]) for rank in reversed(range(size - 1))]
     quotas = share_out([*chain, np.array([0])], [*[demand] * (size - 1), demand])
     load = np.zeros(size)
-    for ranks, chunk_target in zip([*chain, np.array([0])], quotas, strict=True):
-        load[ranks] += chunk_target
+    for ranks, quota in zip([*chain, np.array([0])], quotas, strict=True):
+        load[ranks] += quota
     assert load.max() <= 1.01 * demand
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=20), st.integers(0, 10**16))
 def test_water_finds_its_level(held: list[int], amount: int) -> None:
     load = np.array(held)
-    chunk_target = pour(load, amount)
-    assert chunk_target.sum() == amount and (chunk_target >= 0).all()
-    filled = (load + chunk_target)[chunk_target > 0]
+    quota = pour(load, amount)
+    assert quota.sum() == amount and (quota >= 0).all()
+    filled = (load + quota)[quota > 0]
     assert len(filled) == 0 or filled.max() - filled.min() <= 1
-    assert len(filled) == 0 or (load[chunk_target == 0] >= filled.max() - 1).all()
+    assert len(filled) == 0 or (load[quota == 0] >= filled.max() - 1).all()

@@ -120,7 +120,7 @@ def test_greedy_takes_the_largest_logit_and_scores_it_at_temperature_one() -> No
 
 
 def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
-    """HostCopy tokens by the definition, one at a time."""
+    """Kept tokens by the definition, one at a time."""
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     if top_k:
         order = order[:top_k]

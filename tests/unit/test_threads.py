@@ -42,8 +42,8 @@ def test_a_thread_ends_the_job_by_whatever_it_raises(ends: Ends, error: BaseExce
     def fail() -> None:
         raise error
 
-    JobThread(target=fail, name="call_queue").start()
-    assert ends.get(timeout=LIMIT_S) == ("call_queue", error)
+    JobThread(target=fail, name="courier").start()
+    assert ends.get(timeout=LIMIT_S) == ("courier", error)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

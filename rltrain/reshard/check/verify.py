@@ -78,7 +78,7 @@ def verify(
 class _Held:
     """Memory that boxes lie in, at the places that their fields with `prefix` say.
 
-    Those that `in_place` events are read as they are, the others are what `values` gives of them.
+    Those that `in_place` marks are read as they are, the others are what `values` gives of them.
     """
 
     flats: Sequence[Tensor]

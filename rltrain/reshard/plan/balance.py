@@ -1,4 +1,4 @@
-"""EngineBroadcast demands out among those who can meet them, so that the busiest carries as little as possible.
+"""Sharing demands out among those who can meet them, so that the busiest carries as little as possible.
 
 Integer arithmetic throughout: every rank must come to the same result, whatever processor it runs on.
 """
@@ -11,7 +11,7 @@ from rltrain.models.canonical_tensors import IntArray
 
 MAX_SWEEPS = 300
 TOLERANCE = 2000
-"""Sweeps end when no chunk_target moves by more than the total demand divided by this and by the number of ranks."""
+"""Sweeps end when no quota moves by more than the total demand divided by this and by the number of ranks."""
 
 
 def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[IntArray]:
@@ -35,10 +35,10 @@ def share_out(candidates: Sequence[IntArray], demands: Sequence[int]) -> list[In
         for number in shared:
             ranks = candidates[number]
             load[ranks] -= quotas[number]
-            chunk_target = pour(load[ranks], demands[number])
-            moved = max(moved, int(np.abs(chunk_target - quotas[number]).max()))
-            quotas[number] = chunk_target
-            load[ranks] += chunk_target
+            quota = pour(load[ranks], demands[number])
+            moved = max(moved, int(np.abs(quota - quotas[number]).max()))
+            quotas[number] = quota
+            load[ranks] += quota
         if moved <= tolerance:
             break
     return quotas
@@ -52,8 +52,8 @@ def pour(load: IntArray, amount: int) -> IntArray:
     levels = (held + amount) // np.arange(1, len(load) + 1)
     above = np.append(ascending[1:], np.iinfo(np.int64).max)
     level = levels[np.argmax(levels <= above)]
-    chunk_target: IntArray = np.maximum(level - load, 0)
-    left_over = amount - int(chunk_target.sum())
-    lowest = np.argsort(load + chunk_target, kind="stable")[:left_over]
-    chunk_target[lowest] += 1
-    return chunk_target
+    quota: IntArray = np.maximum(level - load, 0)
+    left_over = amount - int(quota.sum())
+    lowest = np.argsort(load + quota, kind="stable")[:left_over]
+    quota[lowest] += 1
+    return quota
