@@ -65,14 +65,14 @@ class Rank:
             grids=GRIDS,
             groups=self.groups,
             architecture=ARCHITECTURE,
-            megatron_layout=lambda role: source,
+            training_layout=lambda role: source,
         )
         actor = rollout = None
         self.parameters = self._allocate(source)
         for name, tensor in self.parameters.items():
             tensor.fill_(len(name) / 1000)
         if self.number in GRIDS["actor"].ranks:
-            actor = SimpleNamespace(parameters=self.parameters)
+            actor = SimpleNamespace(model=SimpleNamespace(parameters=self.parameters))
         self.destination = self._allocate(destination)
         if self.number in GRIDS["rollout"].ranks:
             rollout = SimpleNamespace(parameters=self.destination, engine=self._engine())

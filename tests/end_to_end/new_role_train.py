@@ -1,0 +1,41 @@
+"""launch/train.py in a job that has one more role: a teacher that finds every token equally likely.
+
+    torchrun tests/end_to_end/new_role_train.py --config CONFIG [key=value ...]
+
+All that it takes is the class, what is declared of its task, and one line each where classes and fields are listed.
+"""
+
+import math
+import sys
+
+import torch
+
+from rltrain import hosting
+from rltrain.command import main
+from rltrain.roles.role import Role
+from rltrain.tasks.declaration import RoleTasks, Task
+from rltrain.tasks.roles import DECLARED, TRANSFERS
+
+TASK = "teacher_logprobs"
+
+
+class Teacher(Role):
+    name = "teacher"
+    uses_device = False
+
+    def teacher_logprobs(self, step: int, chunk: int) -> None:
+        """What it thinks of the drawn tokens."""
+        scored = self.shipments.pop(("scored", step, chunk))
+        uniform = -math.log(self.job.architecture.vocab_size)
+        opinion = torch.full_like(scored.experience.rollout_logprobs, uniform)
+        self.shipments[TASK, step, chunk] = scored.with_fields(reference_logprobs=opinion)
+
+
+DECLARED["teacher"] = RoleTasks(
+    "teacher", (Task(TASK, takes=("scored",), leaves=(TASK,), evaluates=True),), needed_by_algorithm=False
+)
+TRANSFERS[TASK] = ("group_ids", "lengths", "reference_logprobs")
+hosting.ROLES["teacher"] = Teacher
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
