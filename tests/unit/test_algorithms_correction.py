@@ -80,13 +80,11 @@ def test_no_samples() -> None:
 @given(shape=SHAPES, cap=st.sampled_from([0.5, 1.0, 1.5, 8.0]), seed=st.integers(0, 99))
 def test_importance_weights_equal_plain_python(shape: list[tuple[int, int]], cap: float, seed: int) -> None:
     experience = packed_experience(shape, seed)
-    assert experience.actor_logprobs is not None
     outside = ~experience.response_mask
     experience = experience.with_fields(actor_logprobs=experience.actor_logprobs.masked_fill(outside, math.inf))
     weights, cut = importance_weights(experience, cap)
     for i, inside in enumerate(experience.response_mask.tolist()):
         if inside:
-            assert experience.actor_logprobs is not None
             ratio = math.exp(experience.actor_logprobs[i].item() - experience.rollout_logprobs[i].item())
             assert weights[i].item() == pytest.approx(min(ratio, cap), rel=1e-5)
             assert cut[i].item() is (ratio > cap)

@@ -25,7 +25,6 @@ def plain_gae(rewards: list[float], values: list[float], gamma: float, lam: floa
 def expected_of(
     experience: Experience, token_rewards: torch.Tensor, gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    assert experience.rewards is not None and experience.values is not None
     advantages, returns = [0.0] * experience.num_tokens, [0.0] * experience.num_tokens
     offsets = experience.offsets().tolist()
     for sample, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
@@ -62,7 +61,6 @@ def test_equals_the_definition(
 
 def test_lambda_one_without_discount_is_reward_to_come_less_value() -> None:
     experience = packed_experience([(2, 3), (1, 2)])
-    assert experience.rewards is not None and experience.values is not None
     result = with_gae(experience, gamma=1.0, lam=1.0)
     first, second = experience.rewards.tolist()
     mask = experience.response_mask
@@ -73,7 +71,6 @@ def test_lambda_one_without_discount_is_reward_to_come_less_value() -> None:
 
 def test_a_long_response_is_as_exact_as_a_short_one() -> None:
     experience = packed_experience([(1, 5000)])
-    assert experience.rewards is not None and experience.values is not None
     result = with_gae(experience, gamma=1.0, lam=1.0)
     assert result.advantages is not None
     first = experience.rewards[0] - experience.values[1]
@@ -110,7 +107,6 @@ def test_whitened_over_all_ranks(shape: list[tuple[int, int]], cut: int, seed: i
         whitened += values[rank.response_mask].tolist()
     assert statistics.fmean(whitened) == pytest.approx(0, abs=1e-5)
     assert statistics.stdev(whitened) == pytest.approx(1, rel=1e-4)
-    assert experience.advantages is not None
     before = experience.advantages[experience.response_mask].tolist()
     assert sorted(range(len(before)), key=before.__getitem__) == sorted(range(len(before)), key=whitened.__getitem__)
 

@@ -58,7 +58,6 @@ def plain_policy_loss(
 ) -> dict[str, float]:
     """The loss and its metrics by loops over sequences and tokens, on Python floats."""
     old = experience.rollout_logprobs if loss.old_logprobs == "rollout" else experience.actor_logprobs
-    assert old is not None and experience.reference_logprobs is not None and experience.advantages is not None
     columns = [
         logprobs,
         entropy,
@@ -281,7 +280,6 @@ def test_values_outside_the_response_reach_neither_loss_nor_gradient(loss: schem
 
 def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
     experience = make_experience(1, [1, 2], [4, 4])
-    assert experience.actor_logprobs is not None and experience.advantages is not None
     logprobs = experience.actor_logprobs.clone().requires_grad_()
     entropy = torch.zeros_like(logprobs).requires_grad_()
     output = policy_loss(schema.Loss(tis_clip=1.5), 8)(experience, logprobs, entropy)

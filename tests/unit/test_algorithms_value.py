@@ -22,7 +22,6 @@ def means(outputs: list[LossOutput]) -> dict[str, float]:
 
 
 def plain(experience: Experience, values: torch.Tensor, clip: float | None) -> dict[str, float]:
-    assert experience.values is not None and experience.returns is not None
     mask = experience.response_mask
     rows = zip(values[mask].tolist(), experience.values[mask].tolist(), experience.returns[mask].tolist(), strict=True)
     losses, clipped, residuals, returns, current = [], [], [], [], []
@@ -53,7 +52,6 @@ def test_loss_and_metrics_over_any_split_equal_plain_python(
     shape: list[tuple[int, int]], cut: int, clip: float | None, seed: int
 ) -> None:
     experience = packed_experience([(1, 3), *shape], seed)
-    assert experience.values is not None
     change = torch.randn(experience.num_tokens, generator=torch.Generator().manual_seed(seed))
     values = (experience.values + 0.3 * change).masked_fill(~experience.response_mask, math.nan)
     positions = torch.arange(experience.num_tokens)
@@ -88,7 +86,6 @@ def test_clip_binds_only_where_a_value_moved_far_towards_its_return(
 
 def test_gradient_is_of_response_tokens_alone_and_metrics_carry_none() -> None:
     experience = packed_experience([(2, 3), (1, 2)])
-    assert experience.returns is not None
     values = torch.linspace(-1, 1, experience.num_tokens).requires_grad_()
     output = value_loss(None)(experience, values)
     output.loss.backward()
