@@ -1,14 +1,12 @@
-"""What became of a run: a summary here, and a page, pictures and a merged trace in its folder.
+"""What became of a run: a summary here, and a page and a merged trace in its folder.
 
     python tools/report.py RUN [--output DIR]
 
 RUN is the output_dir of a run that ended or still goes on. Into DIR (default: RUN/report) go report.html (one file that
-needs no network), trace.json (all ranks, for https://ui.perfetto.dev, with logging.trace) and, where matplotlib is
-installed, PNG files.
+needs no network) and trace.json (all ranks, for https://ui.perfetto.dev, with logging.trace).
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -39,12 +37,7 @@ def report(path: Path, output: Path, console: Console) -> list[Path]:
             made[1].write_text(merged_trace(run.ranks), encoding="utf-8")
     except OSError as error:
         raise DataError(f"--output {output}: cannot write there: {error.strerror}") from error
-    if importlib.util.find_spec("matplotlib") is None:
-        console.print("no pictures: they need matplotlib (pip install rltrain[report])", markup=False)
-        return made
-    from rltrain.tools.report.pictures import draw_pictures
-
-    return made + draw_pictures(output, rows, curves)
+    return made
 
 
 def main() -> int:

@@ -34,9 +34,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)  # no pictures: they have a test of their own
-        return report(write_run(folder, NUM_STEPS), folder / "report", Console(file=io.StringIO()))[0]
+    return report(write_run(folder, NUM_STEPS), folder / "report", Console(file=io.StringIO()))[0]
 
 
 # The share of pixels of a canvas that differ from the first one.

@@ -1,6 +1,5 @@
 """What the report reads from a run folder and what it makes of it."""
 
-import importlib.util
 import io
 import json
 import re
@@ -405,32 +404,20 @@ class TestPage:
 
 
 class TestTool:
-    def test_it_writes_page_trace_and_pictures(self, tmp_path: Path) -> None:
+    def test_it_writes_page_and_trace(self, tmp_path: Path) -> None:
         write_traces(tmp_path / "run", num_steps=9)
         record = {"rollout/reward_mean": 0.5, "train/loss": 1.0, "memory/actor_resident_bytes": 5.0}
         lines = [json.dumps({"step": step, **record}) for step in range(9)]
         (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines))
         output = io.StringIO()
         made = report(tmp_path / "run", tmp_path / "out", Console(file=output, width=160))
-        names = [path.name for path in made]
-        assert names[:2] == ["report.html", "trace.json"] and all(path.stat().st_size > 0 for path in made)
+        assert [path.name for path in made] == ["report.html", "trace.json"]
+        assert all(path.stat().st_size > 0 for path in made)
         printed = output.getvalue()
         assert "Reward: " in printed and "rollout/reward_mean" in printed and "generate" in printed
-        if importlib.util.find_spec("matplotlib") is None:
-            assert "they need matplotlib" in printed
-            return
-        assert {"timeline.png", "curves_learning.png", "curves_memory.png"} <= set(names)
-        from matplotlib.image import imread
 
-        for path in made[2:]:
-            picture = imread(path)
-            assert picture.shape[0] > 100 and picture.shape[1] > 1000 and picture[..., :3].std() > 0.02, path.name
-
-    def test_metrics_alone_give_a_page_without_a_timeline(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_metrics_alone_give_a_page_without_a_timeline(self, tmp_path: Path) -> None:
         write_metrics(tmp_path, 3)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         made = report(tmp_path, tmp_path / "report", Console(file=io.StringIO()))
         assert [path.name for path in made] == ["report.html"]
         text = made[0].read_text()
