@@ -27,7 +27,7 @@ from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
+from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.stream_rules import StreamRules
 from rltrain.tasks.roles import device_roles
@@ -49,12 +49,12 @@ class Rollout(Role):
         self.engine_ranks = self.grid.replica(self.dp)
         hosted = build_engine(self._site(), self.leave)
         self.engine, self.parts = hosted.engine, hosted.parts
-        self.turns = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
-        hand = self._hand()
-        self.first_generated = len(hand.carried.consumed) // self.config.batch.prompts_per_step
+        self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
+        start = self._start()
+        self.first_generated = len(start.state.consumed) // self.config.batch.prompts_per_step
         """The first step that this process draws responses for."""
-        self.training = self._training(hand)
-        self._check(hand.carried)
+        self.training = self._training(start)
+        self._check(start.state)
         self.step_start_s = 0.0
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
@@ -92,15 +92,15 @@ class Rollout(Role):
         """
         if not algorithm_of(self.config).generates:
             return {}
-        carried = self.training.carried()
-        return {f"engine_{self.dp:05d}.safetensors": carried.contents()} if self.turns.is_leader else {}
+        state = self.training.state()
+        return {f"engine_{self.dp:05d}.safetensors": state.contents()} if self.decisions.is_leader else {}
 
     def generate(self, step: int, chunk: int) -> Metrics:
         """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
-        if self.turns.group is not None:
+        if self.decisions.group is not None:
             self.training.in_flight.enter_together(self.job.waiter, f"generate[{step}.{chunk}]")
         finished, drawn = self.training.run(step, chunk)
         self._ship("samples", step, chunk, finished, drawn)
@@ -120,7 +120,7 @@ class Rollout(Role):
         assert evaluation is not None, "the order evaluates only where data.eval is set"
         self.training.groups.suspend()
         num_prompts = len(evaluation)
-        drawing = self._drawing(
+        loop = self._generation_loop(
             PromptGroups(
                 self.engine,
                 self._sampling_params(GREEDY),
@@ -131,24 +131,24 @@ class Rollout(Role):
             StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {step}"),
             self.training.in_flight,
         )
-        self._ship("evaluation_samples", step, chunk, *drawing.run(0, 0))
+        self._ship("evaluation_samples", step, chunk, *loop.run(0, 0))
 
-    def _hand(self) -> Hand:
+    def _start(self) -> EngineStart:
         """What this engine begins with: of what was saved, on however many engines, its share."""
         resumed = self.job.resumed
         saved = resumed.files(self.name) if resumed and resumed.continues else []
         if not saved:
-            return Hand.at(self.job.first_step * self.config.batch.prompts_per_step)
-        return deal([RolloutState.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
+            return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
+        return share_out([RolloutState.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
 
-    def _training(self, hand: Hand) -> GenerationLoop:
-        """The stream of training prompts, from `hand` on."""
+    def _training(self, start: EngineStart) -> GenerationLoop:
+        """The stream of training prompts, from `start` on."""
         batch, sampling = self.config.batch, self.config.rollout.sampling
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
-        prompt_deal: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, hand.next_position, hand.returned)
+        assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
-            prompt_deal = SharedAssignment(self.job.world.store, hand.next_position, hand.returned)
-        drawing = self._drawing(
+            assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
+        loop = self._generation_loop(
             PromptGroups(
                 self.engine,
                 self._sampling_params(sampling.model_dump(include={"temperature", "top_p", "top_k"})),
@@ -160,11 +160,11 @@ class Rollout(Role):
                 ),
                 num_samples=batch.samples_per_prompt,
             ),
-            prompt_deal,
+            assignment,
             self._rules(),
         )
-        drawing.resume(hand.carried)
-        return drawing
+        loop.resume(start.state)
+        return loop
 
     def _rules(self) -> StreamRules:
         """Of the stream of training prompts."""
@@ -177,18 +177,18 @@ class Rollout(Role):
             return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
         return rules
 
-    def _drawing(
+    def _generation_loop(
         self,
         groups: PromptGroups,
-        deal: PromptAssignment,
+        assignment: PromptAssignment,
         rules: StreamRules,
         in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
     ) -> GenerationLoop:
         return GenerationLoop(
             groups,
-            deal,
+            assignment,
             CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
-            self.turns,
+            self.decisions,
             self.job.waiter,
             self.job.heartbeat,
             rules,
@@ -196,17 +196,17 @@ class Rollout(Role):
             in_flight=in_flight,
         )
 
-    def _check(self, carried: RolloutState) -> None:
+    def _check(self, state: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
-        num_steps, rest = divmod(len(carried.consumed), batch.prompts_per_step)
+        num_steps, rest = divmod(len(state.consumed), batch.prompts_per_step)
         if rest or not job.first_step <= num_steps <= job.first_step + self.job.shape.lead:
             raise CheckpointError(
-                f"The checkpoint holds a rollout that had handed over {len(carried.consumed)} prompts by step "
+                f"The checkpoint holds a rollout that had handed over {len(state.consumed)} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
                 f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
             )
-        for group in carried.begun:
+        for group in state.begun:
             if len(group.samples) != batch.samples_per_prompt:
                 raise CheckpointError(
                     f"The checkpoint holds unfinished prompts of {len(group.samples)} samples each; expected "

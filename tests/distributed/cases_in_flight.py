@@ -54,9 +54,9 @@ class Rank:
         self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
         self.drawn: list[SampleGroup] = []
         if self.engine_ranks:
-            self.drawing = self.make_drawing(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
+            self.loop = self.make_loop(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)
 
-    def make_drawing(self, group: dist.ProcessGroup | None) -> GenerationLoop:
+    def make_loop(self, group: dist.ProcessGroup | None) -> GenerationLoop:
         return GenerationLoop(
             prompt_groups(lambda number: 1 + number * 7 % 23, NUM_SAMPLES, num_slots=6),
             SharedAssignment(self.store),
@@ -79,11 +79,11 @@ class Rank:
 
     def take_weights(self, position: int) -> None:
         if self.engine_ranks:
-            self.drawing.groups.engine.begin_update()
+            self.loop.groups.engine.begin_update()
         dist.barrier()
         self.joined.append(ORDER[position].step)
         if self.engine_ranks:
-            self.drawing.groups.engine.policy_version = ORDER[position].step
+            self.loop.groups.engine.policy_version = ORDER[position].step
 
     def act(self) -> None:
         """Train on a step once all engines have handed it over; come to a sync, announce it and wait."""
@@ -110,7 +110,7 @@ class Rank:
 
     def generate(self, entry: Entry) -> None:
         self.in_flight.enter_together(PATIENCE, str(entry))
-        _, drawn = self.drawing.run(entry.step, 0)
+        _, drawn = self.loop.run(entry.step, 0)
         self.drawn += drawn
         self.store.add("handed over", 1)
 

@@ -16,7 +16,7 @@ from rltrain.rollout.stream.completion_log import CompletionLog, Finished
 from rltrain.rollout.stream.generation_loop import GenerationLoop
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.rollout_state import Hand
+from rltrain.rollout.stream.rollout_state import EngineStart
 from rltrain.rollout.stream.stream_rules import StreamRules
 from tests.unit.shared_store import LIMIT_S, ShortPatience, on_ranks, open_store
 from tests.unit.test_groups import prompt_groups
@@ -70,18 +70,18 @@ class Setting:
             self.max_staleness,
         )
 
-    def drawing(self, engine: int, store: dist.Store, hand: Hand = Hand()) -> GenerationLoop:  # noqa: B008 - it is frozen
+    def loop(self, engine: int, store: dist.Store, start: EngineStart = EngineStart()) -> GenerationLoop:  # noqa: B008 - it is frozen
         groups = prompt_groups(self.length_of, NUM_SAMPLES, self.num_slots)
-        deal: PromptAssignment = StaticAssignment(engine, self.num_engines, hand.next_position, hand.returned)
+        assignment: PromptAssignment = StaticAssignment(engine, self.num_engines, start.next_position, start.returned)
         if self.shared:
-            deal = SharedAssignment(store, hand.next_position, hand.returned)
+            assignment = SharedAssignment(store, start.next_position, start.returned)
 
         def sync() -> None:
             groups.engine.policy_version = self.versions.pop(0)
 
-        drawing = GenerationLoop(
+        loop = GenerationLoop(
             groups,
-            deal,
+            assignment,
             CompletionLog(store, self.rules.per_chunk, self.num_engines, self.rules.chunks_per_log),
             LeaderDecisions(None),
             ShortPatience(),
@@ -90,15 +90,15 @@ class Setting:
             ranks=[other for other in range(self.num_engines) if other != engine],
             in_flight=SimpleNamespace(is_due=lambda: bool(self.versions), join=sync),
         )
-        drawing.resume(hand.carried)
-        return drawing
+        loop.resume(start.state)
+        return loop
 
     def run(self, store: dist.TCPStore) -> list[list[Chunk]]:
         """By engine, what it got of every chunk of every step."""
 
         def engine(rank: int, own: dist.Store) -> list[Chunk]:
-            drawing = self.drawing(rank, own)
-            return [drawing.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
+            loop = self.loop(rank, own)
+            return [loop.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
 
         return on_ranks(store, engine, self.num_engines)
 
@@ -167,22 +167,22 @@ def test_a_fast_engine_takes_prompts_from_a_slow_one(store):
 def test_slots_that_a_tail_leaves_idle_take_groups_of_the_next_step(store):
     """Group 0 is long; the groups of the next step are done before it and handed over in their own task."""
     setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
-    drawing = setting.drawing(0, store)
-    finished, drawn = drawing.run(0, 0)
+    loop = setting.loop(0, store)
+    finished, drawn = loop.run(0, 0)
     assert positions(drawn) == [0, 1]
-    assert {*drawing.drawn} == {2, 3}, "done, and kept for their step"
-    num_steps = drawing.groups.engine.num_steps
-    finished, drawn = drawing.run(1, 0)
+    assert {*loop.drawn} == {2, 3}, "done, and kept for their step"
+    num_steps = loop.groups.engine.num_steps
+    finished, drawn = loop.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
-    assert drawing.groups.engine.num_steps == num_steps, "there was nothing left to decode"
-    assert not drawing.drawn
+    assert loop.groups.engine.num_steps == num_steps, "there was nothing left to decode"
+    assert not loop.drawn
 
 
 def test_no_group_is_begun_before_the_horizon_allows_it(store):
     setting = Setting(per_step=2, num_steps=2, length_of=lambda number: 30, num_slots=8)
-    drawing = setting.drawing(0, store)
-    drawing.run(0, 0)
-    assert {number // NUM_SAMPLES for number in drawing.groups.engine.started} == {0, 1}
+    loop = setting.loop(0, store)
+    loop.run(0, 0)
+    assert {number // NUM_SAMPLES for number in loop.groups.engine.started} == {0, 1}
 
 
 def test_the_horizon_may_move_while_a_task_runs(store):
@@ -195,12 +195,12 @@ def test_the_horizon_may_move_while_a_task_runs(store):
         length_of=lambda number: 200 if number < 2 else 1,
         num_slots=8,
     )
-    drawing = setting.drawing(0, store)
-    drawing.heartbeat.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
-    drawing.run(0, 0)
-    assert drawing.groups.engine.started[:4] == [0, 1, 2, 3]
-    assert sorted(drawing.groups.engine.started) == list(range(8))
-    versions = {sample.policy_versions for group in drawing.drawn.values() for sample in group.samples}
+    loop = setting.loop(0, store)
+    loop.heartbeat.advance = lambda: setting.versions.append(1) if loop.groups.engine.num_steps == 50 else None
+    loop.run(0, 0)
+    assert loop.groups.engine.started[:4] == [0, 1, 2, 3]
+    assert sorted(loop.groups.engine.started) == list(range(8))
+    versions = {sample.policy_versions for group in loop.drawn.values() for sample in group.samples}
     assert versions == {(1,)}, "begun before the weights were fresh enough"
 
 
@@ -208,24 +208,24 @@ def test_a_partial_rollout_ends_with_enough_groups_and_goes_on_with_the_others(s
     setting = Setting(
         per_step=2, num_steps=3, ahead=1, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8
     )
-    drawing = setting.drawing(0, store)
-    finished, _ = drawing.run(0, 0)
+    loop = setting.loop(0, store)
+    finished, _ = loop.run(0, 0)
     assert positions(finished) == [1, 2], "group 0 is not waited for"
-    assert len(drawing.groups.begun) == 1
-    drawing.groups.suspend()
-    assert positions(drawing.run(1, 0)[0]) == [3, 4]
-    assert positions(drawing.run(2, 0)[0]) == [0, 5]
-    assert drawing.groups.engine.started.count(0) == 2, "continued once, not begun anew"
-    assert len(drawing.groups.begun) == 0
+    assert len(loop.groups.begun) == 1
+    loop.groups.suspend()
+    assert positions(loop.run(1, 0)[0]) == [3, 4]
+    assert positions(loop.run(2, 0)[0]) == [0, 5]
+    assert loop.groups.engine.started.count(0) == 2, "continued once, not begun anew"
+    assert len(loop.groups.begun) == 0
 
 
 def test_suspended_groups_go_on_also_where_no_new_ones_may_begin(store):
     """As after an evaluation in the middle of a step."""
     setting = Setting(per_step=2, num_chunks=2, length_of=lambda number: 9 if number < 2 else 1)
-    drawing = setting.drawing(0, store)
-    assert positions(drawing.run(0, 0)[1]) == [1]
-    drawing.groups.suspend()
-    assert positions(drawing.run(0, 1)[1]) == [0]
+    loop = setting.loop(0, store)
+    assert positions(loop.run(0, 0)[1]) == [1]
+    loop.groups.suspend()
+    assert positions(loop.run(0, 1)[1]) == [0]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -257,12 +257,12 @@ def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store
             nonlocal ahead_s
             ahead_s += jump_s()
 
-        drawing = setting.drawing(0, dist.PrefixStore(name, store))
-        drawing.heartbeat.advance = jump
+        loop = setting.loop(0, dist.PrefixStore(name, store))
+        loop.heartbeat.advance = jump
         chunks = []
         for step in range(8):
-            drawing.groups.engine.policy_version = step
-            chunks += [drawing.run(step, chunk) for chunk in range(2)]
+            loop.groups.engine.policy_version = step
+            chunks += [loop.run(step, chunk) for chunk in range(2)]
         return chunks
 
     slow = draw("slow", lambda: 0.01)
@@ -275,15 +275,15 @@ def test_one_engine_alone_does_the_same_however_long_its_decode_steps_take(store
 
 def test_new_weights_are_taken_between_decode_steps_and_running_responses_go_on(store):
     setting = Setting(per_step=1, length_of=lambda number: 400, num_slots=2)
-    drawing = setting.drawing(0, store)
-    drawing.heartbeat.advance = lambda: setting.versions.append(1) if drawing.groups.engine.num_steps == 50 else None
-    _, (group,) = drawing.run(0, 0)
+    loop = setting.loop(0, store)
+    loop.heartbeat.advance = lambda: setting.versions.append(1) if loop.groups.engine.num_steps == 50 else None
+    _, (group,) = loop.run(0, 0)
     for sample in group.samples:
         versions = list(sample.policy_versions)
         assert versions == sorted(versions) and {*versions} == {0, 1}
         assert versions.index(1) >= 50
         assert len(sample.tokens) == 400, "every token once"
-    assert drawing.groups.engine.started == [0, 1], "nothing was sampled again"
+    assert loop.groups.engine.started == [0, 1], "nothing was sampled again"
 
 
 def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_another(store):
@@ -292,16 +292,14 @@ def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_anot
     taken = threading.Event()
 
     def engine(rank: int, own: dist.Store) -> Chunk:
-        drawing = setting.drawing(rank, own)
+        loop = setting.loop(rank, own)
         if rank == 0:
-            drawing.in_flight.is_due = lambda: bool(drawing.drawn) and not taken.is_set()
-            drawing.in_flight.join = taken.set
+            loop.in_flight.is_due = lambda: bool(loop.drawn) and not taken.is_set()
+            loop.in_flight.join = taken.set
         else:
-            drawing.in_flight.is_due = lambda: False
-            drawing.heartbeat.advance = lambda: (
-                None if taken.is_set() or drawing.groups.engine.num_steps < 199 else wait()
-            )
-        return drawing.run(0, 0)
+            loop.in_flight.is_due = lambda: False
+            loop.heartbeat.advance = lambda: None if taken.is_set() or loop.groups.engine.num_steps < 199 else wait()
+        return loop.run(0, 0)
 
     def wait() -> None:
         assert taken.wait(LIMIT_S / 2), "the engine that waits did not join"
@@ -311,9 +309,7 @@ def test_new_weights_are_taken_while_an_engine_waits_for_the_last_groups_of_anot
 
 def test_a_sync_that_is_due_at_the_end_of_a_task_comes_first(store):
     setting = Setting(per_step=1, length_of=lambda number: 1, num_slots=2)
-    drawing = setting.drawing(0, store)
-    drawing.heartbeat.advance = lambda: (
-        setting.versions.append(1) if drawing.groups.engine.policy_version == 0 else None
-    )
-    drawing.run(0, 0)
-    assert drawing.groups.engine.policy_version == 1
+    loop = setting.loop(0, store)
+    loop.heartbeat.advance = lambda: setting.versions.append(1) if loop.groups.engine.policy_version == 0 else None
+    loop.run(0, 0)
+    assert loop.groups.engine.policy_version == 1

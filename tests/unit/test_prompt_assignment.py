@@ -22,12 +22,12 @@ def store() -> Iterator[dist.TCPStore]:
 @given(st.integers(1, 5), st.integers(0, 20), st.lists(st.integers(0, 7), max_size=6))
 def test_a_fixed_deal_gives_every_position_to_one_engine_whatever_its_speed(num_engines, start, growth):
     max_position = start
-    deals = [StaticAssignment(engine, num_engines, start) for engine in range(num_engines)]
+    assignments = [StaticAssignment(engine, num_engines, start) for engine in range(num_engines)]
     dealt: list[int] = []
     for more in growth:
         max_position += more
-        for engine, deal in enumerate(deals):
-            claimed = deal.claim(room=0, max_position=max_position)
+        for engine, assignment in enumerate(assignments):
+            claimed = assignment.claim(room=0, max_position=max_position)
             assert all(position % num_engines == engine for position in claimed)
             dealt += claimed
     assert sorted(dealt) == list(range(start, max_position))
@@ -42,21 +42,21 @@ def test_a_shared_deal_goes_to_who_has_room(store):
 
 
 def test_a_position_beyond_the_horizon_is_held_until_the_horizon_has_moved(store):
-    deal, other = SharedAssignment(store), SharedAssignment(store)
-    assert deal.claim(room=5, max_position=2) == [0, 1]
-    assert deal.held == [2]
-    assert deal.claim(room=5, max_position=2) == []
+    assignment, other = SharedAssignment(store), SharedAssignment(store)
+    assert assignment.claim(room=5, max_position=2) == [0, 1]
+    assert assignment.held == [2]
+    assert assignment.claim(room=5, max_position=2) == []
     assert other.claim(room=5, max_position=2) == []
-    assert (deal.held, other.held) == ([2], [3]), "asking again takes no further one"
+    assert (assignment.held, other.held) == ([2], [3]), "asking again takes no further one"
     assert other.claim(room=1, max_position=4) == [3]
-    assert deal.claim(room=2, max_position=5) == [2, 4]
+    assert assignment.claim(room=2, max_position=5) == [2, 4]
 
 
 def test_what_is_held_keeps_until_there_is_room(store):
-    deal = SharedAssignment(store)
-    assert deal.claim(room=1, max_position=0) == []
-    assert deal.claim(room=0, max_position=5) == []
-    assert deal.claim(room=1, max_position=5) == [0]
+    assignment = SharedAssignment(store)
+    assert assignment.claim(room=1, max_position=0) == []
+    assert assignment.claim(room=0, max_position=5) == []
+    assert assignment.claim(room=1, max_position=5) == [0]
 
 
 def test_a_resumed_run_goes_on_from_its_first_position(store):
@@ -69,12 +69,12 @@ def test_engines_of_unequal_speed_share_all_positions_out(store):
     num_engines, per_step, num_steps = 3, 12, 4
 
     def engine(rank: int, own: dist.Store) -> list[list[int]]:
-        deal, claimed = SharedAssignment(own), []
+        assignment, claimed = SharedAssignment(own), []
         done = dist.PrefixStore("done", own)
         for step in range(num_steps):
             claimed.append([])
             while done.add(f"step {step}", 0) < per_step:
-                positions = deal.claim(1, max_position=(step + 1) * per_step)
+                positions = assignment.claim(1, max_position=(step + 1) * per_step)
                 if rank == 0:
                     time.sleep(5e-3)
                 claimed[-1] += positions

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.generation_loop import GenerationLoop
-from rltrain.rollout.stream.rollout_state import Hand, RolloutState, deal
+from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from tests.unit.shared_store import Jobs, open_store
 from tests.unit.test_generation_loop import NUM_SAMPLES, Chunk, Setting, lengths_in_waves, positions
 
@@ -22,8 +22,8 @@ def jobs() -> Iterator[Jobs]:
         yield Jobs(store, num_ranks=3)
 
 
-def draw_step(setting: Setting, drawing: GenerationLoop, step: int) -> list[Chunk]:
-    return [drawing.run(step, chunk) for chunk in range(setting.num_chunks)]
+def draw_step(setting: Setting, loop: GenerationLoop, step: int) -> list[Chunk]:
+    return [loop.run(step, chunk) for chunk in range(setting.num_chunks)]
 
 
 def draw_until(setting: Setting, jobs: Jobs, cut: int) -> tuple[list[list[Chunk]], list[RolloutState]]:
@@ -31,24 +31,24 @@ def draw_until(setting: Setting, jobs: Jobs, cut: int) -> tuple[list[list[Chunk]
     do in a job that saves: what that takes of the stream, others of them may not have left yet."""
 
     def engine(rank: int, own: dist.Store) -> tuple[list[Chunk], RolloutState]:
-        drawing = setting.drawing(rank, own)
-        chunks = [chunk for step in range(cut) for chunk in draw_step(setting, drawing, step)]
-        carried = RolloutState.from_contents(drawing.carried().contents())
+        loop = setting.loop(rank, own)
+        chunks = [chunk for step in range(cut) for chunk in draw_step(setting, loop, step)]
+        state = RolloutState.from_contents(loop.state().contents())
         if cut < NUM_STEPS:
-            draw_step(setting, drawing, cut)
-        return chunks, carried
+            draw_step(setting, loop, cut)
+        return chunks, state
 
-    chunks, carried = zip(*jobs.run(engine, setting.num_engines), strict=True)
-    return [*chunks], [*carried]
+    chunks, state = zip(*jobs.run(engine, setting.num_engines), strict=True)
+    return [*chunks], [*state]
 
 
-def draw_from(setting: Setting, jobs: Jobs, cut: int, hands: list[Hand]) -> list[list[Chunk]]:
+def draw_from(setting: Setting, jobs: Jobs, cut: int, starts: list[EngineStart]) -> list[list[Chunk]]:
     """By engine, the chunks of the steps from `cut` on; their tokens are drawn by version 1."""
 
     def engine(rank: int, own: dist.Store) -> list[Chunk]:
-        drawing = setting.drawing(rank, own, hands[rank])
-        drawing.groups.engine.policy_version = 1
-        return [chunk for step in range(cut, NUM_STEPS) for chunk in draw_step(setting, drawing, step)]
+        loop = setting.loop(rank, own, starts[rank])
+        loop.groups.engine.policy_version = 1
+        return [chunk for step in range(cut, NUM_STEPS) for chunk in draw_step(setting, loop, step)]
 
     return jobs.run(engine, setting.num_engines)
 
@@ -69,11 +69,11 @@ def assert_complete(setting: Setting, before: list[list[Chunk]], after: list[lis
             assert list(sample.tokens) == [1000 * sample.id + t for t in range(setting.length_of(sample.id))]
 
 
-def as_carried(carried: list[RolloutState]) -> dict[int, list[int]]:
+def as_carried(state: list[RolloutState]) -> dict[int, list[int]]:
     """Policy versions of the tokens that unfinished groups have, by sample."""
     return {
         sample.id: list(sample.policy_versions)
-        for engine in carried
+        for engine in state
         for group in engine.begun
         for sample in group.samples
     }
@@ -86,8 +86,8 @@ def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
     ahead = 3 if partial else 0
     setting = Setting(per_step=4, num_steps=NUM_STEPS, ahead=ahead, num_chunks=2, partial=partial, shared=False)
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
-    before, carried = draw_until(setting, jobs, cut)
-    after = draw_from(replace(setting, first_step=cut), jobs, cut, deal(carried, 1))
+    before, state = draw_until(setting, jobs, cut)
+    after = draw_from(replace(setting, first_step=cut), jobs, cut, share_out(state, 1))
     shown = [[(finished, positions(drawn)) for finished, drawn in chunks] for chunks in (*before, *after, *expected)]
     assert shown[0] + shown[1] == shown[2]
     assert_complete(setting, before, after)
@@ -97,9 +97,9 @@ def test_one_engine_goes_on_as_if_it_had_not_stopped(jobs, cut, partial):
 def test_engines_with_a_fixed_deal_draw_what_they_would_have_drawn(jobs, cut):
     setting = Setting(num_steps=NUM_STEPS, num_engines=3, shared=False)
     expected, _ = draw_until(setting, jobs, NUM_STEPS)
-    before, carried = draw_until(setting, jobs, cut)
-    assert all(hand == Hand(RolloutState(carried[0].consumed), cut * 6) for hand in deal(carried, 3))
-    after = draw_from(replace(setting, first_step=cut), jobs, cut, deal(carried, 3))
+    before, state = draw_until(setting, jobs, cut)
+    assert all(start == EngineStart(RolloutState(state[0].consumed), cut * 6) for start in share_out(state, 3))
+    after = draw_from(replace(setting, first_step=cut), jobs, cut, share_out(state, 3))
     for engine in range(3):
         assert [positions(drawn) for _, drawn in before[engine] + after[engine]] == [
             positions(drawn) for _, drawn in expected[engine]
@@ -121,11 +121,11 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
         partial=partial,
         step_s=lambda engine: 1e-4 * (1 + engine),
     )
-    before, carried = draw_until(setting, jobs, cut)
+    before, state = draw_until(setting, jobs, cut)
     other = replace(setting, num_engines=engines_after, first_step=cut)
-    after = draw_from(other, jobs, cut, deal(carried, engines_after))
+    after = draw_from(other, jobs, cut, share_out(state, engines_after))
     assert_complete(setting, before, after)
-    continued = as_carried(carried)
+    continued = as_carried(state)
     versions = {s.id: list(s.policy_versions) for group in groups_drawn(after) for s in group.samples}
     for sample, known in continued.items():
         assert versions[sample] == known + [1] * (lengths_in_waves(sample) - len(known))
@@ -134,11 +134,11 @@ def test_on_any_number_of_engines_nothing_is_lost_or_drawn_twice(jobs, shared, p
 def test_a_group_that_was_done_too_early_is_handed_over_without_being_drawn_again(jobs):
     """Its ticket is entered anew."""
     setting = Setting(per_step=2, num_steps=2, ahead=2, length_of=lambda number: 60 if number < 2 else 2, num_slots=8)
-    drawing = setting.drawing(0, *jobs.start(1))
-    drawing.run(0, 0)
-    carried = drawing.carried()
-    assert positions(carried.drawn) == [2, 3]
-    resumed = replace(setting, first_step=1).drawing(0, *jobs.start(1), deal([carried], 1)[0])
+    loop = setting.loop(0, *jobs.start(1))
+    loop.run(0, 0)
+    state = loop.state()
+    assert positions(state.drawn) == [2, 3]
+    resumed = replace(setting, first_step=1).loop(0, *jobs.start(1), share_out([state], 1)[0])
     finished, drawn = resumed.run(1, 0)
     assert positions(finished) == positions(drawn) == [2, 3]
     assert resumed.groups.engine.started == [], "there was nothing left to decode"
@@ -148,10 +148,10 @@ def test_saving_does_not_disturb_the_run_that_goes_on_itself(jobs):
     setting = Setting(
         per_step=2, num_steps=4, ahead=1, partial=True, length_of=lambda number: 50 if number < 2 else 3, num_slots=8
     )
-    drawing = setting.drawing(0, *jobs.start(1))
+    loop = setting.loop(0, *jobs.start(1))
     chunks = []
     for step in range(4):
-        chunks.append(positions(drawing.run(step, 0)[0]))
-        drawing.carried()
+        chunks.append(positions(loop.run(step, 0)[0]))
+        loop.state()
     assert sorted(chain(*chunks)) == [*range(8)]
     assert chunks[0] == [1, 2], "group 0 was not waited for"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
 from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.rollout_state import Consumed, Hand, RolloutState, deal
+from rltrain.rollout.stream.rollout_state import Consumed, EngineStart, RolloutState, share_out
 
 integers = st.integers(0, 2**63 - 1)
 prompts = st.lists(st.integers(0, 200_000), min_size=1, max_size=5).map(tuple)
@@ -65,8 +65,8 @@ def cuts(draw: st.DrawFn) -> list[RolloutState]:
     ]
 
 
-def positions(carried: RolloutState) -> list[int]:
-    return [group.position for group in carried.begun + carried.drawn]
+def positions(state: RolloutState) -> list[int]:
+    return [group.position for group in state.begun + state.drawn]
 
 
 @given(st.lists(st.lists(st.integers(0, 12), max_size=4), max_size=5))
@@ -81,64 +81,60 @@ def test_what_was_handed_over_is_a_set_of_positions(chunks):
 
 @given(cuts())
 def test_a_file_holds_all_of_it(saved):
-    for carried in saved:
-        contents = carried.contents()
+    for state in saved:
+        contents = state.contents()
         assert all(values.dtype in (torch.int64, torch.float64, torch.bool) for values in contents.tensors.values())
-        assert RolloutState.from_contents(contents) == carried
+        assert RolloutState.from_contents(contents) == state
 
 
 def test_a_file_holds_it_on_the_disk_too(tmp_path: Path):
     group = SampleGroup(7, 3, (Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)),))
-    for name, carried in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), (group,))}.items():
-        write_files(tmp_path, {name: carried.contents()})
-        assert RolloutState.from_contents(read_contents(tmp_path / name)) == carried
+    for name, state in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), (group,))}.items():
+        write_files(tmp_path, {name: state.contents()})
+        assert RolloutState.from_contents(read_contents(tmp_path / name)) == state
 
 
 @given(cuts(), st.integers(1, 4))
 def test_every_position_goes_to_one_engine_whatever_their_number(saved, num_engines):
-    hands = deal(saved, num_engines)
-    (next_position,) = {hand.next_position for hand in hands}
-    (consumed,) = {hand.carried.consumed for hand in hands}
+    starts = share_out(saved, num_engines)
+    (next_position,) = {start.next_position for start in starts}
+    (consumed,) = {start.state.consumed for start in starts}
     assert consumed == saved[0].consumed
-    given_out = Counter(p for hand in hands for p in (*positions(hand.carried), *hand.returned))
+    given_out = Counter(p for start in starts for p in (*positions(start.state), *start.returned))
     assert given_out == Counter(position for position in range(next_position) if position not in consumed)
     assert not any(position >= next_position for position in consumed.beyond)
-    before = {
-        p: group
-        for carried in saved
-        for p, group in zip(positions(carried), carried.begun + carried.drawn, strict=True)
-    }
+    before = {p: group for state in saved for p, group in zip(positions(state), state.begun + state.drawn, strict=True)}
     after = {
         p: group
-        for hand in hands
-        for p, group in zip(positions(hand.carried), hand.carried.begun + hand.carried.drawn, strict=True)
+        for start in starts
+        for p, group in zip(positions(start.state), start.state.begun + start.state.drawn, strict=True)
     }
     assert after == before, "whole, and nothing that was begun is begun anew"
-    assert all(hand.returned == tuple(sorted(hand.returned)) for hand in hands), "earlier ones first"
+    assert all(start.returned == tuple(sorted(start.returned)) for start in starts), "earlier ones first"
 
 
 @given(cuts(), st.integers(1, 4))
 def test_saving_what_was_dealt_out_changes_nothing(saved, num_engines):
-    hands = deal(saved, num_engines)
-    again = deal([hand.carried for hand in hands], num_engines)
-    assert [hand.carried for hand in again] == [hand.carried for hand in hands]
+    starts = share_out(saved, num_engines)
+    again = share_out([start.state for start in starts], num_engines)
+    assert [start.state for start in again] == [start.state for start in starts]
 
 
 def test_where_all_has_been_handed_over_the_stream_goes_on_from_there():
-    assert deal([RolloutState(Consumed(12))] * 2, 3) == [Hand.at(12)] * 3
+    assert share_out([RolloutState(Consumed(12))] * 2, 3) == [EngineStart.at(12)] * 3
 
 
 def test_files_of_different_checkpoints_are_refused():
     with pytest.raises(CheckpointError, match="do not agree"):
-        deal([RolloutState(Consumed(4)), RolloutState(Consumed(8))], 2)
+        share_out([RolloutState(Consumed(4)), RolloutState(Consumed(8))], 2)
     with pytest.raises(CheckpointError, match="0 engines"):
-        deal([], 2)
+        share_out([], 2)
     group = SampleGroup(5, 0, (Sample(5, (1,), 0).drawn((1,), (-0.5,), (0,), Status.STOPPED),))
-    carried = RolloutState(Consumed(4), drawn=(group,))
+    state = RolloutState(Consumed(4), drawn=(group,))
     with pytest.raises(CheckpointError, match=r"more than once the groups at positions \[5\]"):
-        deal([carried, carried], 2)
+        share_out([state, state], 2)
     with pytest.raises(CheckpointError, match=r"more than once the groups at positions \[5\]"):
-        deal([replace(carried, consumed=Consumed(6))], 1)
+        share_out([replace(state, consumed=Consumed(6))], 1)
 
 
 def test_another_format_is_refused():

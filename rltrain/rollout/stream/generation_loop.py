@@ -26,9 +26,9 @@ class GenerationLoop:
     """
 
     groups: PromptGroups
-    deal: PromptAssignment
+    assignment: PromptAssignment
     completion_log: CompletionLog
-    turns: LeaderDecisions
+    decisions: LeaderDecisions
     waiter: Waiter
     heartbeat: Heartbeat
     rules: StreamRules
@@ -47,25 +47,25 @@ class GenerationLoop:
         """(all groups of the chunk by position, those of them that this engine drew). Collective over: the engine."""
         self.groups.start(())
         while True:
-            turn = self.turns.share(self._decide(step, chunk) if self.turns.is_leader else LeaderDecision())
-            if turn.sync:
+            decision = self.decisions.share(self._decide(step, chunk) if self.decisions.is_leader else LeaderDecision())
+            if decision.sync:
                 self.in_flight.join()
-            if turn.done:
+            if decision.done:
                 break
-            if turn.claims:
-                self.groups.start(turn.claims)
+            if decision.claims:
+                self.groups.start(decision.claims)
             self._step()
         return self._hand_over(step, chunk)
 
-    def carried(self) -> RolloutState:
+    def state(self) -> RolloutState:
         """What is to go on elsewhere, or here: the next `run` does. Between two runs. Collective over: the engine."""
-        return RolloutState(self.consumed, self.groups.carried(), tuple(self.drawn.values()))
+        return RolloutState(self.consumed, self.groups.state(), tuple(self.drawn.values()))
 
-    def resume(self, carried: RolloutState) -> None:
+    def resume(self, state: RolloutState) -> None:
         """Go on with this instead of from the beginning. Before the first run, on every rank of the engine."""
-        self.consumed = carried.consumed
-        self.groups.resume(carried.begun)
-        for group in carried.drawn:
+        self.consumed = state.consumed
+        self.groups.resume(state.begun)
+        for group in state.drawn:
             self._keep(group)
 
     def _step(self) -> None:
@@ -77,7 +77,7 @@ class GenerationLoop:
 
     def _keep(self, group: SampleGroup) -> None:
         self.drawn[group.position] = group
-        if self.turns.is_leader:
+        if self.decisions.is_leader:
             entry = Finished(group.position, group.num_tokens, group.num_response_tokens)
             self.completion_log.add(self.rules.log_of(group.position), entry)
 
@@ -95,7 +95,7 @@ class GenerationLoop:
         if self.completion_log.is_full(*self.rules.entries_of(step, chunk)):
             return LeaderDecision(done=True)
         max_position = self.rules.max_position(step, self.groups.engine.policy_version)
-        return LeaderDecision(claims=tuple(self.deal.claim(self.groups.num_wanted, max_position)))
+        return LeaderDecision(claims=tuple(self.assignment.claim(self.groups.num_wanted, max_position)))
 
     def _hand_over(self, step: int, chunk: int) -> tuple[list[Finished], list[SampleGroup]]:
         log, number = self.rules.entries_of(step, chunk)

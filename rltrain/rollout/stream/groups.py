@@ -49,14 +49,14 @@ class PromptGroups:
             self._take(sample)
             self.suspended.append(sample)
 
-    def carried(self) -> tuple[SampleGroup, ...]:
+    def state(self) -> tuple[SampleGroup, ...]:
         """Leave the engine as `suspend` does; what is begun, each sample with what it has drawn so far."""
         self.suspend()
         return tuple(self.begun.values())
 
-    def resume(self, carried: Sequence[SampleGroup]) -> None:
+    def resume(self, state: Sequence[SampleGroup]) -> None:
         """Go on with groups that were begun elsewhere: the next `start` submits what of them is unfinished."""
-        for group in carried:
+        for group in state:
             self.begun[group.position] = group
             self.suspended += group.pending
 

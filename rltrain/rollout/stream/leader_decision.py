@@ -26,14 +26,14 @@ class LeaderDecisions:
         self.group = group
         self.is_leader = group is None or group.rank() == 0
 
-    def share(self, turn: LeaderDecision) -> LeaderDecision:
-        """The leader's turn, on every rank. Collective over: the engine's ranks."""
+    def share(self, decision: LeaderDecision) -> LeaderDecision:
+        """The leader's decision, on every rank. Collective over: the engine's ranks."""
         if self.group is None:
-            return turn
-        words = torch.tensor([turn.sync, turn.done, len(turn.claims)])
+            return decision
+        words = torch.tensor([decision.sync, decision.done, len(decision.claims)])
         dist.broadcast(words, group=self.group, group_src=0)
         sync, done, num_claims = words.tolist()
-        claims = torch.tensor(turn.claims, dtype=torch.int64).resize_(num_claims)
+        claims = torch.tensor(decision.claims, dtype=torch.int64).resize_(num_claims)
         if num_claims:
             dist.broadcast(claims, group=self.group, group_src=0)
         return LeaderDecision(bool(sync), bool(done), tuple(claims.tolist()))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class PromptAssignment(Protocol):
-    """One engine's hand."""
+    """One engine's share."""
 
     def claim(self, room: int, max_position: int) -> list[int]:
         """Positions below `max_position` for this engine alone, which has room for so many more groups."""

@@ -85,31 +85,31 @@ class RolloutState:
 
 
 @dataclass(frozen=True)
-class Hand:
+class EngineStart:
     """What one engine begins with: `returned` are positions before `next_position` that nobody has begun, for this
     engine to begin first; from `next_position` on the stream is dealt out."""
 
-    carried: RolloutState = RolloutState()
+    state: RolloutState = RolloutState()
     next_position: int = 0
     returned: tuple[int, ...] = ()
 
     @classmethod
-    def at(cls, position: int) -> "Hand":
+    def at(cls, position: int) -> "EngineStart":
         """Where all groups below `position` have been handed over and nothing else has been begun."""
         return cls(RolloutState(Consumed(position)), position)
 
 
-def deal(saved: Sequence[RolloutState], num_engines: int) -> list[Hand]:
-    """The hands of `num_engines` engines that go on with what len(saved) engines left, by engine.
+def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineStart]:
+    """The starts of `num_engines` engines that go on with what len(saved) engines left, by engine.
 
-    The group at position p goes to engine p mod num_engines, as a fixed deal has it: so an equal number of engines
-    gets what it had. Raises CheckpointError where `saved` cannot be of one run and one step.
+    The group at position p goes to engine p mod num_engines, as a static assignment has it: so an equal number of
+    engines gets what it had. Raises CheckpointError where `saved` cannot be of one run and one step.
     """
-    if len({carried.consumed for carried in saved}) != 1:
+    if len({state.consumed for state in saved}) != 1:
         raise _damaged(f"{len(saved)} engines that do not agree on what has been handed over")
     consumed = saved[0].consumed
-    begun = sorted(chain.from_iterable(carried.begun for carried in saved), key=lambda group: group.position)
-    drawn = [*chain.from_iterable(carried.drawn for carried in saved)]
+    begun = sorted(chain.from_iterable(state.begun for state in saved), key=lambda group: group.position)
+    drawn = [*chain.from_iterable(state.drawn for state in saved)]
     found = Counter(group.position for group in (*begun, *drawn))
     twice = sorted(position for position, count in found.items() if count > 1 or position in consumed)
     if twice:
@@ -117,7 +117,7 @@ def deal(saved: Sequence[RolloutState], num_engines: int) -> list[Hand]:
     next_position = max([consumed.below - 1, *consumed.beyond, *found]) + 1
     returned = [p for p in range(consumed.below, next_position) if p not in consumed and p not in found]
     return [
-        Hand(
+        EngineStart(
             RolloutState(
                 consumed,
                 tuple(group for group in begun if group.position % num_engines == engine),
