@@ -26,7 +26,7 @@ READ_BYTES = 65536
 
 
 @dataclass(frozen=True)
-class Sample:
+class Scorable:
     """The arguments of a reward function. `response` is text without special tokens."""
 
     prompt: str
@@ -74,7 +74,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._num_failures = 0
 
-    def score(self, samples: Sequence[Sample]) -> Scores:
+    def score(self, samples: Sequence[Scorable]) -> Scores:
         """Rewards in the order of `samples`. Raises ConfigError if a worker cannot start."""
         try:
             answers = self._answers(samples)
@@ -103,12 +103,12 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answers(self, samples: Sequence[Sample]) -> list[Answer]:
+    def _answers(self, samples: Sequence[Scorable]) -> list[Answer]:
         if self.function.trusted:
             return [score_one(self.function, vars(sample)) for sample in samples]
         return list(self._threads.map(self._ask_worker, samples))
 
-    def _ask_worker(self, sample: Sample) -> Answer:
+    def _ask_worker(self, sample: Scorable) -> Answer:
         worker = self._idle.get()
         try:
             return worker.score(sample)
@@ -116,7 +116,7 @@ class Scorer:
             self._idle.put(worker)
             self.on_scored()
 
-    def _log_failure(self, sample: Sample, answer: Answer) -> None:
+    def _log_failure(self, sample: Scorable, answer: Answer) -> None:
         self._num_failures += 1
         if self._num_failures <= MAX_LOGGED_FAILURES:
             last = " (further failures are only counted)" if self._num_failures == MAX_LOGGED_FAILURES else ""
@@ -124,7 +124,7 @@ class Scorer:
             logger.warning("reward %s on response %.80r: %s%s", self.function.name, sample.response, reason, last)
 
 
-def _described(sample: Sample, answer: Answer) -> str:
+def _described(sample: Scorable, answer: Answer) -> str:
     reason = answer.get("traceback") or answer.get("error") or answer["timeout"]
     return f"on the response {sample.response!r:.200}:\n{reason}"
 
@@ -133,14 +133,14 @@ class _Longest:
     """The sample that took longest of those that got a number, from whichever worker, and its seconds."""
 
     def __init__(self) -> None:
-        self.sample: Sample | None = None
+        self.sample: Scorable | None = None
         self.seconds = -1.0
 
-    def consider(self, sample: Sample, answer: Answer) -> None:
+    def consider(self, sample: Scorable, answer: Answer) -> None:
         if "value" in answer and answer["seconds"] > self.seconds:
             self.sample, self.seconds = sample, answer["seconds"]
 
-    def forget(self, sample: Sample) -> None:
+    def forget(self, sample: Scorable) -> None:
         if self.sample is sample:
             self.sample, self.seconds = None, -1.0
 
@@ -161,7 +161,7 @@ class _Worker:
         self.num_hung_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def score(self, sample: Sample) -> Answer:
+    def score(self, sample: Scorable) -> Answer:
         """The answer for `sample`, or {"timeout": text}."""
         while not self._is_running():
             self._start()
@@ -171,7 +171,7 @@ class _Worker:
                 return answer
         return self._call(sample, self.timeout_s, f"took longer than reward.timeout_s = {self.timeout_s:g}")
 
-    def _first_call(self, sample: Sample) -> Answer:
+    def _first_call(self, sample: Scorable) -> Answer:
         limit_s = max(START_TIMEOUT_S / 2**self.num_hung_starts, self.timeout_s)
         answer = self._call(sample, limit_s, f"took longer than {limit_s:g} s in the first call of its process")
         if "timeout" in answer:
@@ -180,7 +180,7 @@ class _Worker:
             self.num_hung_starts = 0
         return answer
 
-    def _call(self, sample: Sample, limit_s: float, otherwise: str) -> Answer:
+    def _call(self, sample: Scorable, limit_s: float, otherwise: str) -> Answer:
         """The answer of the process, which is gone where there is none: {"timeout": `otherwise`} or an error."""
         assert self.process is not None
         try:

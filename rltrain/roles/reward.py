@@ -8,7 +8,7 @@ from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
 from rltrain.rewards.registry import load_reward
-from rltrain.rewards.scorer import Sample, Scorer
+from rltrain.rewards.scorer import Scorable, Scorer
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
@@ -142,10 +142,10 @@ class Reward(Role):
             )
         )
 
-    def _samples(self, experience: Experience, prompts: PromptDataset) -> list[Sample]:
+    def _samples(self, experience: Experience, prompts: PromptDataset) -> list[Scorable]:
         lengths = experience.lengths.tolist()
         return [
-            Sample(
+            Scorable(
                 prompts.prompt_text(row),
                 self.job.prompts.decoder.decode(tokens[mask].tolist()),
                 prompts[row].label,

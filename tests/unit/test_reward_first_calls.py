@@ -9,11 +9,11 @@ import pytest
 from rltrain.config import schema
 from rltrain.rewards import scorer as scorer_module
 from rltrain.rewards.registry import RewardFunction, load_reward
-from rltrain.rewards.scorer import Sample, Scorer, Scores
+from rltrain.rewards.scorer import Scorable, Scorer, Scores
 
 
-def samples(*responses: str) -> list[Sample]:
-    return [Sample(prompt="p", response=response, label="l") for response in responses]
+def samples(*responses: str) -> list[Scorable]:
+    return [Scorable(prompt="p", response=response, label="l") for response in responses]
 
 
 class Answering:

@@ -17,7 +17,7 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.rewards.exact_match import exact_match
 from rltrain.rewards.registry import RewardFunction, load_reward
-from rltrain.rewards.scorer import Sample, Scorer, Scores
+from rltrain.rewards.scorer import Scorable, Scorer, Scores
 
 MODULE = "tests.unit.user_rewards"
 USER_FILE = Path(__file__).with_name("user_rewards.py")
@@ -28,8 +28,8 @@ def reward(function: str, **options: Any) -> RewardFunction:
     return load_reward(schema.Reward(function=function, options=options))
 
 
-def samples(*responses: str) -> list[Sample]:
-    return [Sample(prompt="p", response=response, label="l") for response in responses]
+def samples(*responses: str) -> list[Scorable]:
+    return [Scorable(prompt="p", response=response, label="l") for response in responses]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_exact_match(response: str, label: str, options: dict[str, Any], expecte
 
 def test_exact_match_runs_in_this_process() -> None:
     scorer = Scorer(reward("exact_match", after=","), timeout_s=1)
-    scores = scorer.score([Sample("p", f"x,{n}", str(n % 2)) for n in range(2000)])
+    scores = scorer.score([Scorable("p", f"x,{n}", str(n % 2)) for n in range(2000)])
     assert scores == Scores([1.0, 1.0] + [0.0] * 1998, num_errors=0, num_timeouts=0)
     assert all(worker.process is None for worker in scorer._workers)
 
@@ -161,7 +161,7 @@ def test_what_a_function_prints_or_reads_does_not_disturb_the_answers(capfd: pyt
 def test_texts_arrive_unchanged() -> None:
     text = 'line\nnext\r\n\t"quoted" \\ é 🥚 \x00\u2028 \ud800' + "x" * 200_000
     with Scorer(reward(f"{MODULE}:whole", separator="\n"), timeout_s=20, num_workers=1) as scorer:
-        scores = scorer.score([Sample(text, f"{text}\n{text}", text), Sample(text, text, text)])
+        scores = scorer.score([Scorable(text, f"{text}\n{text}", text), Scorable(text, text, text)])
     assert scores == Scores([1.0, 0.0], num_errors=0, num_timeouts=0)
 
 
@@ -180,12 +180,12 @@ def test_a_hanging_worker_ends_when_its_parent_is_killed() -> None:
     script = (
         "from rltrain.config import schema\n"
         "from rltrain.rewards.registry import load_reward\n"
-        "from rltrain.rewards.scorer import Sample, Scorer\n"
+        "from rltrain.rewards.scorer import Scorable, Scorer\n"
         f"load = lambda name: load_reward(schema.Reward(function='{MODULE}:' + name))\n"
         "scorer = Scorer(load('misbehave'), timeout_s=600, num_workers=1)\n"
-        "scorer.score([Sample('p', 'half', 'l')])\n"
+        "scorer.score([Scorable('p', 'half', 'l')])\n"
         "print(scorer._workers[0].process.pid, flush=True)\n"
-        "scorer.score([Sample('p', 'regex', 'l')])\n"
+        "scorer.score([Scorable('p', 'regex', 'l')])\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
