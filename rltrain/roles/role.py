@@ -107,7 +107,7 @@ class Role:
     """Whether it holds device memory that other roles of a rank may need."""
 
     parts: Mapping[str, MemoryPart]
-    """What it holds on the device, by the names of residency.memory_plan; only where uses_device."""
+    """What it holds on the device, by the names of tasks.roles; only where uses_device."""
 
     @classmethod
     def beside(cls, job: Job, hosted: Mapping[str, "Role"]) -> "Role":

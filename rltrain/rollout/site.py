@@ -36,7 +36,7 @@ class EngineSite:
 
 @dataclass(frozen=True)
 class HostedEngine:
-    """`parts` are "weights" and "kv_cache", as residency.memory_plan names them."""
+    """`parts` are "weights" and "kv_cache", as tasks.roles names them."""
 
     engine: Engine
     parts: Mapping[str, MemoryPart]

@@ -52,7 +52,7 @@ class Model(Protocol):
     parameters: Mapping[str, Tensor]
     """By name and shape as in `layout.on(rank)`: what they hold is there while part "weights" is on the device."""
     parts: Mapping[str, MemoryPart]
-    """What it has on the device, by the names of residency.memory_plan: "weights", and of a model in training also
+    """What it has on the device, by the names of tasks.roles: "weights", and of a model in training also
     "master_weights", "optimizer" and "gradients". None shares memory with another."""
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:

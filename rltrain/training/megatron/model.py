@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel for the families of reshard.families, with either head, on explicit process groups."""
+"""megatron-core's GPTModel for the families of rltrain.models, with either head, on explicit process groups."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
