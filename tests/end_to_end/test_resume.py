@@ -183,7 +183,7 @@ def test_a_model_learns_on_after_a_resumed_asynchronous_run(warmed_up, data_over
         "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
         "checkpoint={save_hf: false, save_interval: 30, keep: 0}",
     )
-    halfway, well = ("evaluation={interval: 30, stop_at: 0.4}", "evaluation={interval: 10, stop_at: 0.8}")
+    halfway, well = ("evaluation={interval: 30, stop_at: 0.5}", "evaluation={interval: 10, stop_at: 0.8}")
     first = train(REPOSITORY / "configs/quickstart.yaml", *overrides, halfway, f"output_dir={tmp_path}/first")
     assert column(first, "eval/score")[0] < 0.5
     resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_0000030"
