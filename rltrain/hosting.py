@@ -14,6 +14,7 @@ from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.schedule.order import Order
+from rltrain.tasks.roles import device_roles
 
 ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Critic, Reference, Rollout, Reward)}
 
@@ -24,7 +25,7 @@ def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role]
     roles: dict[str, Role] = {}
     for name in job.placement.hosts(job.world.rank):
         roles[name] = ROLES[name].beside(job, roles)
-        if ROLES[name].uses_device:
+        if name in device_roles():
             residency.admit(name, roles[name].parts)
     return roles, residency
 
@@ -34,7 +35,7 @@ def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
         return trace.span(name, category)
 
     settings = job.config.residency
-    on_device = [name for name in job.placement.hosts(job.world.rank) if ROLES[name].uses_device]
+    on_device = [name for name in job.placement.hosts(job.world.rank) if name in device_roles()]
     return Residency(
         order,
         {name: job.offload_of(name) for name in on_device},
@@ -48,7 +49,7 @@ def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
 
 
 def _communicators(job: Job, order: Order) -> Communicators:
-    staying = {name for name in job.placement.roles if not ROLES[name].uses_device or not _may_leave(job, name)}
+    staying = {name for name in job.placement.roles if name not in device_roles() or not _may_leave(job, name)}
     plan = CommunicatorPlan(order, job.placement, job.grids, job.world.rank, lists=job.groups.reopenable, kept=staying)
     return Communicators(plan, job.groups)
 

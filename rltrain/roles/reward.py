@@ -16,7 +16,6 @@ from rltrain.roles.sample_log import SampleLog
 
 class Reward(Role):
     name = "reward"
-    uses_device = False
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

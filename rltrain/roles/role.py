@@ -103,11 +103,9 @@ class Role:
     """
 
     name: ClassVar[str]
-    uses_device: ClassVar[bool] = True
-    """Whether it holds device memory that other roles of a rank may need."""
 
     parts: Mapping[str, MemoryPart]
-    """What it holds on the device, by the names of tasks.roles; only where uses_device."""
+    """What it holds on the device, by the names of tasks.roles; only where it is declared to have a model."""
 
     @classmethod
     def beside(cls, job: Job, hosted: Mapping[str, "Role"]) -> "Role":

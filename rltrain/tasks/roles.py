@@ -100,6 +100,13 @@ DECLARED: dict[str, RoleTasks] = {role.name: role for role in (ACTOR, CRITIC, RE
 """In the order in which roles are listed, built, and evaluate samples."""
 
 
+JOINT: dict[str, Needs] = {
+    "weight_sync": Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
+    "decide_to_stop": Needs(),
+}
+"""Tasks of several roles."""
+
+
 def trained_roles() -> tuple[str, ...]:
     """Roles that learn."""
     return tuple(role.name for role in DECLARED.values() if role.model == "trained")
@@ -142,10 +149,3 @@ def needs_of(task: str) -> Needs:
             if declared.name == task:
                 return declared.needs
     raise ValueError(f"what the task {task} needs on the device is unknown: declare it in rltrain/tasks/roles.py")
-
-
-JOINT: dict[str, Needs] = {
-    "weight_sync": Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
-    "decide_to_stop": Needs(),
-}
-"""Tasks of several roles."""

@@ -21,7 +21,6 @@ TASK = "teacher_logprobs"
 
 class Teacher(Role):
     name = "teacher"
-    uses_device = False
 
     def teacher_logprobs(self, step: int, chunk: int) -> None:
         """What it thinks of the drawn tokens."""

@@ -1,0 +1,47 @@
+"""What is declared of tasks is what the order does with them."""
+
+import pytest
+
+from rltrain.data.experience import FIELDS
+from rltrain.hosting import ROLES
+from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, evaluations, needs_of
+from tests.unit.schedule_configs import GRPO, PPO, order_of
+
+RUNS = {
+    "grpo": {"checkpoint": {"save_interval": 1, "save_hf_interval": 1}, "loss": {"old_logprobs": "actor"}},
+    "ppo": {"algorithm": "ppo", "placement": PPO},
+    "pipelined": {"placement": GRPO, "schedule": {"mode": "pipelined", "chunks": 2}, "evaluation": {"stop_at": 0.5}},
+    "sft": {"algorithm": "sft"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_whatever_the_order_does_with_a_role_is_declared_of_it(name: str) -> None:
+    for entry in order_of(**RUNS[name]):
+        tasks = DECLARED[entry.actors[0]].tasks
+        if entry.kind == "task" and entry.name != "checkpoint" and entry.name not in JOINT:
+            assert entry.name in {task.name for task in tasks}, entry
+        elif entry.kind == "post":
+            assert any(entry.name in task.leaves for task in tasks), entry
+        elif entry.kind == "wait":
+            taken = {transfer for task in tasks for transfer in task.takes}
+            opinions = {task.name for _, task in evaluations()} if entry.actors == ("actor",) else set()
+            assert entry.name in taken | opinions, entry
+
+
+def test_a_role_has_a_method_for_every_task_declared_of_it() -> None:
+    assert ROLES.keys() == DECLARED.keys()
+    for role in DECLARED.values():
+        assert [task.name for task in role.tasks if not callable(getattr(ROLES[role.name], task.name, None))] == []
+
+
+def test_transfers_carry_fields_of_experience_and_somebody_takes_them() -> None:
+    assert {field for fields in TRANSFERS.values() for field in fields} <= FIELDS.keys()
+    left = {transfer for role in DECLARED.values() for task in role.tasks for transfer in task.leaves}
+    assert left == TRANSFERS.keys()
+
+
+def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:
+    for role in DECLARED.values():
+        for task in role.tasks:
+            assert {owner for owner, _ in needs_of(task.name).parts} <= ({role.name} if role.model else set())
