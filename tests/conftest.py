@@ -1,8 +1,10 @@
-"""The order of files: those that take longest first, so that no worker is left alone with one at the end."""
+"""For all tests: the order of their files, and whether their processes are forked."""
 
 from pathlib import Path
 
 import pytest
+
+from tests.forked.popen import SETTING
 
 FOLDERS = ("end_to_end", "distributed", "sglang", "unit", "gpu")
 LONGEST = (
@@ -19,7 +21,15 @@ LONGEST = (
 """First in their folders. An entry that is missing or too much costs time and nothing else."""
 
 
+@pytest.fixture(autouse=True)
+def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a test marked `by_command_line` are not forked."""
+    if request.node.get_closest_marker("by_command_line"):
+        monkeypatch.setenv(SETTING, "off")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take longest come first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: place_of(item.path))
 
 

@@ -6,14 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, run
-from tests.forked.popen import SETTING
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_starts_them(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a test marked `by_command_line` are not forked."""
-    if request.node.get_closest_marker("by_command_line"):
-        monkeypatch.setenv(SETTING, "off")
 
 
 @pytest.fixture(scope="session")

@@ -109,6 +109,7 @@ def compare(case: str, num_steps: int, least: dict[str, dict[str, float]]) -> di
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.by_command_line
 def test_modes_are_faster_and_near_their_bounds():
     """Long-tailed lengths in real decoding, rewards slowed on purpose, a rank each for actor, rollout and reward."""
     least = {
@@ -121,6 +122,7 @@ def test_modes_are_faster_and_near_their_bounds():
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.by_command_line
 def test_more_staleness_evens_out_steps_of_unequal_length_and_training_hardly_waits_to_publish():
     modes = compare("uneven_steps", 80, {"asynchronous-1": {}, "asynchronous-4": {"speedup": 1.05}})
     for mode in modes.values():

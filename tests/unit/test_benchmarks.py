@@ -103,6 +103,7 @@ weight_sync.main()
 
 
 @pytest.mark.slow
+@pytest.mark.by_command_line  # it looks for its ranks among its own children
 def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -> None:
     options = ["--size", "tiny", "--vocabulary", "151936", "--cases", "colocated,checkpoint", "--steps", "5"]
     found = result_of("real_size.py", *options)
