@@ -265,7 +265,7 @@ class Residency(Section):
 
 
 class Timeouts(Section):
-    """Limits of waits for other ranks. They run only while the awaited rank shows no progress."""
+    """Limits of waits for other ranks. They run only while no rank of the job shows progress."""
 
     no_progress_s: Positive = 1800.0
     """The job then ends with a message that names the rank, its role, task and step. Longer than the longest piece of

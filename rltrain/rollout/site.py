@@ -30,8 +30,8 @@ class EngineSite:
     """Whether it gives its device memory up between its tasks."""
 
     @property
-    def spans_nodes(self) -> bool:
-        return len({rank // self.world.ranks_per_node for rank in self.ranks}) > 1
+    def num_nodes(self) -> int:
+        return len({rank // self.world.ranks_per_node for rank in self.ranks})
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ REWARD = RoleTasks(
 )
 
 DECLARED: dict[str, RoleTasks] = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, ROLLOUT, REWARD)}
-"""In the order in which roles are listed, built, and evaluate samples."""
+"""In the order in which roles are listed and built."""
 
 
 JOINT: dict[str, Needs] = {

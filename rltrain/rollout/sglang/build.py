@@ -104,7 +104,6 @@ def parts_of_server(
 
 def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, leaves: bool) -> ServerSpec:
     config, world, ranks, rollout = site.config, site.world, site.ranks, site.config.rollout
-    num_nodes = len({rank // world.ranks_per_node for rank in ranks})
     return ServerSpec(
         python=rollout.sglang.python or sys.executable,
         model_path=config.model.path,
@@ -120,7 +119,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         memory_saver=leaves,
         args=rollout.sglang.args,
         node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
-        num_nodes=num_nodes,
+        num_nodes=site.num_nodes,
         rendezvous=rendezvous,
     )
 
@@ -134,7 +133,7 @@ def _gpus(ranks: list[int], ranks_per_node: int) -> tuple[str, ...]:
 
 def _rendezvous(site: EngineSite) -> str | None:
     """host:port where the processes of an engine over several nodes meet, on the node of its first rank."""
-    if not site.spans_nodes:
+    if site.num_nodes == 1:
         return None
     key = f"engine/{site.ranks[0]}"
     if site.world.rank == site.ranks[0]:
