@@ -13,6 +13,7 @@ from rltrain.hosting import host_roles
 from rltrain.observability.metrics import MetricsWriter
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
 from rltrain.roles.reward import Reward
@@ -37,6 +38,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = []
     if is_logging:
+        write_job(job.config, job.world.size, job.world.ranks_per_node)
         sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
     steps = range(job.first_step, job.config.steps + 1)
