@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from rltrain.estimate.activations import Activations
+from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, served_elements, trained_elements
 from rltrain.models import Architecture
@@ -18,6 +19,11 @@ POSITIONS_MULTIPLE = 8
 WEIGHT_SYNC_BUFFERS = 4
 """Two that a rank packs and two that it receives into."""
 SGLANG_STAGING_SLOTS = 2
+SGLANG_PREFILL_TOKENS = 8192
+"""At a time: longer prompts, and more of them, are read in pieces."""
+SGLANG_MEMORY_FRACTION = 0.85
+"""Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
+chooses depends on the device and is near this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Logits that are looked at in fp32 at a time."""
 LOGPROB_COPIES = 2
@@ -38,10 +44,11 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
     return num_tokens * architecture.num_layers * elements * item_bytes
 
 
-def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
-    """Of each part of a role's memory, on a rank of one of its pipeline stages."""
+def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = None) -> dict[str, int]:
+    """Of each part of a role's memory, on a rank of one of its pipeline stages. An SGLang server's keys and values take
+    no more than it leaves them of `gpu`."""
     if role == "rollout":
-        return _served_bytes(job)
+        return {"weights": _served_weights(job), "kv_cache": kv_cache_bytes(job, gpu)}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
     if role == "reference":
@@ -60,16 +67,24 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     }
 
 
-def _served_bytes(job: PlannedJob) -> dict[str, int]:
-    architecture, grid = job.architectures["rollout"], job.grids["rollout"]
-    return {
-        "weights": served_elements(architecture, grid.tp) * job.item_bytes,
-        "kv_cache": kv_bytes(architecture, kv_tokens(job), tp=grid.tp, item_bytes=job.item_bytes),
-    }
+def _served_weights(job: PlannedJob) -> int:
+    return served_elements(job.architectures["rollout"], job.grids["rollout"].tp) * job.item_bytes
+
+
+def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
+    """Of an engine's cache on one of its ranks: what all responses that run at once may need, and with SGLang what fits
+    beside the weights, but at least one context."""
+    rollout, architecture, tp = job.config.rollout, job.architectures["rollout"], job.grids["rollout"].tp
+    wanted = kv_bytes(architecture, kv_tokens(job), tp=tp, item_bytes=job.item_bytes)
+    if rollout.engine != "sglang" or gpu is None:
+        return wanted
+    fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
+    room = int(gpu.memory_gb * GB * fraction) - _served_weights(job)
+    return max(kv_bytes(architecture, rollout.max_context_tokens, tp=tp, item_bytes=job.item_bytes), min(wanted, room))
 
 
 def kv_tokens(job: PlannedJob) -> int:
-    """Positions that an engine's cache has: for as many responses as run at once, each up to the longest context."""
+    """Positions that an engine's cache may need: for as many responses as run at once the longest context each."""
     rollout = job.config.rollout
     running = rollout.max_running_requests
     if job.config.data.eval is None:
@@ -123,7 +138,10 @@ def _generating_bytes(job: PlannedJob) -> dict[str, int]:
     running = min(config.rollout.max_running_requests, job.samples_per_replica("rollout"))
     prompts = min(-(-running // job.shape.samples_per_group), running)
     widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // tp
-    hidden = prompts * config.data.max_prompt_tokens * (2 * architecture.hidden_size + widest) * job.item_bytes
+    tokens = prompts * config.data.max_prompt_tokens
+    if config.rollout.engine == "sglang":
+        tokens = min(tokens, SGLANG_PREFILL_TOKENS)
+    hidden = tokens * (2 * architecture.hidden_size + widest) * job.item_bytes
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
 
 

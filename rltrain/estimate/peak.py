@@ -50,7 +50,7 @@ def rank_memories(job: PlannedJob, gpu: Gpu) -> list[RankMemory]:
     """One for each kind of rank with something on the device, in the order of their first ranks."""
     found = [(kind, ranks) for kind, ranks in job.kinds.items() if kind.stages]
     fixed = _fixed_bytes(job, gpu, {ranks[0] for _, ranks in found})
-    return [_memory(job, kind, ranks, fixed[ranks[0]]) for kind, ranks in found]
+    return [_memory(job, gpu, kind, ranks, fixed[ranks[0]]) for kind, ranks in found]
 
 
 def largest(memories: Sequence[RankMemory]) -> RankMemory:
@@ -58,16 +58,18 @@ def largest(memories: Sequence[RankMemory]) -> RankMemory:
     return max(memories, key=lambda memory: memory.peak.total)
 
 
-def _memory(job: PlannedJob, kind: Kind, ranks: tuple[int, ...], fixed: Mapping[str, int]) -> RankMemory:
+def _memory(job: PlannedJob, gpu: Gpu, kind: Kind, ranks: tuple[int, ...], fixed: Mapping[str, int]) -> RankMemory:
     stages = dict(kind.stages)
     parts = {
-        (role, part): size for role, stage in kind.stages for part, size in resident_bytes(job, role, stage).items()
+        (role, part): size
+        for role, stage in kind.stages
+        for part, size in resident_bytes(job, role, stage, gpu).items()
     }
     rows, on_host = [], set[Key]()
     for task, places in _of_a_step(job, kind):
         on_host |= {key for key, place in places.items() if place == "host" and key[0] not in job.guests}
-        held = {".".join(key): parts[key] for key, place in places.items() if place == "device" and key in parts}
-        rows.append(TaskMemory(task, {**held, **working_bytes(job, task, stages), **fixed}))
+        there = {".".join(key): parts[key] for key, place in places.items() if place == "device" and key in parts}
+        rows.append(TaskMemory(task, {**there, **working_bytes(job, task, stages), **fixed}))
     rows = rows or [TaskMemory("start", {**{".".join(key): size for key, size in parts.items()}, **fixed})]
     return RankMemory(kind, ranks, parts, rows, host_bytes(job, stages, frozenset(on_host)))
 

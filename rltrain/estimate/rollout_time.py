@@ -5,7 +5,7 @@ from math import ceil
 
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import kv_bytes
+from rltrain.estimate.memory import kv_bytes, kv_cache_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
 from rltrain.estimate.workload import Workload
@@ -29,7 +29,8 @@ def generation(job: PlannedJob, gpu: Gpu, workload: Workload, share: float = 1.0
     that are longer than the mean run on, fewer and fewer."""
     architecture, grid = job.architectures["rollout"], job.grids["rollout"]
     num = max(1.0, job.samples_per_replica("rollout") * share)
-    slots = min(num, job.config.rollout.max_running_requests)
+    kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
+    slots = max(1.0, min(num, job.config.rollout.max_running_requests, kv_cache_bytes(job, gpu) / kept))
     num_steps = num * workload.response / slots + max(workload.longest_response - workload.response, 0.0)
     running = num * workload.response / num_steps
     flops = forward_flops(architecture)

@@ -129,3 +129,16 @@ def test_a_devices_figures_may_come_from_a_file(tmp_path):
 def test_ranks_that_are_alike_are_told_of_once():
     job = job_of(replace(qwen3_8b(), num_layers=4), {"actor": "0-2047", "rollout, reward": "2048-4095"}, 4096)
     assert [len(memory.ranks) for memory in rank_memories(job, H100)] == [2048, 2048]
+
+
+def test_a_server_takes_no_more_than_it_is_left():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    rollout = {"max_running_requests": 1024, "max_context_tokens": 8192, "sampling": {"max_response_tokens": 7000}}
+    batch = {"prompts_per_step": 4096, "samples_per_prompt": 8}
+    peaks = {}
+    for engine in ("embedded", "sglang"):
+        job = job_of(qwen3_8b(), apart, 16, rollout={**rollout, "engine": engine}, batch=batch)
+        peaks[engine] = rank_memories(job, H100)[-1]
+    assert not peaks["embedded"].fits(H100)
+    assert peaks["sglang"].fits(H100)
+    assert sum(peaks["sglang"].parts.values()) == pytest.approx(0.85 * 80 * GB, rel=0.001)
