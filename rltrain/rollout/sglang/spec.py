@@ -37,6 +37,8 @@ class ServerSpec:
     """Whether stop strings are looked for."""
     memory_saver: bool
     """Whether it can give its memory back and take it again."""
+    fp8: bool
+    """Whether the layers' matrices are in FP8, with a scale per block of 128 x 128."""
     args: Mapping[str, Any]
     """More arguments by name: rollout.sglang.args."""
     node_rank: int = 0
