@@ -11,6 +11,13 @@ from rltrain.tasks.roles import all_tasks
 METRICS: tuple[Metric, ...] = (
     *(metric for task in all_tasks() for metric in task.reports),
     Metric("perf/step_time_s", "s", "from the end of the previous step to the end of this one"),
+    Metric("perf/tokens_per_gpu_s", "tokens/s", "tokens trained on per second of the step and rank of the job"),
+    Metric(
+        "perf/<role>_idle",
+        "fraction",
+        "of the time since its last report in which the role's first rank worked on none of the role's tasks: it "
+        "waited, or worked for another role",
+    ),
     Metric(
         "perf/<task>_s",
         "s",
@@ -34,6 +41,8 @@ METRICS: tuple[Metric, ...] = (
         "memory/<role>_residue_bytes", "bytes", "what was left on the device of nobody's after the role had left it"
     ),
     Metric("memory/host_bytes", "bytes", "host memory kept for what leaves the device, of all roles of the rank"),
+    Metric("memory/peak_bytes", "bytes", "most allocated on the device; on a CPU the process's peak so far"),
+    Metric("memory/reserved_bytes", "bytes", "what torch's allocator has of the device; on a CPU the resident set"),
     Metric("memory/offload_s", "s", "tasks waiting for other roles to leave the device"),
     Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )

@@ -110,6 +110,7 @@ class Rollout(Role):
         seconds = time.perf_counter() - self.step_start_s
         return {
             "perf/rollout_tokens_per_s": self.step_response_tokens / seconds,
+            "perf/rollout_tokens_per_gpu_s": self.step_response_tokens / seconds / len(self.grid.ranks),
             "rollout/response_tokens": self.step_response_tokens,
             "perf/decode_step_max_s": self.training.longest_step_s,
         }

@@ -23,6 +23,7 @@ UPDATE = (
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
+    Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
     Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.tis_clip"),
     Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.tis_clip cuts"),
     Metric("train/staleness_mean", "steps", "mean of step less policy version over the response tokens trained on"),
@@ -32,6 +33,7 @@ UPDATE = (
     Metric(
         "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
     ),
+    Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
 )
 UPDATE_CRITIC = (
     Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),
@@ -46,6 +48,7 @@ GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
     Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
+    Metric("perf/rollout_tokens_per_gpu_s", "tokens/s", "the same per rank of the rollout"),
 )
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
