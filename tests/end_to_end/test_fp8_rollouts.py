@@ -41,6 +41,10 @@ def test_both_ways_of_syncing_give_engines_the_same_weights(
 
 
 @pytest.mark.slow
-def test_the_model_learns(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    records = run(warmed_up, data_overrides, tmp_path, "evaluation={interval: 10, stop_at: 0.9}")
+def test_the_model_learns_from_samples_that_are_stale_too(
+    warmed_up: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    asynchronous = "schedule={mode: asynchronous, max_staleness: 1}"
+    records = run(warmed_up, data_overrides, tmp_path, "evaluation={interval: 10, stop_at: 0.9}", asynchronous)
     assert column(records, "eval/score")[-1] >= 0.9
+    assert max(column(records, "train/staleness_max")) == 1
