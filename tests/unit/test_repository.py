@@ -85,6 +85,7 @@ FAST_TO_IMPORT = (
     "cluster.grid",
     "cluster.placement",
     "models",
+    "models.flops",
     "reshard.layout",
     "reshard.plan.planner",
     "tools.prediction",
