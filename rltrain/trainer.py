@@ -10,10 +10,10 @@ from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
-from rltrain.observability.idle_time import IdleTime
 from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.role_work import RoleWork
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
 from rltrain.roles.reward import Reward
@@ -79,7 +79,7 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
-        self.idle_time = IdleTime()
+        self.work = RoleWork()
         self.position = 0
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end
@@ -162,7 +162,7 @@ class Trainer:
             if self.job.world.device.type == "cuda":
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
-        self.idle_time.worked(self.hosted & set(entry.actors), spent.work_s)
+        self.work.add(self.hosted & set(entry.actors), spent.work_s, self.job.operations.take())
         metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
@@ -177,7 +177,7 @@ class Trainer:
         of_rank = {"host", "offload", "onload", "peak", "reserved"} if "actor" in leads else set()
         memory = self.residency.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
-        metrics |= self.idle_time.metrics(sorted(leads))
+        metrics |= self.work.metrics(sorted(leads))
         return metrics | (self.checkpointing.metrics() if "actor" in leads else {})
 
     def _in_flight(self) -> InFlightSync | None:

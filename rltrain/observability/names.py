@@ -19,6 +19,13 @@ METRICS: tuple[Metric, ...] = (
         "waited, or worked for another role",
     ),
     Metric(
+        "perf/<role>_tflops",
+        "TFLOP/s",
+        "what its model computed per second and rank in tasks that compute: products of matrices alone, backward twice "
+        "as much as forward, nothing that is recomputed (models/flops.py)",
+    ),
+    Metric("perf/<role>_mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
+    Metric(
         "perf/<task>_s",
         "s",
         "work of one task of the step, such as generate, score, update or weight_sync, on the reporting rank: without "

@@ -22,14 +22,14 @@ class TensorboardRun:
             ) from error
         folder = Path(config.output_dir, TENSORBOARD_FOLDER)
         try:
-            self._writer = SummaryWriter(str(folder), purge_step=first_step or None)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
         except OSError as error:
             raise cannot_write(error.filename or folder, error, "logging.tensorboard") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

@@ -239,6 +239,8 @@ class Rollout(Role):
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
         experience = pack_groups(drawn, [group.position for group in finished])
+        lengths = experience.lengths.tolist()
+        self.job.operations.add(self.job.architecture, lengths, len(self.engine_ranks), backward=False)
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 

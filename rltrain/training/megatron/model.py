@@ -80,7 +80,7 @@ class LanguageModel(GPTModel):
         self.architecture = architecture
         self.layout = layout
         self.device = device
-        self.on_micro_batch: Callable[[], None] = lambda: None
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
         self.transformer_engine = transformer_engine
         self._set_rotary_embedding()
