@@ -27,7 +27,7 @@ class Model(Section):
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """auto takes Transformer Engine where it is installed and a GPU is present."""
+    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
 

@@ -73,6 +73,7 @@ class Rollout(Role):
             tokenizer=job.prompts.decoder,
             job_store=job.job_store,
             leaves="rollout" in leaving_roles(offload),
+            draws_during_syncs=job.shape.draws_during_syncs,
         )
 
     def leave(self) -> None:

@@ -42,6 +42,7 @@ def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides
         "needs_tokenizer": False,
         "memory_saver": False,
         "fp8": False,
+        "draws_during_syncs": True,
         "args": {},
     }
     return ServerSpec(**settings | overrides)

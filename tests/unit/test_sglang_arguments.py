@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch
 from rltrain.errors import ConfigError
 from rltrain.rollout.sglang.arguments import MIN_VERSION, check_arguments, server_arguments
 from rltrain.rollout.sglang.build import build_sglang
-from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec
+from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, server_environment
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_sglang_process import make_spec
 
@@ -120,6 +120,27 @@ def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: st
     site = SimpleNamespace(config=config, ranks=ranks, world=SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(ConfigError, match=f"{key}: got .* without a GPU; expected .*rollout.engine: embedded"):
         build_sglang(site, leave=lambda: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "draws_during_syncs", "disabled"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, True), ("cpu", False, True)],
+)
+def test_steps_overlap_where_no_batch_is_half_done_when_weights_come(
+    tmp_path: Path, device: Literal["cuda", "cpu"], draws_during_syncs: bool, disabled: bool
+) -> None:
+    spec = replace(make_spec(tmp_path), device=device, draws_during_syncs=draws_during_syncs)
+    assert server_arguments(spec, 1, 2)["defaults"]["disable_overlap_schedule"] is disabled
+
+
+def test_cuda_graphs_leave_with_the_memory_that_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.delenv(variable, raising=False)
+    stays, leaves = make_spec(tmp_path), replace(make_spec(tmp_path), memory_saver=True)
+    assert variable not in server_environment(stays)
+    assert server_environment(leaves)[variable] == "1"
+    monkeypatch.setenv(variable, "0")
+    assert server_environment(leaves)[variable] == "0", "a user's own setting wins"
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def make_spec(folder: Path, **args: Any) -> ServerSpec:
         needs_tokenizer=False,
         memory_saver=False,
         fp8=False,
+        draws_during_syncs=False,
         args=args,
     )
 

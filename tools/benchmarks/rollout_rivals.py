@@ -137,6 +137,7 @@ class SGLang:
                 needs_tokenizer=False,
                 memory_saver=False,
                 fp8=False,
+                draws_during_syncs=False,
                 args={"load_format": "auto", "sleep_on_idle": True},  # or it takes a core while others are timed
             )
         )

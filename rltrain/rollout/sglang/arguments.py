@@ -147,7 +147,7 @@ def _proposed(spec: ServerSpec) -> dict[str, Any]:
         "load_format": "dummy",
         "log_level_http": "warning",
         # With it a pause leaves a batch half done: its tokens would be counted to the weights that come next.
-        "disable_overlap_schedule": True,
+        "disable_overlap_schedule": spec.draws_during_syncs or spec.device == "cpu",
     }
     if spec.device == "cuda":
         return common

@@ -130,6 +130,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         needs_tokenizer=bool(rollout.sampling.stop),
         memory_saver=leaves,
         fp8=rollout.dtype == "fp8",
+        draws_during_syncs=site.draws_during_syncs,
         args=rollout.sglang.args,
         node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
         num_nodes=site.num_nodes,
@@ -151,12 +152,5 @@ def _rendezvous(site: EngineSite) -> str | None:
     key = f"engine/{site.ranks[0]}"
     if site.world.rank == site.ranks[0]:
         with socket.create_server(("", 0)) as free:
-            site.job_store.put(key, f"{_own_address()}:{free.getsockname()[1]}")
+            site.job_store.put(key, f"{site.world.address}:{free.getsockname()[1]}")
     return str(site.job_store.get(key, waiting_for=f"the address of the engine on rank {site.ranks[0]}"))
-
-
-def _own_address() -> str:
-    """Of the interface by which this node reaches the others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
-        return str(probe.getsockname()[0])

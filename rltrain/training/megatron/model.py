@@ -125,7 +125,7 @@ def build_model(
     initialize_rng_tracker(inference_rng_tracker=True)
     if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    transformer_engine = uses_transformer_engine(model, device)
     config = transformer_config(
         architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
     )
@@ -137,7 +137,7 @@ def build_model(
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
     """Where the parameters lie that build_model makes. ConfigError as there."""
-    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    transformer_engine = uses_transformer_engine(model, device)
     return megatron_layout(architecture, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 
