@@ -10,9 +10,10 @@ from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
-from rltrain.observability.metrics import MetricsWriter
+from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.role_work import RoleWork
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
@@ -39,10 +40,19 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     sinks: list[Sink] = []
     if is_logging:
         write_job(job.config, job.world.size, job.world.ranks_per_node)
-        sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
+        goes_on = job.resumed is not None
+        sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), Progress(job.config)]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
     steps = range(job.first_step, job.config.steps + 1)
-    return Reporter(job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead)
+
+    def of_whole_step(merged: Metrics) -> Metrics:
+        if not merged.keys() >= {"train/tokens", "perf/step_time_s"}:
+            return {}
+        return {"perf/tokens_per_gpu_s": merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size}
+
+    return Reporter(
+        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step
+    )
 
 
 class Trainer:
@@ -71,6 +81,7 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
+        self.work = RoleWork()
         self.position = 0
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end
@@ -153,6 +164,7 @@ class Trainer:
             if self.job.world.device.type == "cuda":
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
+        self.work.add(self.hosted & set(entry.actors), spent.work_s, self.job.operations.take())
         metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
@@ -164,9 +176,10 @@ class Trainer:
     def _metrics_of_rank(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
-        of_rank = {"host", "offload", "onload"} if "actor" in leads else set()
+        of_rank = {"host", "offload", "onload", "peak", "reserved"} if "actor" in leads else set()
         memory = self.residency.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
+        metrics |= self.work.metrics(sorted(leads))
         return metrics | (self.checkpointing.metrics() if "actor" in leads else {})
 
     def _in_flight(self) -> InFlightSync | None:

@@ -24,6 +24,8 @@ SGLANG_PREFILL_TOKENS = 8192
 SGLANG_MEMORY_FRACTION = 0.85
 """Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
 chooses depends on the device and is near this."""
+FP8_BLOCK_ELEMENTS = 128 * 128
+"""That share a scale."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Logits that are looked at in fp32 at a time."""
 LOGPROB_COPIES = 2
@@ -48,7 +50,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = Non
     """Of each part of a role's memory, on a rank of one of its pipeline stages. An SGLang server's keys and values take
     no more than it leaves them of `gpu`."""
     if role == "rollout":
-        return {"weights": _served_weights(job), "kv_cache": kv_cache_bytes(job, gpu)}
+        return {"weights": served_weights(job), "kv_cache": kv_cache_bytes(job, gpu)}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
     if role == "reference":
@@ -67,8 +69,11 @@ def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = Non
     }
 
 
-def _served_weights(job: PlannedJob) -> int:
-    return served_elements(job.architectures["rollout"], job.grids["rollout"].tp) * job.item_bytes
+def served_weights(job: PlannedJob) -> int:
+    """Bytes of an engine's weights on one of its ranks."""
+    elements, quantizable = served_elements(job.architectures["rollout"], job.grids["rollout"].tp)
+    in_fp8 = quantizable if job.config.rollout.dtype == "fp8" else 0
+    return (elements - in_fp8) * job.item_bytes + in_fp8 + in_fp8 * FP32 // FP8_BLOCK_ELEMENTS
 
 
 def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
@@ -79,7 +84,7 @@ def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
     if rollout.engine != "sglang" or gpu is None:
         return wanted
     fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
-    room = int(gpu.memory_gb * GB * fraction) - _served_weights(job)
+    room = int(gpu.memory_gb * GB * fraction) - served_weights(job)
     return max(kv_bytes(architecture, rollout.max_context_tokens, tp=tp, item_bytes=job.item_bytes), min(wanted, room))
 
 
@@ -162,7 +167,9 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
     found = {"offloaded": sum(parts[key] for key in leaving)}
-    found["offloaded"] += sum(parts[role, "weights"] for role in stages if role in job.guests)
+    found["offloaded"] += sum(
+        parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
+    )
     if job.config.checkpoint.save_interval:
         saved = [role for role in ("actor", "critic") if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
@@ -177,3 +184,9 @@ def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     settings, replicas = job.config.actor if role == "actor" else job.config.critic, job.grids[role].dp
     shares = 1 if settings.distributed_optimizer else replicas
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
+
+
+def _equal_on_node(job: PlannedJob, role: str) -> int:
+    """Ranks of a node that have the same weights of a role, of which they keep one copy."""
+    grid = job.grids[role]
+    return min(grid.dp * grid.cp, max(1, job.ranks_per_node // grid.tp))

@@ -5,7 +5,7 @@ from functools import lru_cache
 from math import lcm, prod
 
 from rltrain.cluster.grid import Grid
-from rltrain.models import Architecture
+from rltrain.models import Architecture, quantizable_tensors
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
 
@@ -60,10 +60,11 @@ def _trained(architecture: Architecture, tp: int, pp: int, ep: int, etp: int, st
 
 
 @lru_cache(maxsize=1024)
-def served_elements(architecture: Architecture, tp: int) -> int:
-    """Of the parameters on a rank of an engine."""
-    parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0).parameters
-    return sum(prod(shape) for _, shape in parameters)
+def served_elements(architecture: Architecture, tp: int) -> tuple[int, int]:
+    """Of the parameters on a rank of an engine: all, and those of matrices that it may hold in FP8."""
+    share = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0)
+    quantizable = share.pieces[quantizable_tensors(architecture)[share.pieces["tensor"]]]
+    return sum(prod(shape) for _, shape in share.parameters), int((quantizable["rows"] * quantizable["cols"]).sum())
 
 
 def expert_data_parallel(grid: Grid) -> int:

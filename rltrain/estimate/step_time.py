@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import mean
 
 from rltrain.cluster.placement import Placement
 from rltrain.estimate.hardware import Gpu
@@ -53,7 +54,7 @@ class Clock:
     def task(self, name: str, role: str) -> float:
         """Of one entry of the order: a chunk, where steps have several."""
         if (name, role) not in self._seconds:
-            self._seconds[name, role] = self._task(name, role) * self._factors.get(name, 1.0)
+            self._seconds[name, role] = self._task(name, role) * self._factor(name)
         return self._seconds[name, role]
 
     def step(self) -> StepTime:
@@ -90,6 +91,16 @@ class Clock:
         ) / len(steps)
         tokens = job.samples_per_step * self.workload.sample
         return StepTime(tasks, moved, step_s, shares, tokens / step_s / len(job.placement.hosting))
+
+    def _factor(self, name: str) -> float:
+        """Of a task that was not measured, the mean of those that were and do the same: pass forward, or back too."""
+        if name in self._factors:
+            return self._factors[name]
+        trains = TASK_ROLES.get(name, (None, None))[1]
+        alike = [
+            factor for task, factor in self._factors.items() if task in TASK_ROLES and TASK_ROLES[task][1] == trains
+        ]
+        return mean(alike) if alike else 1.0
 
     def _task(self, name: str, role: str) -> float:
         task_s, share = self.gpu.efficiency.task_s, 1 / self.job.shape.num_chunks

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.memory import served_weights
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import served_elements, stage_layers
+from rltrain.estimate.shares import stage_layers
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import whole_engine
 
 BYTES_PER_COPY = 2
 """A byte that is copied is read and written."""
@@ -32,8 +33,8 @@ class PlannedSync:
             transformer_engine=job.config.model.transformer_impl != "local",
             layers_per_stage=stage_layers(architecture.num_layers, grid.pp),
         )
-        destination = engine_layout(architecture, job.grids["rollout"], dtype=job.config.model.dtype)
-        return Planner(source, destination, job.ranks_per_node)
+        layouts = whole_engine(job.config, architecture, job.grids["rollout"]).filled_from(source)
+        return Planner(layouts.source, layouts.destination, job.ranks_per_node)
 
     def prediction(self, gpu: Gpu) -> Prediction:
         return predict(self.planner, Links(network=gpu.network, node=gpu.node))
@@ -48,7 +49,7 @@ def least_sync_s(job: PlannedJob, gpu: Gpu) -> float:
     """Without a plan: what every node lacks enters it once, shared out evenly over the links of senders and of
     receivers; what is on the rank's own node comes from there."""
     rollout, actor = job.grids["rollout"], job.grids["actor"]
-    received = served_elements(job.architectures["rollout"], rollout.tp) * job.item_bytes
+    received = served_weights(job)
     nodes = {rank // job.ranks_per_node for rank in rollout.ranks}
     sources = {rank // job.ranks_per_node for rank in actor.ranks}
     model = received * rollout.tp
@@ -60,6 +61,6 @@ def least_sync_s(job: PlannedJob, gpu: Gpu) -> float:
 
 def copying_s(job: PlannedJob, gpu: Gpu) -> float:
     """Every byte is read and written where it is packed and where it arrives, and once more for a server's process."""
-    received = served_elements(job.architectures["rollout"], job.grids["rollout"].tp) * job.item_bytes
+    received = served_weights(job)
     copies = 2 + (job.config.rollout.engine == "sglang")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

@@ -39,6 +39,13 @@ def test_evaluations_without_prompts_are_doubted() -> None:
     assert doubt.startswith("evaluation.interval: got 5 without data.eval")
 
 
+def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
+    (doubt,) = doubts_about("rollout.dtype=fp8", "loss.old_logprobs=actor")
+    assert doubt.startswith("rollout.dtype: got fp8 with loss.tis_clip null")
+    assert doubts_about("rollout.dtype=fp8", "loss={old_logprobs: actor, tis_clip: 2.0}") == []
+    assert doubts_about("rollout.dtype=fp8", "loss.old_logprobs=rollout") == []
+
+
 def test_the_dry_run_ends_with_them() -> None:
     overrides = ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"]
     text = describe_job(SHIPPED, overrides, DryRunOptions(4, 4))

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "exchange": (*BASE, "data", "cluster.grid", "liveness"),
     "models": (*BASE, "cluster.grid"),
     "schedule": (*BASE, "cluster", "algorithms"),
-    "residency": (*BASE, "schedule", "cluster"),
+    "residency": (*BASE, "schedule", "cluster", "system"),
     "reshard": (*BASE, "models", "cluster.grid", "system", "liveness.task_clock"),
     "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
@@ -90,6 +90,7 @@ FAST_TO_IMPORT = (
     "cluster.grid",
     "cluster.placement",
     "models",
+    "models.flops",
     "reshard.layout",
     "reshard.plan.planner",
     "models.flops",
@@ -252,6 +253,17 @@ def test_nothing_is_unpickled() -> None:
             if name == "torch.load":
                 keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 assert keywords.get("weights_only") == "True", f"{relative(path)}: torch.load without weights_only=True"
+
+
+OWN_PATH = {"tests/unit/test_native_build.py"}
+"""A tree of its own is all that its processes are to find."""
+
+
+def test_child_processes_find_the_packages_that_this_one_was_given() -> None:
+    """Carried along by PYTHONPATH, say, to a machine without a network: it is added to and never replaced."""
+    files = [path for folder in ("launch", "tools", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
+    replacing = {relative(path) for path in files if re.search(r'"PYTHONPATH": str\(', path.read_text())}
+    assert replacing == OWN_PATH
 
 
 def declared_requirements() -> list[Requirement]:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.embedded.engine import EmbeddedEngine
+from rltrain.rollout.embedded.parameters import allocate_parameters, quantized_matrices
+from rltrain.rollout.layout import whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
 
 
@@ -14,8 +15,8 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     """As rollout.build says."""
     config, world = site.config, site.world
     dtype = getattr(torch, config.model.dtype)
-    layout = engine_layout(site.architecture, site.grid, dtype=config.model.dtype)
-    parameters = allocate_parameters(layout, world.rank, dtype=dtype, device=world.device)
+    layout = whole_engine(config, site.architecture, site.grid).layout
+    parameters = allocate_parameters(layout, world.rank, device=world.device)
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
@@ -25,6 +26,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         dtype=dtype,
         device=world.device,
         tokenizer=site.tokenizer,
+        matrices=quantized_matrices(layout, world.rank, parameters, dtype),
     )
     engine.begin_update()  # its weights are zeros until the first weight sync
     parts = {"weights": MemoryPart(parameters.values), "kv_cache": MemoryPart(engine.cache_tensors, forget=leave)}

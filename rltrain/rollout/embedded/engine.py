@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
-from rltrain.reshard.layout import Layout
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import SamplingParams
@@ -23,18 +23,12 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 
-def allocate_parameters(
-    layout: Layout, rank: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in layout.on(rank).parameters}
-
-
 class EmbeddedEngine:
     """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
     The KV cache's memory is kept until released. `record` says how decode steps are recorded to be replayed; None
-    takes what the device has, if it has anything.
+    takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another way
+    than as they lie, by name.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -51,6 +45,7 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
         record: Record | None = None,
+        matrices: Mapping[str, Matrix] | None = None,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
@@ -59,7 +54,7 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         self._parameters = parameters
         self._model = EngineModel(
-            architecture, parameters, TensorParallel(tp_group), max_context_tokens, dtype, self._device
+            architecture, parameters, matrices or {}, TensorParallel(tp_group), max_context_tokens, dtype, self._device
         )
         cache = KvCache(
             self._model.num_layers,
