@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section
+from rltrain.config.section import Fraction, NonNegative, Positive, Section
 from rltrain.errors import ConfigError
 
 GB = 1e9
@@ -65,7 +65,6 @@ class Gpu(Section):
     """To the memory of its host."""
     host_memory_gb: Positive
     """Of its host, its share."""
-    ranks_per_node: Count = 8
     efficiency: Efficiency = Field(default_factory=Efficiency)
 
     def flops(self, dtype: str) -> float:

@@ -107,8 +107,8 @@ class Clock:
         if name == WEIGHT_SYNC:
             return self.sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, self.gpu)
         if name == "generate":
-            made = generation(self.job, self.gpu, self.workload, share)
-            return made.prefill_s + made.decode_s + task_s
+            made = generation(self.job, self.gpu, self.workload)  # all prompts run, whichever make up a chunk
+            return share * (made.prefill_s + made.decode_s) + task_s
         if name == "score":
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s
