@@ -8,12 +8,14 @@ import torch
 
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
+from rltrain.estimate.hardware import known_gpu
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
 from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
 from rltrain.observability.role_work import RoleWork
+from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
 from rltrain.roles.reward import Reward
@@ -38,6 +40,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = []
     if is_logging:
+        write_job(job.config, job.world.size, job.world.ranks_per_node)
         goes_on = job.resumed is not None
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), Progress(job.config)]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
@@ -51,6 +54,14 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     return Reporter(
         job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step
     )
+
+
+def peak_flops(job: Job) -> float | None:
+    """What the device can do per second in model.dtype, where it is one that is known."""
+    if job.world.device.type != "cuda":
+        return None
+    gpu = known_gpu(torch.cuda.get_device_name(job.world.device))
+    return gpu.flops(job.config.model.dtype) if gpu else None
 
 
 class Trainer:
@@ -79,7 +90,7 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
-        self.work = RoleWork()
+        self.work = RoleWork(peak_flops(job))
         self.position = 0
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end

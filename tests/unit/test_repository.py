@@ -46,6 +46,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),
     "observability": (*BASE, "system", "liveness.job_store"),
+    "estimate": (
+        *BASE,
+        *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
+        "residency.memory_plan",
+    ),
     "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms"),
     "folders": BASE,
     "roles": (
@@ -63,14 +68,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
-        "observability",
+        *("observability", "estimate.hardware"),
     ),
     "job": (
         *BASE,
         *("trainer", "resuming", "schedule", "roles", "checkpoint", "reshard.kernels", "models", "liveness", "cluster"),
         *("system", "legality"),
     ),
-    "dry_run": (*BASE, "schedule", "legality", "rollout.layout", "reshard", "models", "residency", "cluster"),
+    "dry_run": (*BASE, "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster"),
     "command": (*BASE, "job", "dry_run"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
@@ -88,7 +93,8 @@ FAST_TO_IMPORT = (
     "models.flops",
     "reshard.layout",
     "reshard.plan.planner",
-    "tools.prediction",
+    "models.flops",
+    "reshard.plan.prediction",
     "reshard.megatron_layout",
     "rollout.layout",
     "dry_run.description",
