@@ -42,6 +42,14 @@ METRICS = (
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
+    Metric(
+        "rollout/preemptions",
+        "samples",
+        "samples that waited again for room for keys and values, on the reporting engine",
+    ),
+    Metric(
+        "rollout/kv_cache_peak", "fraction", "most of rollout.kv_cache_gb that was used at once, on the same engine"
+    ),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
     Metric(
         "rollout/reward_errors",
