@@ -47,8 +47,7 @@ def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
     longest = values_of(records, "rollout/response_length_max")
     if not response or not longest:
         return assumed
-    updates = zip(values_of(records, "perf/train_tokens_per_s"), values_of(records, "perf/update_s"), strict=False)
-    trained = [tokens_per_s * seconds for tokens_per_s, seconds in updates]
+    trained = values_of(records, "train/tokens")
     prompt = median(trained) / job.samples_per_step - median(response) if trained else assumed.prompt
     prompt = min(max(prompt, 1.0), job.config.data.max_prompt_tokens)
     return Workload(prompt, median(response), median(longest))

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section
+from rltrain.config.section import Fraction, NonNegative, Positive, Section
 from rltrain.errors import ConfigError
 
 GB = 1e9
@@ -66,7 +66,6 @@ class Gpu(Section):
     """To the memory of its host."""
     host_memory_gb: Positive
     """Of its host, its share."""
-    ranks_per_node: Count = 8
     efficiency: Efficiency = Field(default_factory=Efficiency)
 
     def flops(self, dtype: str) -> float:

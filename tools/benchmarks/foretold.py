@@ -2,10 +2,10 @@
 
     python tools/benchmarks/foretold.py [--steps 8]
 
-All runs are whole jobs of four ranks on CPUs. One gives every task its factor; of the others the batch, the lengths,
-the layout, the placement or the order differ. It is run anew right before each of them, and by how much its own steps
-then differ tells how even the machine is. Lengths of responses are those that a run had. Prints a table, and one JSON
-object last.
+All runs are whole jobs of two ranks on CPUs, with a core for each. One gives every task its factor; of the others the
+batch, the lengths, the placement or the order differ. It is run anew right before each of them, and by how much its own
+steps then differ tells how even the machine is. Lengths of responses are those that a run had. Prints a table, and one
+JSON object last.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rltrain.estimate.calibration import Record, factors_of, measured_workload, 
 from rltrain.estimate.hardware import Efficiency, Gpu  # noqa: E402
 from rltrain.estimate.step_time import Clock, Factors  # noqa: E402
 
-NUM_RANKS = 4
+NUM_RANKS = 2
 CPU = Gpu(
     memory_gb=4,
     tflops={"float32": 0.02},
@@ -37,9 +37,10 @@ CPU = Gpu(
         layer_s=3e-3, decode_layer_s=3e-4, decode_step_s=1e-3, collective_s=3e-4, task_s=5e-3, reward_s=1e-5
     ),
 )
-"""A rank of two cores that four ranks share: rough, since the calibration is to mend it."""
+"""A rank with one core: rough, since the calibration is to mend it."""
 COMMON = [
-    "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}",
+    "placement={'actor, reference': 0, 'rollout, reward': 1}",
+    "actor.parallel.tp=1",
     "evaluation.interval=0",
     "data.eval=null",
     "checkpoint.save_hf=false",
@@ -49,8 +50,8 @@ COMMON = [
 RUNS = {
     "twice the samples": ["batch={prompts_per_step: 32, samples_per_prompt: 16, mini_batches: 2}"],
     "longer responses": ["rollout.sampling.max_response_tokens=96", "rollout.max_context_tokens=112"],
-    "dp 2 in the place of tp 2": ["actor.parallel.tp=1"],
-    "everything on all ranks": ["placement={'actor, reference, rollout, reward': all}"],
+    "smaller micro-batches": ["actor.micro_batch_tokens=1024", "reference.micro_batch_tokens=1024"],
+    "everything on both ranks": ["placement={'actor, reference, rollout, reward': all}"],
     "generation one step ahead": ["schedule={mode: asynchronous, max_staleness: 1}"],
 }
 
@@ -67,11 +68,15 @@ def run_job(start: Path, output: Path, overrides: list[str]) -> None:
 
 
 def compare(output: Path, factors: Factors) -> dict[str, float]:
-    """Seconds of a step: measured, and foretold by `factors`."""
+    """Seconds of a step, and of its tasks: measured, and foretold by `factors`."""
     job, records = read_measured(output)
     foretold = Clock(job, CPU, measured_workload(job, records), factors).step()
     measured = step_s(records)
-    return {"measured_s": measured, "foretold_s": foretold.step_s, "ratio": foretold.step_s / measured}
+    result = {"measured_s": measured, "foretold_s": foretold.step_s, "ratio": foretold.step_s / measured}
+    for (task, _), seconds in foretold.tasks.items():
+        if took := values_of(records, f"perf/{task}_s"):
+            result |= {f"{task}_s": statistics.median(took), f"{task}_foretold_s": seconds}
+    return result
 
 
 def step_s(records: list[Record]) -> float:
