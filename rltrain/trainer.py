@@ -8,6 +8,7 @@ import torch
 
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
+from rltrain.estimate.hardware import known_gpu
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
 from rltrain.observability.metrics import Sinks
@@ -55,6 +56,14 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     )
 
 
+def peak_flops(job: Job) -> float | None:
+    """What the device can do per second in model.dtype, where it is one that is known."""
+    if job.world.device.type != "cuda":
+        return None
+    gpu = known_gpu(torch.cuda.get_device_name(job.world.device))
+    return gpu.flops(job.config.model.dtype) if gpu else None
+
+
 class Trainer:
     """One rank's part of the run."""
 
@@ -81,7 +90,7 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
-        self.work = RoleWork()
+        self.work = RoleWork(peak_flops(job))
         self.position = 0
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end

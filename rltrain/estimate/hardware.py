@@ -4,6 +4,7 @@ Figures of `GPUS` are from NVIDIA's data sheets, without sparsity, per GPU and p
 H200 SXM, HGX B200, GB200 NVL72. Network is what DGX systems of that generation give every GPU.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,6 +121,15 @@ GPUS: Mapping[str, Gpu] = {
     "gb200": _gpu(186.0, 2500.0, 5000.0, 80.0, 8000.0, 900.0, 50.0, 225.0, 240.0),
 }
 DEFAULT_GPU = "h100"
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """That of `GPUS` which torch calls so, as "NVIDIA H100 80GB HBM3"; None for others, PCIe and NVL forms among them,
+    whose figures are lower."""
+    words = re.split(r"[^a-z0-9]+", device_name.lower())
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
 def gpu_named(name: str) -> Gpu:

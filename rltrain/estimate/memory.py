@@ -6,7 +6,7 @@ from math import ceil
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import expert_data_parallel, in_buffers, served_elements, trained_elements
+from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
 from rltrain.tasks.declaration import Key
 
@@ -24,8 +24,6 @@ SGLANG_PREFILL_TOKENS = 8192
 SGLANG_MEMORY_FRACTION = 0.85
 """Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
 chooses depends on the device and is near this."""
-FP8_BLOCK_ELEMENTS = 128 * 128
-"""That share a scale."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Logits that are looked at in fp32 at a time."""
 LOGPROB_COPIES = 2
@@ -50,7 +48,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = Non
     """Of each part of a role's memory, on a rank of one of its pipeline stages. An SGLang server's keys and values take
     no more than it leaves them of `gpu`."""
     if role == "rollout":
-        return {"weights": served_weights(job), "kv_cache": kv_cache_bytes(job, gpu)}
+        return {"weights": job.served_bytes, "kv_cache": kv_cache_bytes(job, gpu)}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
     if role == "reference":
@@ -69,13 +67,6 @@ def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = Non
     }
 
 
-def served_weights(job: PlannedJob) -> int:
-    """Bytes of an engine's weights on one of its ranks."""
-    elements, quantizable = served_elements(job.architectures["rollout"], job.grids["rollout"].tp)
-    in_fp8 = quantizable if job.config.rollout.dtype == "fp8" else 0
-    return (elements - in_fp8) * job.item_bytes + in_fp8 + in_fp8 * FP32 // FP8_BLOCK_ELEMENTS
-
-
 def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
     """Of an engine's cache on one of its ranks: what all responses that run at once may need, and with SGLang what fits
     beside the weights, but at least one context."""
@@ -84,7 +75,7 @@ def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
     if rollout.engine != "sglang" or gpu is None:
         return wanted
     fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
-    room = int(gpu.memory_gb * GB * fraction) - served_weights(job)
+    room = int(gpu.memory_gb * GB * fraction) - job.served_bytes
     return max(kv_bytes(architecture, rollout.max_context_tokens, tp=tp, item_bytes=job.item_bytes), min(wanted, room))
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, role_grids
 from rltrain.config.schema import Config
+from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.schedule.order import Order
@@ -80,6 +81,12 @@ class PlannedJob:
     def item_bytes(self) -> int:
         """Of an element of the weights."""
         return ITEM_BYTES[self.config.model.dtype]
+
+    @property
+    def served_bytes(self) -> int:
+        """Of the weights on a rank of an engine."""
+        config, tp = self.config, self.grids["rollout"].tp
+        return served_bytes(self.architectures["rollout"], tp, config.model.dtype, config.rollout.dtype == "fp8")
 
     @property
     def longest_tokens(self) -> int:

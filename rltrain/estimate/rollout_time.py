@@ -5,7 +5,7 @@ from math import ceil
 
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import kv_bytes, kv_cache_bytes, served_weights
+from rltrain.estimate.memory import kv_bytes, kv_cache_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
 from rltrain.estimate.workload import Workload
@@ -46,8 +46,8 @@ def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float) -
     multiplied, whichever takes longer; and what tensor parallelism sends."""
     architecture, grid, efficiency = job.architectures["rollout"], job.grids["rollout"], gpu.efficiency
     context = workload.prompt + workload.response / 2
-    elements, _ = served_elements(architecture, grid.tp)
-    read = weights_read(architecture, grid.tp, running) * served_weights(job) / elements
+    bytes_per_element = job.served_bytes / served_elements(architecture, grid.tp)
+    read = weights_read(architecture, grid.tp, running) * bytes_per_element
     read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
     products = running * forward_flops(architecture).of_token(context) / grid.tp
     work = max(read / gpu.memory, products / (gpu.flops(job.config.model.dtype) * efficiency.matmul))
@@ -60,7 +60,7 @@ def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float) -
 def weights_read(architecture: Architecture, tp: int, running: float) -> float:
     """Elements of a rank's weights that a step with `running` tokens reads: of experts those that a token visits, if
     each visits any of them with equal chance. Of the embedding it reads next to nothing."""
-    held, _ = served_elements(architecture, tp)
+    held = served_elements(architecture, tp)
     if not architecture.tied_embeddings:
         held -= architecture.vocab_size * architecture.hidden_size // tp
     moe = architecture.moe

@@ -5,9 +5,9 @@ from functools import lru_cache
 from math import lcm, prod
 
 from rltrain.cluster.grid import Grid
-from rltrain.models import Architecture, quantizable_tensors
+from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.layout import engine_layout, engine_of
 
 EXPERT = ".experts."
 PARAMETER_ALIGNMENT = 64
@@ -60,11 +60,16 @@ def _trained(architecture: Architecture, tp: int, pp: int, ep: int, etp: int, st
 
 
 @lru_cache(maxsize=1024)
-def served_elements(architecture: Architecture, tp: int) -> tuple[int, int]:
-    """Of the parameters on a rank of an engine: all, and those of matrices that it may hold in FP8."""
-    share = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0)
-    quantizable = share.pieces[quantizable_tensors(architecture)[share.pieces["tensor"]]]
-    return sum(prod(shape) for _, shape in share.parameters), int((quantizable["rows"] * quantizable["cols"]).sum())
+def served_elements(architecture: Architecture, tp: int) -> int:
+    """Of the parameters on a rank of an engine."""
+    parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0).parameters
+    return sum(prod(shape) for _, shape in parameters)
+
+
+@lru_cache(maxsize=1024)
+def served_bytes(architecture: Architecture, tp: int, dtype: str, fp8: bool) -> int:
+    """Of the same parameters in engines of `dtype`."""
+    return engine_of(architecture, Grid(tuple(range(tp)), tp=tp), dtype=dtype, fp8=fp8).held_bytes(0)
 
 
 def expert_data_parallel(grid: Grid) -> int:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rltrain.estimate.hardware import Gpu
-from rltrain.estimate.memory import served_weights
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import stage_layers
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -49,7 +48,7 @@ def least_sync_s(job: PlannedJob, gpu: Gpu) -> float:
     """Without a plan: what every node lacks enters it once, shared out evenly over the links of senders and of
     receivers; what is on the rank's own node comes from there."""
     rollout, actor = job.grids["rollout"], job.grids["actor"]
-    received = served_weights(job)
+    received = job.served_bytes
     nodes = {rank // job.ranks_per_node for rank in rollout.ranks}
     sources = {rank // job.ranks_per_node for rank in actor.ranks}
     model = received * rollout.tp
@@ -61,6 +60,6 @@ def least_sync_s(job: PlannedJob, gpu: Gpu) -> float:
 
 def copying_s(job: PlannedJob, gpu: Gpu) -> float:
     """Every byte is read and written where it is packed and where it arrives, and once more for a server's process."""
-    received = served_weights(job)
+    received = job.served_bytes
     copies = 2 + (job.config.rollout.engine == "sglang")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

@@ -1,5 +1,6 @@
 """Where an engine keeps a checkpoint's tensors: SGLang's parameters, for every rank of a grid."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -8,11 +9,11 @@ import numpy as np
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
-from rltrain.models.element_types import ElementType
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8.blocks import BoolArray, QuantizedLayouts, quantized
 from rltrain.reshard.layout import Layout, RankLayout, Segment
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
-from rltrain.reshard.parts import split
+from rltrain.reshard.parts import parameter_types, split
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
@@ -64,12 +65,25 @@ class EnginePart:
         """Both layouts of a reshard from `source`."""
         return quantized(source, self.plain, self.quantized)
 
+    def held_bytes(self, rank: int) -> int:
+        """Of the parameters on a rank."""
+        layout = self.layout
+        types = parameter_types(layout, layout.parts[layout.ranks.index(rank)])
+        return sum(
+            math.prod(shape) * int(ITEM_BYTES[kind])
+            for (_, shape), kind in zip(layout.on(rank).parameters, types, strict=True)
+        )
+
 
 def whole_engine(config: Config, architecture: Architecture, grid: Grid) -> EnginePart:
     """All that the rollout's engines hold."""
-    plain = engine_layout(architecture, grid, dtype=config.model.dtype)
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.rollout.dtype == "fp8")
+
+
+def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
+    """All that engines of `dtype` hold, with `fp8` what can be in FP8 so."""
     in_fp8 = quantizable_tensors(architecture)
-    return EnginePart(plain, in_fp8 if config.rollout.dtype == "fp8" else np.zeros_like(in_fp8))
+    return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
 def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list[EnginePart]:

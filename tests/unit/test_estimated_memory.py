@@ -1,5 +1,6 @@
 """Bytes of roles by formula, where the parts come and go, and what is said where they are too many."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from rltrain.estimate.hardware import GB, GPUS, gpu_named
 from rltrain.estimate.memory import kv_bytes, resident_bytes
 from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
-from rltrain.estimate.shares import stage_layers
+from rltrain.estimate.shares import served_bytes, stage_layers
+from rltrain.models import canonical_tensors, quantizable_tensors
+from tests.model_shards import tiny_architecture
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
 H100 = GPUS["h100"]
@@ -152,3 +155,16 @@ def test_a_server_takes_no_more_than_it_is_left():
     assert not peaks["embedded"].fits(H100)
     assert peaks["sglang"].fits(H100)
     assert sum(peaks["sglang"].parts.values()) == pytest.approx(0.85 * 80 * GB, rel=0.001)
+
+
+def test_weights_in_fp8_are_foretold_with_their_scales() -> None:
+    architecture = tiny_architecture(hidden_size=256, ffn_hidden_size=512, vocab_size=128)
+    tensors, in_fp8 = canonical_tensors(architecture), quantizable_tensors(architecture)
+    elements = [math.prod(shape) for shape in tensors.shapes]
+    scales = [math.prod(-(-size // 128) for size in shape) for shape in tensors.shapes]
+    expected = sum(
+        size + 4 * blocks if quantised else 2 * size
+        for size, blocks, quantised in zip(elements, scales, in_fp8, strict=True)
+    )
+    assert served_bytes(architecture, 1, "bfloat16", fp8=True) == expected
+    assert served_bytes(architecture, 1, "bfloat16", fp8=False) == 2 * sum(elements)

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
-        "observability",
+        *("observability", "estimate.hardware"),
     ),
     "job": (
         *BASE,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rltrain.estimate.hardware import known_gpu
 from rltrain.models.flops import forward_flops
 from rltrain.observability.role_work import RoleWork
 from rltrain.roles.operations import Operations
@@ -31,6 +32,22 @@ def test_utilisation_is_of_the_tasks_that_compute() -> None:
         "perf/actor_tflops": pytest.approx(2.0),
         "perf/actor_mfu": pytest.approx(0.25),
     }
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_the_peak_of_devices_that_are_known(name: str, tflops: float | None) -> None:
+    gpu = known_gpu(name)
+    assert (gpu and gpu.flops("bfloat16") / 1e12) == tflops
 
 
 def test_a_rank_counts_its_share_of_its_replica_s_operations() -> None:

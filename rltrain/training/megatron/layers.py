@@ -29,7 +29,7 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, LatentSelfAttention
+from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -152,8 +152,7 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
         multi_latent_attention=architecture.mla is not None,
     )
     attention = layer.submodules.self_attention
-    if architecture.mla is None:
-        attention.module = GroupedSelfAttention
+    attention.module = GroupedSelfAttention if architecture.mla is None else ExplicitLatentAttention
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
     if experts:
