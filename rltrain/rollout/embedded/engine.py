@@ -163,7 +163,8 @@ class EmbeddedEngine:
         self._release()
 
     def close(self) -> None:
-        """Nothing outlives this process's memory."""
+        """Forget what is recorded: communicators can only be destroyed once no recorded step holds them."""
+        self._decoder.forget()
 
     def _new_generation(self, sampling: SamplingParams) -> Generation:
         return Generation(
