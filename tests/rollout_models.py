@@ -76,8 +76,8 @@ def load_engine(
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
     """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
     architecture = read_architecture(path)
-    layout = engine_layout(architecture, grid or Grid((0,)))
-    parameters = allocate_parameters(layout, rank, dtype=dtype, device=device)
+    layout = engine_layout(architecture, grid or Grid((0,)), dtype=str(dtype).removeprefix("torch."))
+    parameters = allocate_parameters(layout, rank, device=device)
     load_parameters(path, layout, rank, parameters)
     engine = EmbeddedEngine(
         architecture,

@@ -73,6 +73,7 @@ class Rollout(Role):
             tokenizer=job.prompts.decoder,
             job_store=job.job_store,
             leaves="rollout" in leaving_roles(offload),
+            draws_during_syncs=job.shape.draws_during_syncs,
             others=tuple(role for role in offload if role != self.name),
         )
 
@@ -111,6 +112,7 @@ class Rollout(Role):
         seconds = time.perf_counter() - self.step_start_s
         return {
             "perf/rollout_tokens_per_s": self.step_response_tokens / seconds,
+            "perf/rollout_tokens_per_gpu_s": self.step_response_tokens / seconds / len(self.grid.ranks),
             "rollout/response_tokens": self.step_response_tokens,
             "perf/decode_step_max_s": self.training.longest_step_s,
             **self.engine_metrics(),
@@ -240,6 +242,8 @@ class Rollout(Role):
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
         experience = pack_groups(drawn, [group.position for group in finished])
+        lengths = experience.lengths.tolist()
+        self.job.operations.add(self.job.architecture, lengths, len(self.engine_ranks), backward=False)
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 

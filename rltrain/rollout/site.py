@@ -28,6 +28,8 @@ class EngineSite:
     job_store: JobStore
     leaves: bool
     """Whether it gives its device memory up between its tasks."""
+    draws_during_syncs: bool
+    """Whether weights may come while it has responses under way."""
     others: tuple[str, ...] = ()
     """Other roles with something on this rank's device."""
 

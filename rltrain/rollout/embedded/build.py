@@ -7,9 +7,10 @@ import torch
 
 from rltrain.errors import ConfigError
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded.engine import EmbeddedEngine
 from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.embedded.parameters import allocate_parameters, quantized_matrices
+from rltrain.rollout.layout import whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     config, world = site.config, site.world
     budget = budget_within(site)
     dtype = getattr(torch, config.model.dtype)
-    layout = engine_layout(site.architecture, site.grid, dtype=config.model.dtype)
-    parameters = allocate_parameters(layout, world.rank, dtype=dtype, device=world.device)
+    layout = whole_engine(config, site.architecture, site.grid).layout
+    parameters = allocate_parameters(layout, world.rank, device=world.device)
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
@@ -31,6 +32,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         dtype=dtype,
         device=world.device,
         tokenizer=site.tokenizer,
+        matrices=quantized_matrices(layout, world.rank, parameters, dtype),
         kv_budget=budget,
         cache_returns=lambda: kv_cache.memory.keeps_addresses,
     )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
-from rltrain.reshard.layout import Layout
 from rltrain.rollout.embedded.block_attention import choose_attention
 from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder
@@ -19,6 +18,7 @@ from rltrain.rollout.embedded.kv_budget import KvBudget
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.embedded.slots import Slots
@@ -28,20 +28,14 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 
-def allocate_parameters(
-    layout: Layout, rank: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in layout.on(rank).parameters}
-
-
 class EmbeddedEngine:
     """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
     The KV cache's memory is kept until released; with `kv_budget` it is blocks within that, else a slot per sample, as
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
     then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
-    None takes what the device has, if it has anything.
+    None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
+    way than as they lie, by name.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -58,6 +52,7 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
         record: Record | None = None,
+        matrices: Mapping[str, Matrix] | None = None,
         kv_budget: KvBudget | None = None,
         cache_returns: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -69,7 +64,7 @@ class EmbeddedEngine:
         self._parameters = parameters
         self._tensor_parallel = TensorParallel(tp_group)
         self._model = EngineModel(
-            architecture, parameters, self._tensor_parallel, max_context_tokens, dtype, self._device
+            architecture, parameters, matrices or {}, self._tensor_parallel, max_context_tokens, dtype, self._device
         )
         self._cache_returns = cache_returns
         self.decodes_by = "a slot of its own for each sample"
