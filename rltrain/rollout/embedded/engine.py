@@ -80,7 +80,9 @@ class EmbeddedEngine:
 
     @property
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
+        """How many more samples would start at the next step, as far as is known before they are submitted."""
+        if self._generation is not None and self._generation.is_crowded and self.num_unfinished:
+            return 0
         return max(0, self._max_running_requests - self.num_unfinished)
 
     def begin_update(self) -> None:
