@@ -23,6 +23,8 @@ class Efficiency(Section):
 
     matmul: Fraction = 0.5
     """Of the dense peak, by the matrix products of training, evaluation and prefill."""
+    experts: Fraction = 0.3
+    """Of the same, by the products of experts, which are smaller and come with tokens being sorted."""
     attention: Fraction = 0.4
     """Of the same, by attention over long sequences."""
     memory: Fraction = 0.7
