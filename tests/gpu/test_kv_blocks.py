@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltrain.rollout.embedded.block_attention import GatheredBlocks, choose_attention, difference
+from rltrain.rollout.embedded.block_attention import KernelBlocks, choose_attention, difference
 from rltrain.rollout.embedded.kv_budget import budget_of
 from rltrain.rollout.embedded.recording import CudaGraphs
 from rltrain.rollout.engine import SamplingParams
@@ -36,7 +36,18 @@ def test_what_is_chosen_gives_what_gathering_gives(capsys: pytest.CaptureFixture
         print(f"\ntorch {torch.__version__}: {words}")
     for num_heads, num_kv_heads, head_dim in ((32, 8, 128), (16, 16, 64), (8, 1, 128)):
         assert difference(kind, num_heads, num_kv_heads, head_dim, like) < 0.05
-    assert choose_attention(32, 8, 128, like.float())[0] is GatheredBlocks, "flash attention has no float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (16, 16, 64), (8, 1, 256), (8, 2, 80)]
+)
+def test_the_kernel_gives_what_gathering_gives(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    limit = 1e-5 if dtype == torch.float32 else 0.03
+    assert difference(KernelBlocks, num_heads, num_kv_heads, head_dim, like) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,9 @@
 """Attention over blocks: gathering them against plain attention, and a stand-in for what GPUs have against that."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.rollout.embedded import block_attention, engine
-from rltrain.rollout.embedded.block_attention import GatheredBlocks, VarlenBlocks, choose_attention, difference
+from rltrain.rollout.embedded.block_attention import (
+    BlockAttention,
+    GatheredBlocks,
+    KernelBlocks,
+    VarlenBlocks,
+    choose_attention,
+    difference,
+)
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
@@ -52,9 +61,27 @@ def flash_attention(
     return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias).reshape(query.shape)
 
 
+def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """What the Triton kernel does, which takes memory at these strides alone."""
+    num_slots, num_heads, head_dim = queries.shape
+    _, block_tokens, num_kv_heads, _ = keys.shape
+    assert keys.is_contiguous() and values.is_contiguous() and queries.stride(2) == 1
+    assert table.dtype == torch.int32 and table.stride(1) == 1 and positions.stride(0) == 1
+    assert block_tokens.bit_count() == 1 and positions.shape == (num_slots,) and len(table) == num_slots
+    rows = table.flatten()
+    k, v = (stored.index_select(0, rows).view(num_slots, -1, num_kv_heads, head_dim) for stored in (keys, values))
+    bias = torch.zeros(()).masked_fill(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)[:, None, None]
+    q = queries.reshape(num_slots, num_kv_heads, -1, head_dim)
+    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias).reshape(queries.shape)
+
+
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for what only GPUs have."""
     monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
+    kernel = ModuleType("block_kernel")
+    kernel.attend_blocks = attend_blocks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.block_kernel", kernel)
 
 
 class FewBlocks:
@@ -92,11 +119,12 @@ def test_gathered_blocks_attend_as_plain_attention_does(num_kv_heads: int) -> No
     assert changed == [2, 3, 6], "only the blocks in which the new tokens stand"
 
 
+@pytest.mark.parametrize("kind", [VarlenBlocks, KernelBlocks])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 2)])
-def test_flash_attention_over_blocks_is_asked_for_what_gathering_gives(
-    flash: None, num_heads: int, num_kv_heads: int
+def test_what_gpus_have_is_asked_for_what_gathering_gives(
+    on_gpu: None, kind: type[BlockAttention], num_heads: int, num_kv_heads: int
 ) -> None:
-    assert difference(VarlenBlocks, num_heads, num_kv_heads, 16, torch.zeros(())) < 1e-5
+    assert difference(kind, num_heads, num_kv_heads, 16, torch.zeros(())) < 1e-5
 
 
 class OnGpu:
@@ -105,24 +133,29 @@ class OnGpu:
     is_cuda = True
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Any]) -> tuple[type, str]:
-    monkeypatch.setattr(varlen, "varlen_attn", attention)
+def chosen(monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Any] | None = None) -> tuple[type, str]:
+    if attention:
+        monkeypatch.setattr(varlen, "varlen_attn", attention)
     tried = block_attention.difference
     monkeypatch.setattr(block_attention, "difference", lambda *args: tried(*args[:-1], torch.zeros(())))
     return choose_attention(8, 2, 16, OnGpu())  # type: ignore[arg-type]
 
 
-def test_flash_attention_is_chosen_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, flash_attention) == (VarlenBlocks, VarlenBlocks.name)
+def test_flash_attention_is_chosen_where_it_works(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch) == (VarlenBlocks, VarlenBlocks.name)
 
 
-def test_a_torch_without_block_tables_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_this_torch_has_no_block_tables_the_kernel_is_chosen(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, words = chosen(monkeypatch, lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k: query)
-    assert kind is GatheredBlocks and "without block_table, num_splits, seqused_k" in words
+    assert kind is KernelBlocks and "flash attention (torch.nn.attention.varlen): TypeError" in words
 
 
-def test_flash_attention_that_refuses_or_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*args: Any, seqused_k: Tensor, block_table: Tensor, num_splits: int, **rest: Any) -> Tensor:
+def test_what_refuses_or_errs_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # not installed
+
+    def refusing(*args: Any, **rest: Any) -> Tensor:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
     def wrong(
@@ -131,15 +164,16 @@ def test_flash_attention_that_refuses_or_errs_is_not_taken(monkeypatch: pytest.M
         return torch.full_like(query, torch.nan)
 
     kind, words = chosen(monkeypatch, refusing)
-    assert kind is GatheredBlocks and "Ampere" in words
+    assert kind is GatheredBlocks and "Ampere" in words and "import of triton" in words
     kind, words = chosen(monkeypatch, wrong)
     assert kind is GatheredBlocks and "off by" in words
 
 
+@pytest.mark.parametrize("kind", [VarlenBlocks, KernelBlocks])
 def test_steps_over_blocks_are_recorded_once_for_all_lengths(
-    flash: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BlockAttention]
 ) -> None:
-    monkeypatch.setattr(engine, "choose_attention", lambda *args: (VarlenBlocks, ""))
+    monkeypatch.setattr(engine, "choose_attention", lambda *args: (kind, ""))
     path, record = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=600), Recorder()
     sampling = SamplingParams(1.0, 1.0, 0, 40, ())
     samples = [*ragged_requests(3), Sample(9, ragged_requests(126)[125].prompt, seed=9)]

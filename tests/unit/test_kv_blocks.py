@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.errors import ConfigError
+from rltrain.residency.device_memory import DeviceMemory
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.residency import Residency
 from rltrain.rollout.embedded import EmbeddedEngine, build
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.embedded.block_tables import BlockTables, blocks_of
@@ -19,8 +22,11 @@ from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.schedule.order import Order
+from rltrain.tasks.roles import TRAINED_PARTS
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
+from tests.unit.test_residency import FakeSaver, order_of
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
 GREEDY = SamplingParams(0.0, 1.0, 0, 30, ())
@@ -31,6 +37,12 @@ CONTEXT = 60
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def unlimited(qwen3: Path) -> list[Sample]:
+    """What samples of three groups give without a budget."""
+    return load_engine(qwen3)[0].generate(groups(3, 3), SAMPLED)
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +272,17 @@ class LetterTokenizer:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 
+def test_no_slot_is_free_for_more_while_samples_wait_for_room(qwen3: Path) -> None:
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=80)
+    engine.submit(groups(4), GREEDY)
+    assert engine.num_free_slots == 64 - 16
+    engine.step()
+    assert engine.num_free_slots == 0
+    while engine.num_unfinished > 1:
+        engine.step()
+    assert engine.num_free_slots == 64 - 1
+
+
 def test_a_stop_string_is_found_across_a_preemption(qwen3: Path) -> None:
     samples = groups(2, 3)
     free = load_engine(qwen3)[0].generate(samples, GREEDY)
@@ -279,9 +302,10 @@ def test_a_stop_string_is_found_across_a_preemption(qwen3: Path) -> None:
     num_tokens=st.integers(64, 200),
     num_slots=st.integers(1, 9),
 )
-def test_no_history_changes_a_response(qwen3: Path, actions: list[str], num_tokens: int, num_slots: int) -> None:
+def test_no_history_changes_a_response(
+    qwen3: Path, unlimited: list[Sample], actions: list[str], num_tokens: int, num_slots: int
+) -> None:
     samples = groups(3, 3)
-    expected = load_engine(qwen3)[0].generate(samples, SAMPLED)
     engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=num_tokens, max_running_requests=num_slots)
     waiting, done = list(samples), []
     for action in [*actions, *["submit"] * len(samples)]:
@@ -295,37 +319,40 @@ def test_no_history_changes_a_response(qwen3: Path, actions: list[str], num_toke
                 engine.release_cache()
             engine.submit(suspended, SAMPLED)
     done += drain(engine)
-    assert_same(sorted(done, key=lambda sample: sample.id), expected)
+    assert_same(sorted(done, key=lambda sample: sample.id), unlimited)
 
 
-@pytest.mark.parametrize("num_tokens", [100, 2000])
-def test_replayed_steps_draw_what_steps_draw(qwen3: Path, num_tokens: int) -> None:
-    samples, record = groups(), Recorder()
+def test_replayed_steps_draw_what_steps_draw(qwen3: Path) -> None:
+    samples, record = groups(2), Recorder()
     expected = load_engine(qwen3)[0].generate(samples, SAMPLED)
-    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=num_tokens, record=record)
-    for _ in range(3):
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=100, record=record)
+    for _ in range(2):
         assert_same(engine.generate(samples, SAMPLED), expected)
     assert record.num_replayed > record.num_recorded > 0
 
 
-def test_what_is_recorded_outlives_memory_that_returns_to_its_place(qwen3: Path) -> None:
-    samples, record = groups(), Recorder()
-    engine, _ = load_engine(qwen3, kv_tokens=2000, record=record, cache_returns=lambda: True)
-    expected = [engine.generate(samples, SAMPLED) for _ in range(3)][0]
-    engine.release_cache()
-    assert engine.cache_tensors()[0].numel() == 0, "the first time it goes"
-    for _ in range(3):
-        engine.generate(samples, SAMPLED)
-    num_recorded = record.num_recorded
-    engine.submit(samples, SAMPLED)
-    engine.step()
-    engine.suspend()
-    engine.release_cache()
-    for tensor in engine.cache_tensors():  # as what took its place leaves it
-        assert tensor.numel()
-        tensor.untyped_storage().fill_(0)
-    assert_same(engine.generate(samples, SAMPLED), expected)
-    assert record.num_recorded == num_recorded
+def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_place(qwen3: Path) -> None:
+    samples, sampling, record = groups(1), replace(SAMPLED, max_response_tokens=9), Recorder()
+    engine, _ = load_engine(qwen3, kv_tokens=2000, record=record, cache_returns=lambda: kv_cache.memory.keeps_addresses)
+    kv_cache = MemoryPart(engine.cache_tensors, forget=lambda: (engine.suspend(), engine.release_cache())[1])
+    turns = Order.of(order_of(5, ("generate", "update")))
+    device, saver = DeviceMemory(torch.device("cpu")), FakeSaver()
+    residency = Residency(turns, {"actor": True, "rollout": True}, device, memory_saver=saver)
+    residency.admit("actor", {name: MemoryPart(list) for name in TRAINED_PARTS})
+    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": kv_cache})
+    expected, num_recorded = None, []
+    for turn in range(5):
+        residency.enter(2 * turn)
+        for _ in range(2):
+            done = engine.generate(samples, sampling)
+            expected = expected or done
+            assert_same(done, expected)
+        num_recorded.append(record.num_recorded)
+        engine.submit(samples, sampling)
+        engine.step()
+        residency.enter(2 * turn + 1)
+        assert kv_cache.place == "dropped" and engine.num_unfinished == 0
+    assert num_recorded[0] < num_recorded[1] < num_recorded[2] == num_recorded[3] == num_recorded[4]
 
 
 @pytest.mark.parametrize(

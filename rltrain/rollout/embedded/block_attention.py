@@ -1,13 +1,12 @@
 """Attention of decode steps over keys and values that lie in blocks."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import rounded
 
 _RECORDED_SIZES = 4
@@ -58,7 +57,7 @@ class BlockAttention:
 class GatheredBlocks(BlockAttention):
     """Copies each slot's blocks, up to the longest, into rows of their own first: on every device, in every dtype."""
 
-    name = "blocks that are gathered"
+    name = "blocks that are gathered first"
     block_tokens = 32
     """A sample wastes half a block; a copy moves whole ones, which should be no shorter than a few lines of memory."""
 
@@ -79,13 +78,13 @@ class GatheredBlocks(BlockAttention):
         shape = (num_slots, -1, num_kv_heads, keys.shape[3])
         k, v = (stored.index_select(0, self._read).view(shape).transpose(1, 2) for stored in (keys, values))
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
-        return F.scaled_dot_product_attention(q, k, v, self._bias).reshape(num_slots, -1)
+        return attend(q, k, v, self._bias).reshape(num_slots, -1)
 
 
 class VarlenBlocks(BlockAttention):
     """torch's flash attention over sequences of various lengths, which follows block tables and reads no more."""
 
-    name = "flash attention over blocks (torch.nn.attention.varlen)"
+    name = "blocks, by flash attention (torch.nn.attention.varlen)"
     block_tokens = 256
     """FlashAttention 2 takes multiples of this alone."""
 
@@ -122,6 +121,28 @@ class VarlenBlocks(BlockAttention):
         return attended.reshape(len(queries), -1)
 
 
+class KernelBlocks(BlockAttention):
+    """rltrain's own kernel, for any torch that comes with Triton and for float32 too; it reads no more either."""
+
+    name = "blocks, by a Triton kernel of rltrain's own"
+    block_tokens = 64
+    """What a program of the kernel holds at a time."""
+
+    def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
+        super().__init__(blocks, positions, num_positions)
+        from rltrain.rollout.embedded.block_kernel import attend_blocks  # not without Triton
+
+        self._attention: Callable[..., Tensor] = attend_blocks
+        self._table, self._positions = blocks.table[: len(positions)], positions
+
+    @staticmethod
+    def recorded_length(blocks: Blocks, num_positions: int) -> int:
+        return blocks.capacity
+
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        return self._attention(queries, keys, values, self._table, self._positions).view(len(queries), -1)
+
+
 class _Sample:
     """Blocks of a few short sequences, to try an attention on."""
 
@@ -156,23 +177,19 @@ def choose_attention(
 ) -> tuple[type[BlockAttention], str]:
     """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
     of `like`, and is tried."""
-    if not like.is_cuda:
-        return GatheredBlocks, GatheredBlocks.name
-    reason = _why_not(VarlenBlocks, num_heads, num_kv_heads, head_dim, like)
-    if not reason:
-        return VarlenBlocks, VarlenBlocks.name
-    return GatheredBlocks, f"{GatheredBlocks.name}, since {VarlenBlocks.name} does not work here: {reason}"
+    reasons: list[str] = []
+    for kind in (VarlenBlocks, KernelBlocks) if like.is_cuda else ():
+        reason = _why_not(kind, num_heads, num_kv_heads, head_dim, like)
+        if not reason:
+            return kind, "; not ".join([kind.name, *reasons])
+        reasons.append(f"{kind.name}: {reason}")
+    return GatheredBlocks, "; not ".join([GatheredBlocks.name, *reasons])
 
 
 def _why_not(kind: type[BlockAttention], num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> str:
     """Empty where `kind` works."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        missing = {"seqused_k", "block_table", "num_splits"} - inspect.signature(varlen_attn).parameters.keys()
-        if missing:
-            return f"torch {torch.__version__} has it without {', '.join(sorted(missing))}"
         error = difference(kind, num_heads, num_kv_heads, head_dim, like)
-    except (ImportError, RuntimeError, ValueError, NotImplementedError) as refusal:
-        return str(refusal).split("\n")[0]
+    except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
+        return f"{type(refusal).__name__}: {refusal}".split("\n")[0]
     return "" if error < 0.05 else f"it is off by {error:.3g}"

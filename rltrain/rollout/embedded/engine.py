@@ -80,7 +80,9 @@ class EmbeddedEngine:
 
     @property
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
+        """How many more samples would start at the next step, as far as is known before they are submitted."""
+        if self._generation is not None and self._generation.is_crowded and self.num_unfinished:
+            return 0
         return max(0, self._max_running_requests - self.num_unfinished)
 
     def begin_update(self) -> None:
@@ -166,7 +168,8 @@ class EmbeddedEngine:
             self._release()
 
     def close(self) -> None:
-        """Nothing outlives this process's memory."""
+        """Forget what is recorded: communicators can only be destroyed once no recorded step holds them."""
+        self._decoder.forget()
 
     def cache_metrics(self) -> dict[str, float]:
         """Since the last call: how full the KV cache was and how many samples it made wait; none without a budget."""

@@ -85,6 +85,8 @@ class Generation:
         self._num_steps = 0
         self._crowded_step = 0
         """Before it no running sample needs more room than it has."""
+        self.is_crowded = False
+        """Whether samples wait for whom there are slots, but no room for keys and values."""
         self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
 
     @property
@@ -138,10 +140,13 @@ class Generation:
         num_running = len(self._running)
         num_free = self._slots.num_slots - num_running
         num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // _ADMIT_FRACTION))
+        self.is_crowded = False
         if not 0 < num_wanted <= num_free:
             return 0
         candidates = list(islice(self._waiting, num_free))
-        return self._slots.cache.num_admissible(candidates, num_wanted, num_running, policy_version)
+        num_new = self._slots.cache.num_admissible(candidates, num_wanted, num_running, policy_version)
+        self.is_crowded = num_new < len(candidates)
+        return num_new
 
     def _make_room(self) -> None:
         """For what the next step feeds; who finds none makes the sample that started last wait, itself if need be."""
