@@ -129,9 +129,13 @@ class Rollout(Section):
     parallel: Parallel = Parallel()
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256
-    """Slots of the KV cache: sequences decoded at once per engine."""
+    """Sequences decoded at once per engine, at most."""
     max_context_tokens: Count = 4096
     """Prompt and response together."""
+    kv_cache_gb: Literal["auto"] | Positive = "auto"
+    """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
+    room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
+    a GPU nine tenths of what is free when the engine has its turn; on a CPU no limit."""
     offload: Offload = "auto"
 
 

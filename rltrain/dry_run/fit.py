@@ -1,8 +1,10 @@
 """How much the ranks hold at most, and what to say where that is too much."""
 
+from collections import Counter
 from collections.abc import Sequence
+from textwrap import wrap
 
-from rltrain.dry_run.sizes import numbered, size, sizes
+from rltrain.dry_run.sizes import WIDTH, numbered, size, sizes
 from rltrain.errors import ConfigError
 from rltrain.estimate.changes import Change
 from rltrain.estimate.hardware import GB, Gpu
@@ -10,21 +12,32 @@ from rltrain.estimate.peak import RankMemory, largest
 
 
 def describe_fit(memories: Sequence[RankMemory], gpu: Gpu, ranks_per_node: int) -> list[str]:
-    """Peak and host memory per kind of rank; kinds with equal numbers share a line."""
-    lines: dict[tuple[str, ...], list[int]] = {}
+    """Of ranks with the same roles the pipeline stage with the highest peak, and the peaks of the others."""
+    alike: dict[tuple[str, ...], list[RankMemory]] = {}
     for memory in memories:
-        peak = memory.peak
-        text = [f"peak {size(peak.total)} of {size(gpu.memory_gb * GB)} at {peak.task}: {sizes(peak.bytes_of)}"]
-        if memory.host:
-            text.append(f"  pinned on the host: {sizes(memory.host)}")
-        lines.setdefault(tuple(text), []).extend(memory.ranks)
+        alike.setdefault(memory.kind.device_roles, []).append(memory)
     found = []
-    for (first, *others), ranks in lines.items():
-        found += [f"{numbered('rank', ranks)}: {first}", *others]
-    fullest = max((sum(memory.host.values()) for memory in memories), default=0)
-    if fullest * min(ranks_per_node, 8) > gpu.host_memory_gb * GB * 8:
-        found.append(f"  a node's memory of {size(gpu.host_memory_gb * GB * ranks_per_node)} may not hold that")
+    for stages in alike.values():
+        worst = largest(stages)
+        peak = f"peak {size(worst.peak.total)} of {size(gpu.memory_gb * GB)} at {worst.peak.task}"
+        found += _wrapped(f"{numbered('rank', worst.ranks)}: {peak}: {sizes(worst.peak.bytes_of)}")
+        if worst.host:
+            found += _wrapped(f"  pinned on the host: {sizes(worst.host)}")
+        others = [f"{size(stage.peak.total)} on {numbered('rank', stage.ranks)}" for stage in stages if stage != worst]
+        if others:
+            found += _wrapped(f"  other stages: {', '.join(others)}")
+    of_node: Counter[int] = Counter()
+    for memory in memories:
+        for rank in memory.ranks:
+            of_node[rank // ranks_per_node] += sum(memory.host.values())
+    most, there_is = max(of_node.values(), default=0), gpu.host_memory_gb * GB * ranks_per_node
+    if most > there_is:
+        found.append(f"a node would pin {size(most)} of the {size(there_is)} that its host has: offload fewer roles")
     return found
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, WIDTH, initial_indent="", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def refuse_what_does_not_fit(memories: Sequence[RankMemory], gpu: Gpu, name: str, changes: Sequence[Change]) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 
 from rltrain.cluster.placement import format_ranks
 
+WIDTH = 110
+"""Of a line that is wrapped."""
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 

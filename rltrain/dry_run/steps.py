@@ -6,12 +6,11 @@ from textwrap import wrap
 
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
+from rltrain.dry_run.sizes import WIDTH
 from rltrain.schedule.order import Entry, Order
 from rltrain.schedule.overlaps import overlapping_tasks
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import fullest_step
-
-WIDTH = 110
 
 
 def describe_mode(config: Config) -> str:

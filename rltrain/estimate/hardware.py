@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section
+from rltrain.config.section import Fraction, NonNegative, Positive, Section
 from rltrain.errors import ConfigError
 
 GB = 1e9
@@ -23,6 +23,8 @@ class Efficiency(Section):
 
     matmul: Fraction = 0.5
     """Of the dense peak, by the matrix products of training, evaluation and prefill."""
+    experts: Fraction = 0.3
+    """Of the same, by the products of experts, which are smaller and come with tokens being sorted."""
     attention: Fraction = 0.4
     """Of the same, by attention over long sequences."""
     memory: Fraction = 0.7
@@ -66,7 +68,6 @@ class Gpu(Section):
     """To the memory of its host."""
     host_memory_gb: Positive
     """Of its host, its share."""
-    ranks_per_node: Count = 8
     efficiency: Efficiency = Field(default_factory=Efficiency)
 
     def flops(self, dtype: str) -> float:

@@ -158,7 +158,9 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
     found = {"offloaded": sum(parts[key] for key in leaving)}
-    found["offloaded"] += sum(parts[role, "weights"] for role in stages if role in job.guests)
+    found["offloaded"] += sum(
+        parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
+    )
     if job.config.checkpoint.save_interval:
         saved = [role for role in ("actor", "critic") if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
@@ -173,3 +175,9 @@ def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     settings, replicas = job.config.actor if role == "actor" else job.config.critic, job.grids[role].dp
     shares = 1 if settings.distributed_optimizer else replicas
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
+
+
+def _equal_on_node(job: PlannedJob, role: str) -> int:
+    """Ranks of a node that have the same weights of a role, of which they keep one copy."""
+    grid = job.grids[role]
+    return min(grid.dp * grid.cp, max(1, job.ranks_per_node // grid.tp))

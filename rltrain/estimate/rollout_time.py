@@ -15,7 +15,7 @@ from rltrain.models.flops import forward_flops
 
 @dataclass(frozen=True)
 class Generation:
-    """Of one engine for a step's samples or a part of them."""
+    """Of one engine for a step's samples."""
 
     prefill_s: float
     decode_s: float
@@ -24,14 +24,15 @@ class Generation:
     """Mean number of responses in a decode step."""
 
 
-def generation(job: PlannedJob, gpu: Gpu, workload: Workload, share: float = 1.0) -> Generation:
-    """`share` of a step on the engine with most samples. All slots are taken while responses wait; at the end those
-    that are longer than the mean run on, fewer and fewer."""
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload) -> Generation:
+    """Of a step on the engine with most samples. All slots are taken while responses wait; at the end those that are
+    longer than the mean run on, fewer and fewer, unless they are left to the next step."""
     architecture, grid = job.architectures["rollout"], job.grids["rollout"]
-    num = max(1.0, job.samples_per_replica("rollout") * share)
+    num = float(job.samples_per_replica("rollout"))
+    tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
     kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
     slots = max(1.0, min(num, job.config.rollout.max_running_requests, kv_cache_bytes(job, gpu) / kept))
-    num_steps = num * workload.response / slots + max(workload.longest_response - workload.response, 0.0)
+    num_steps = num * workload.response / slots + tail
     running = num * workload.response / num_steps
     flops = forward_flops(architecture)
     prompts = ceil(num / job.shape.samples_per_group)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import mean
 
 from rltrain.cluster.placement import Placement
 from rltrain.estimate.hardware import Gpu
@@ -53,7 +54,7 @@ class Clock:
     def task(self, name: str, role: str) -> float:
         """Of one entry of the order: a chunk, where steps have several."""
         if (name, role) not in self._seconds:
-            self._seconds[name, role] = self._task(name, role) * self._factors.get(name, 1.0)
+            self._seconds[name, role] = self._task(name, role) * self._factor(name)
         return self._seconds[name, role]
 
     def step(self) -> StepTime:
@@ -91,13 +92,23 @@ class Clock:
         tokens = job.samples_per_step * self.workload.sample
         return StepTime(tasks, moved, step_s, shares, tokens / step_s / len(job.placement.hosting))
 
+    def _factor(self, name: str) -> float:
+        """Of a task that was not measured, the mean of those that were and do the same: pass forward, or back too."""
+        if name in self._factors:
+            return self._factors[name]
+        trains = TASK_ROLES.get(name, (None, None))[1]
+        alike = [
+            factor for task, factor in self._factors.items() if task in TASK_ROLES and TASK_ROLES[task][1] == trains
+        ]
+        return mean(alike) if alike else 1.0
+
     def _task(self, name: str, role: str) -> float:
         task_s, share = self.gpu.efficiency.task_s, 1 / self.job.shape.num_chunks
         if name == WEIGHT_SYNC:
             return self.sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, self.gpu)
         if name == "generate":
-            made = generation(self.job, self.gpu, self.workload, share)
-            return made.prefill_s + made.decode_s + task_s
+            made = generation(self.job, self.gpu, self.workload)  # all prompts run, whichever make up a chunk
+            return share * (made.prefill_s + made.decode_s) + task_s
         if name == "score":
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s

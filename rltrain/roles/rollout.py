@@ -48,7 +48,7 @@ class Rollout(Role):
         super().__init__(job)
         self.engine_ranks = self.grid.replica(self.dp)
         hosted = build_engine(self._site(), self.leave)
-        self.engine, self.parts = hosted.engine, hosted.parts
+        self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
         self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         start = self._start()
         self.first_generated = len(start.state.consumed) // self.config.batch.prompts_per_step
@@ -74,6 +74,7 @@ class Rollout(Role):
             job_store=job.job_store,
             leaves="rollout" in leaving_roles(offload),
             draws_during_syncs=job.shape.draws_during_syncs,
+            others=tuple(role for role in offload if role != self.name),
         )
 
     def leave(self) -> None:
@@ -114,6 +115,7 @@ class Rollout(Role):
             "perf/rollout_tokens_per_gpu_s": self.step_response_tokens / seconds / len(self.grid.ranks),
             "rollout/response_tokens": self.step_response_tokens,
             "perf/decode_step_max_s": self.training.longest_step_s,
+            **self.engine_metrics(),
         }
 
     def generate_evaluation(self, step: int, chunk: int) -> None:

@@ -46,6 +46,14 @@ UPDATE_CRITIC = (
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
+    Metric(
+        "rollout/preemptions",
+        "samples",
+        "samples that waited again for room for keys and values, on the reporting engine",
+    ),
+    Metric(
+        "rollout/kv_cache_peak", "fraction", "most of rollout.kv_cache_gb that was used at once, on the same engine"
+    ),
     Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
     Metric("perf/rollout_tokens_per_gpu_s", "tokens/s", "the same per rank of the rollout"),

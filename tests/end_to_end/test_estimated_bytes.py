@@ -24,7 +24,7 @@ COMMON = [
 ]
 JOBS = {
     "tp": (GRPO, ["actor.parallel={tp: 2}"]),
-    "dp": (GRPO, ["actor.parallel={tp: 1}"]),
+    "dp, engines in FP8": (GRPO, ["actor.parallel={tp: 1}", "rollout.dtype=fp8"]),
     "dp, whole optimizer": (GRPO, ["actor={parallel: {tp: 1}, distributed_optimizer: false}"]),
     "bf16": (GRPO, ["actor.parallel={tp: 1}", "model.dtype=bfloat16"]),
     "bf16, whole optimizer": (

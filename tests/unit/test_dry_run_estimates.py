@@ -9,6 +9,7 @@ from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.sizes import seconds, size
 from rltrain.errors import ConfigError
+from rltrain.estimate.hardware import GPUS
 from tools.make_tiny_model import Size, qwen3_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -38,6 +39,13 @@ def test_bytes_seconds_and_throughput_are_told(models):
     assert "ranks 0-7: peak " in text and "of 80.0 GB at update: activations" in text
     assert "tokens/s/GPU" in text and "of it ranks wait: actor" in text
     assert "of 141 GB" in describe(models / "small", gpu="h200")
+
+
+def test_a_host_that_cannot_keep_what_leaves_is_told_of(models, tmp_path):
+    small_host = tmp_path / "mine.yaml"
+    small_host.write_text(GPUS["h100"].model_copy(update={"host_memory_gb": 1.0}).model_dump_json())
+    assert "a node would pin" in describe(models / "small", gpu=str(small_host))
+    assert "a node would pin" not in describe(models / "small")
 
 
 def test_longer_responses_take_longer(models):
@@ -72,6 +80,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(models):
 def test_thousands_of_ranks_are_told_of_in_a_page(models, overrides):
     text = describe(models / "small", *overrides, "batch.prompts_per_step=16384", world_size=4096)
     assert len(text.splitlines()) <= MOST_LINES
+    assert max(map(len, text.splitlines())) <= 130
     assert "ranks 0-2047" in text or "ranks 0-4095" in text
 
 

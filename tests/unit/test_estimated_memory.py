@@ -79,6 +79,16 @@ def test_keys_and_values_are_those_that_a_rank_holds():
     assert kv_bytes(deepseek_v3(), 1, tp=8) == 61 * (512 + 64) * 2, "the latent is whole on every rank"
 
 
+def test_engines_in_fp8_hold_about_half():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    plain, in_fp8 = (
+        resident_bytes(job_of(qwen3_8b(), apart, 16, rollout={"dtype": dtype}), "rollout", 0)["weights"]
+        for dtype in ("auto", "fp8")
+    )
+    embeddings = 2 * 2 * 151936 * 4096
+    assert in_fp8 == pytest.approx(embeddings + (plain - embeddings) / 2, rel=0.001)
+
+
 def test_more_micro_batches_are_under_way_in_a_pipelines_first_stages():
     job = job_of(qwen3_8b(), {"actor": "0-3", "rollout, reward": "4-7"}, 8, actor={"parallel": {"pp": 4}})
     stages = [memory for memory in rank_memories(job, H100) if "actor" in memory.kind.roles]

@@ -117,6 +117,13 @@ def test_a_measured_run_gives_the_factor_of_every_task(tmp_path):
     assert config.steps == 10
 
 
+def test_a_task_that_was_not_measured_takes_the_factor_of_those_alike():
+    job = job_of(qwen3_8b(), APART, 16, **{**LONG, "loss": {"old_logprobs": "actor"}})
+    plain, slow = Clock(job, H100, WORKLOAD), Clock(job, H100, WORKLOAD, {"reference_logprobs": 3.0, "update": 5.0})
+    assert slow.task("actor_logprobs", "actor") == pytest.approx(3 * plain.task("actor_logprobs", "actor"))
+    assert slow.task("generate", "rollout") == plain.task("generate", "rollout")
+
+
 def test_a_folder_that_no_run_left_is_refused(tmp_path):
     with pytest.raises(DataError, match="--calibrate.*job.json"):
         factors_of(tmp_path, H100)

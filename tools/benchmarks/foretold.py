@@ -2,16 +2,15 @@
 
     python tools/benchmarks/foretold.py [--steps 8]
 
-All runs are whole jobs of four ranks on CPUs. One gives every task its factor; of the others the batch, the lengths,
-the layout, the placement or the order differ. It is run anew right before each of them, and by how much its own steps
-then differ tells how even the machine is. Lengths of responses are those that a run had. Prints a table, and one JSON
-object last.
+All runs are whole jobs of two ranks on CPUs, with a core for each. One gives every task its factor; of the others the
+batch, the lengths, the placement or the order differ. It is run anew right before each of them, and by how much its own
+steps then differ tells how even the machine is. Lengths of responses are those that a run had. Of steps the
+fastest counts: what else the machine does makes the others longer. Prints a table, and one JSON object last.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from rltrain.estimate.calibration import Record, factors_of, measured_workload, 
 from rltrain.estimate.hardware import Efficiency, Gpu  # noqa: E402
 from rltrain.estimate.step_time import Clock, Factors  # noqa: E402
 
-NUM_RANKS = 4
+NUM_RANKS = 2
 CPU = Gpu(
     memory_gb=4,
     tflops={"float32": 0.02},
@@ -37,9 +36,10 @@ CPU = Gpu(
         layer_s=3e-3, decode_layer_s=3e-4, decode_step_s=1e-3, collective_s=3e-4, task_s=5e-3, reward_s=1e-5
     ),
 )
-"""A rank of two cores that four ranks share: rough, since the calibration is to mend it."""
+"""A rank with one core: rough, since the calibration is to mend it."""
 COMMON = [
-    "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}",
+    "placement={'actor, reference': 0, 'rollout, reward': 1}",
+    "actor.parallel.tp=1",
     "evaluation.interval=0",
     "data.eval=null",
     "checkpoint.save_hf=false",
@@ -49,8 +49,8 @@ COMMON = [
 RUNS = {
     "twice the samples": ["batch={prompts_per_step: 32, samples_per_prompt: 16, mini_batches: 2}"],
     "longer responses": ["rollout.sampling.max_response_tokens=96", "rollout.max_context_tokens=112"],
-    "dp 2 in the place of tp 2": ["actor.parallel.tp=1"],
-    "everything on all ranks": ["placement={'actor, reference, rollout, reward': all}"],
+    "smaller micro-batches": ["actor.micro_batch_tokens=1024", "reference.micro_batch_tokens=1024"],
+    "everything on both ranks": ["placement={'actor, reference, rollout, reward': all}"],
     "generation one step ahead": ["schedule={mode: asynchronous, max_staleness: 1}"],
 }
 
@@ -67,15 +67,19 @@ def run_job(start: Path, output: Path, overrides: list[str]) -> None:
 
 
 def compare(output: Path, factors: Factors) -> dict[str, float]:
-    """Seconds of a step: measured, and foretold by `factors`."""
+    """Seconds of a step, and of its tasks: measured, and foretold by `factors`."""
     job, records = read_measured(output)
     foretold = Clock(job, CPU, measured_workload(job, records), factors).step()
     measured = step_s(records)
-    return {"measured_s": measured, "foretold_s": foretold.step_s, "ratio": foretold.step_s / measured}
+    result = {"measured_s": measured, "foretold_s": foretold.step_s, "ratio": foretold.step_s / measured}
+    for (task, _), seconds in foretold.tasks.items():
+        if took := values_of(records, f"perf/{task}_s"):
+            result |= {f"{task}_s": min(took), f"{task}_foretold_s": seconds}
+    return result
 
 
 def step_s(records: list[Record]) -> float:
-    return statistics.median(values_of(records, "perf/step_time_s"))
+    return min(values_of(records, "perf/step_time_s"))
 
 
 def main() -> None:
@@ -91,7 +95,7 @@ def main() -> None:
             first, second = (Path(folder, f"{number}_{which}") for which in ("calibration", "compared"))
             for output, chosen in ((first, []), (second, overrides)):
                 run_job(start, output, [f"steps={arguments.steps}", *chosen])
-            results[name] = compare(second, factors_of(first, CPU))
+            results[name] = compare(second, factors_of(first, CPU, min))
             results[name]["calibration_s"] = step_s(read_measured(first)[1])
             print(f"{name:28}" + "  ".join(f"{key} {value:.3f}" for key, value in results[name].items()), flush=True)
     print(json.dumps({"benchmark": "foretold", "steps": arguments.steps, "runs": results}))

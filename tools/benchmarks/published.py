@@ -29,6 +29,7 @@ from rltrain.models import Architecture  # noqa: E402
 
 PROMPT_TOKENS = 160
 SAMPLES_PER_PROMPT = 32
+RANKS_PER_NODE = 8
 H100 = GPUS["h100"]
 
 
@@ -88,9 +89,9 @@ def planned(run: Published) -> PlannedJob:
             "schedule": {"mode": "asynchronous", "max_staleness": 1} if run.ahead else {},
         }
     )
-    placement = resolve_placement(config.placement, run.num_gpus, H100.ranks_per_node)
+    placement = resolve_placement(config.placement, run.num_gpus, RANKS_PER_NODE)
     architecture = run.model()
-    return plan_job(config, placement, dict.fromkeys(["actor", *placement.roles], architecture), H100.ranks_per_node)
+    return plan_job(config, placement, dict.fromkeys(["actor", *placement.roles], architecture), RANKS_PER_NODE)
 
 
 def main() -> None:
