@@ -81,7 +81,8 @@ all_steps() {
   step versions 60 "$python" tools/gpu_probe.py versions
   step build 150 "$python" setup.py build_ext --inplace
   step graphs 60 "$python" tools/gpu_probe.py graphs
-  step kernels 120 bash -c 'gpu_tests tests/gpu/test_kernels.py tests/gpu/test_staging.py tests/gpu/test_decode_graph.py'
+  step kernels 120 bash -c 'gpu_tests tests/gpu/test_kernels.py tests/gpu/test_attention.py tests/gpu/test_staging.py \
+    tests/gpu/test_decode_graph.py'
   step residency 120 bash -c 'gpu_tests tests/gpu/test_residency.py'
   step one_gpu 120 bash -c 'gpu_tests tests/gpu/test_one_gpu.py'
   # shellcheck disable=SC2086 # words of their own
@@ -91,8 +92,9 @@ all_steps() {
     --logs "$folder/grpo" logging.trace=true rollout.sampling.max_response_tokens=1024 rollout.max_context_tokens=1088 \
     rollout.max_running_requests=64 actor.micro_batch_tokens=8192 \
     "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}"
+  step two_ranks 90 bash -c 'gpu_tests tests/gpu/test_two_ranks.py'
   others=$(cd "$REPOSITORY" && for file in tests/gpu/test_*.py; do
-    [[ $file =~ _(kernels|staging|decode_graph|residency|one_gpu|sglang)\.py$ ]] || printf ' %s' "$file"
+    [[ $file =~ _(kernels|attention|staging|decode_graph|residency|one_gpu|two_ranks|sglang)\.py$ ]] || printf ' %s' "$file"
   done)
   if [[ $others ]]; then step more_tests 120 bash -c "gpu_tests$others"; fi
   step reshard_kernel 90 "$python" tools/benchmarks/reshard_kernel.py --device cuda

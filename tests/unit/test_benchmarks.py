@@ -165,7 +165,7 @@ def fake_python(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-ORDER = ["versions", "build", "graphs", "kernels", "residency", "one_gpu", "train_step", "grpo"]
+ORDER = ["versions", "build", "graphs", "kernels", "residency", "one_gpu", "train_step", "grpo", "two_ranks"]
 BANDWIDTHS = ["reshard_kernel", "weight_sync", "plan"]
 
 

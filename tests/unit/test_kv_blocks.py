@@ -166,17 +166,16 @@ def test_a_groups_prompt_is_held_once_and_what_follows_by_each() -> None:
 
 
 def test_few_start_only_where_much_is_free() -> None:
-    tables = BlockTables(33, 4, 8, 40)
-    tables.enter(0, [Sample(0, (1,) * 40, 0), Sample(1, (2,) * 40, 0)], version=0)
-    waiting = [Sample(n, (3 + n,) * 20, n) for n in range(4)]
-    assert tables.num_admissible(waiting, 4, 2, version=0) == 2
-    tables.enter(2, waiting[:1], version=0)
-    tables.enter(3, [Sample(9, (9,) * 13, 0)], version=0)
-    assert tables.pool.num_free == 3
-    short = [Sample(10 + n, (20 + n,), n) for n in range(4)]
-    assert tables.num_admissible(short, 1, 4, version=0) == 1, "two blocks are left for those that run"
-    assert tables.num_admissible(short, 2, 4, version=0) == 0
-    assert tables.num_admissible([Sample(0, (1,) * 40, 0)], 1, 0, version=5) == 1, "where nothing runs one starts"
+    tables = BlockTables(101, 4, 8, 400)
+    tables.enter(0, [Sample(0, (1,) * 200, 0)], version=0)
+    waiting = [Sample(n, (2 + n,) * 60, n) for n in range(4)]
+    assert tables.num_admissible(waiting, 4, 1, version=0) == 3, "of 50 blocks 15 each, and one for each of four"
+    tables.enter(1, [Sample(9, (9,) * 152, 0)], version=0)
+    assert tables.pool.num_free == 12
+    short = [Sample(10 + n, (20 + n,), n) for n in range(9)]
+    assert tables.num_admissible(short, 5, 2, version=0) == 5
+    assert tables.num_admissible(short, 6, 2, version=0) == 0, "better six at once, later"
+    assert tables.num_admissible([Sample(0, (1,) * 400, 0)], 1, 0, version=5) == 1, "where nothing runs one starts"
 
 
 # The engine.

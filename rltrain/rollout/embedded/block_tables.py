@@ -8,8 +8,6 @@ import numpy as np
 
 from rltrain.rollout.sample import Sample
 
-_HEADROOM = 16
-"""Samples start while 1/16 of the blocks are left for those that run, or one for each of them."""
 _ADMIT_FRACTION = 8
 """Once 1/8 of the blocks are free few samples may start too."""
 
@@ -93,13 +91,13 @@ class BlockTables:
         self._prefixes: dict[_PrefixKey, _Prefix] = {}
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
-        """As KvCache says."""
+        """As KvCache says. One more block stays free for each that runs then, since all may fill theirs at one time."""
         num_free, count, counted = self.pool.num_free, 0, set[_PrefixKey]()
         for sample in waiting:
             key = (version, sample.prompt[:-1])
             shared = len(key[1]) // self.block_tokens if key in counted or key in self._prefixes else 0
             num_free -= blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens) - shared
-            if num_free < min(num_running + count, self.pool.num_blocks // _HEADROOM):
+            if num_free < num_running + count + 1:
                 break
             counted.add(key)
             count += 1
