@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
-from rltrain.dry_run.sizes import seconds, size
+from rltrain.dry_run.sizes import seconds, size, sizes
 from rltrain.errors import ConfigError
 from rltrain.estimate.hardware import GPUS
 from tools.make_tiny_model import Size, qwen3_config
@@ -107,6 +107,10 @@ def test_search_says_what_to_write(models):
 )
 def test_bytes_have_three_digits(num_bytes, words):
     assert size(num_bytes) == words
+
+
+def test_what_is_equal_is_told_of_by_name():
+    assert sizes({"weights": 1, "gradients": 1, "logits": 2, "nothing": 0}) == "logits 2 B, gradients 1 B, weights 1 B"
 
 
 def test_seconds_have_three_digits():
