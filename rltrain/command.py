@@ -29,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
         return run_job(arguments.config, arguments.overrides)
 
     from rltrain.dry_run.description import describe_job
+    from rltrain.dry_run.options import DryRunOptions
 
+    asked = {name: getattr(arguments, name) for name in DryRunOptions.__dataclass_fields__}
     try:
-        print(describe_job(arguments.config, arguments.overrides, arguments.world_size, arguments.ranks_per_node))
+        print(describe_job(arguments.config, arguments.overrides, DryRunOptions(**asked)))
     except UserError as error:
         print(f"rltrain: refused: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -50,7 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the job would do; no torchrun, GPU or weights"
     )
-    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, for --dry-run")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks of one node, for --dry-run (default 8)")
+    dry = parser.add_argument_group("for --dry-run")
+    dry.add_argument("--world-size", type=int, default=1, help="number of ranks")
+    dry.add_argument("--ranks-per-node", type=int, default=8, help="ranks of one node (default 8)")
+    dry.add_argument("--gpu", default="h100", help="a100, h100 (default), h200, b200, gb200, or a YAML file")
+    dry.add_argument("--ranks", dest="every_rank", action="store_true", help="a line for every rank and pair of ranks")
+    dry.add_argument("--search", action="store_true", help="propose the fastest placements and parallel sizes")
+    dry.add_argument("--calibrate", type=Path, metavar="RUN", help="output_dir of a run, to foretell seconds by")
+    dry.add_argument("--prompt-tokens", type=float, help="mean length (default: half of the longest allowed)")
+    dry.add_argument("--response-tokens", type=float, help="mean length (default: half of the longest allowed)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
     return parser

@@ -8,11 +8,14 @@ import torch
 
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
+from rltrain.estimate.hardware import known_gpu
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
-from rltrain.observability.metrics import MetricsWriter
+from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
+from rltrain.observability.role_work import RoleWork
+from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
 from rltrain.roles.reward import Reward
@@ -37,10 +40,28 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = []
     if is_logging:
-        sinks = [MetricsWriter(job.config, goes_on=job.resumed is not None), Progress(job.config)]
+        write_job(job.config, job.world.size, job.world.ranks_per_node)
+        goes_on = job.resumed is not None
+        sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), Progress(job.config)]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
     steps = range(job.first_step, job.config.steps + 1)
-    return Reporter(job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead)
+
+    def of_whole_step(merged: Metrics) -> Metrics:
+        if not merged.keys() >= {"train/tokens", "perf/step_time_s"}:
+            return {}
+        return {"perf/tokens_per_gpu_s": merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size}
+
+    return Reporter(
+        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step
+    )
+
+
+def peak_flops(job: Job) -> float | None:
+    """What the device can do per second in model.dtype, where it is one that is known."""
+    if job.world.device.type != "cuda":
+        return None
+    gpu = known_gpu(torch.cuda.get_device_name(job.world.device))
+    return gpu.flops(job.config.model.dtype) if gpu else None
 
 
 class Trainer:
@@ -69,6 +90,7 @@ class Trainer:
         restore(job, self.transfers, self.reporter)
         self.checkpointing = Checkpointing(job, order, self.roles, self.transfers, self.reporter)
         self.joint_tasks[CHECKPOINT] = self.checkpointing.at_boundary
+        self.work = RoleWork(peak_flops(job))
         self.position = 0
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end
@@ -151,6 +173,7 @@ class Trainer:
             if self.job.world.device.type == "cuda":
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
+        self.work.add(self.hosted & set(entry.actors), spent.work_s, self.job.operations.take())
         metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
@@ -162,9 +185,10 @@ class Trainer:
     def _metrics_of_rank(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
-        of_rank = {"host", "offload", "onload"} if "actor" in leads else set()
+        of_rank = {"host", "offload", "onload", "peak", "reserved"} if "actor" in leads else set()
         memory = self.residency.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
+        metrics |= self.work.metrics(sorted(leads))
         return metrics | (self.checkpointing.metrics() if "actor" in leads else {})
 
     def _in_flight(self) -> InFlightSync | None:

@@ -12,6 +12,8 @@ LONGEST = (
     "test_resume.py",
     "test_faults.py",
     "test_learning.py",
+    "test_weights.py",
+    "test_process.py",
     "test_jobs.py",
     "test_training.py",
     "test_reshard.py",

@@ -14,6 +14,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.rollout.sglang.server import rltrain_weight_loader as loader
 from rltrain.rollout.sglang.weights.delivery import LOADER
 from rltrain.rollout.sglang.weights.staging import fields_of
+from tests.sglang_rules import Refused, ServerRules
 
 NOISE = -5.0
 """What a server that has read no checkpoint has for weights."""
@@ -69,10 +70,21 @@ class LoadingServer:
         self.models = models
         self.dies_at = dies_at
         self.calls: list[str] = []
-        self.version = "default"
-        self.is_open = False
+        self.rules = ServerRules()
         self.before_load: Callable[[], None] = lambda: None
         self.runs_loader = True
+
+    @property
+    def version(self) -> str:
+        return self.rules.version
+
+    @property
+    def is_open(self) -> bool:
+        return self.rules.is_open
+
+    @is_open.setter
+    def is_open(self, is_open: bool) -> None:
+        self.rules.is_open = is_open
 
     def call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         number = len(self.calls)
@@ -85,27 +97,28 @@ class LoadingServer:
             assert body is None
             return {"weight_version": self.version}
         assert body is not None
-        return getattr(self, path.strip("/"))(body)
-
-    def begin_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert body == {"selector": "target"}
-        if self.is_open:
-            return {"success": False, "message": "a weight-update session is already open"}
-        self.is_open = True
+        try:
+            getattr(self, path.strip("/"))(body)
+        except Refused as refused:
+            return {"success": False, "message": str(refused)}
         return {"success": True, "message": "Success"}
 
-    def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.is_open:
-            return {"success": False, "message": "must run between begin and end"}
+    def begin_weight_update(self, body: dict[str, Any]) -> None:
+        assert body == {"selector": "target"}
+        self.rules.begin_update("target", is_idle=True)
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        self.rules.update(body.get("weight_version"), is_idle=True)
+        self.load(body)
+
+    def end_weight_update(self, body: dict[str, Any]) -> None:
+        assert body == {}
+        self.rules.end_update(is_idle=True)
+
+    def load(self, body: dict[str, Any]) -> None:
+        """What SGLang's schedulers do with a message of weights."""
         assert body["load_format"] == LOADER and body["flush_cache"] is False and body["selector"] == "target"
         self._load(body, self.models)
-        self.version = body.get("weight_version", self.version)
-        return {"success": True, "message": "Success"}
-
-    def end_weight_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert self.is_open and body == {}
-        self.is_open = False
-        return {"success": True, "message": "Success"}
 
     def _load(self, body: dict[str, Any], models: tuple[Model, ...]) -> None:
         payloads = body["serialized_named_tensors"]

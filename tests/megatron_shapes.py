@@ -1,12 +1,14 @@
 """Names and shapes of the parameters of real megatron-core models, on every rank of a grid, without any communication.
 
-Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family", "architecture", "ranks", "grid",
-"virtual_stages", "layers_per_stage"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}}.
-Models have the local implementation: Transformer Engine needs a GPU.
+Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
+"grid", "virtual_stages", "layers_per_stage"}; its result, by rank, {"parameters": {name: shape}, "layers": {name:
+number}, "latent_norm_eps": [of fused norms]}. Models have the local implementation, and where PYTHONPATH has the
+stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,8 +30,9 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import padded_vocab_size
+from rltrain.training.megatron.layers import HAVE_TE, block_spec
 from rltrain.training.megatron.platform import adapt_to_platform
-from tests.model_shards import tiny_architecture
+from tests.model_shards import VARIANTS, tiny_architecture
 
 EXPERT_GROUPS = {"ep": (2,), "expt_tp": (3,), "expt_dp": (1,), "tp_ep": (2, 3), "tp_ep_pp": (0, 2, 3)}
 
@@ -58,6 +62,8 @@ def config_of(
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if HAVE_TE:  # as on a GPU, but for where parameters are made
+        values |= {"use_cpu_initialization": False, "init_model_with_meta_device": True}
     if layers_per_stage is not None:
         stages = [["decoder"] * count for count in layers_per_stage]
         stages[0].insert(0, "embedding")
@@ -70,7 +76,8 @@ def config_of(
             "moe_ffn_hidden_size": moe.ffn_hidden_size,
             "moe_layer_freq": [int(sparse) for sparse in a.sparse_layers],
             "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-            "moe_token_dispatcher_type": "allgather",
+            "moe_token_dispatcher_type": "alltoall" if HAVE_TE else "allgather",
+            "moe_grouped_gemm": HAVE_TE,
             "moe_router_load_balancing_type": "none",
             "moe_router_enable_expert_bias": a.family == "deepseek_v3",
             "moe_router_score_function": "sigmoid" if a.family == "deepseek_v3" else "softmax",
@@ -104,6 +111,17 @@ def collection_of(grid: Grid) -> ProcessGroupCollection:
     return collection
 
 
+def spec_of(a: Architecture, config: TransformerConfig, vp_stage: int | None, stage: int) -> TransformerBlockSubmodules:
+    if HAVE_TE:
+        return block_spec(a, config, range(a.num_layers), transformer_engine=True)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=stage
+    )
+    for layer in spec.layer_specs:  # it has no parameters, and the local one does not know latent attention
+        layer.submodules.self_attention.submodules.core_attention = IdentityOp
+    return spec
+
+
 def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage: list[int] | None) -> dict[str, Any]:
     """This rank's parameters, with the router's bias, which Megatron keeps as a buffer, and its layers' numbers."""
     stage = grid.coordinates(dist.get_rank()).pp
@@ -115,11 +133,7 @@ def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage
     chunks = []
     for chunk in range(virtual_stages):
         vp_stage = chunk if virtual_stages > 1 else None
-        spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, pp_rank=stage
-        )
-        for layer in spec.layer_specs:  # it has no parameters, and the local one does not know latent attention
-            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+        spec = spec_of(a, config, vp_stage, stage)
         chunks.append(
             GPTModel(
                 config=config,
@@ -140,17 +154,24 @@ def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage
     return {
         "parameters": {name: list(tensor.shape) for name, tensor in held},
         "layers": {name: layer.layer_number - 1 for name, layer in layers},
+        "latent_norm_eps": sorted(
+            {m.eps for name, m in module.named_modules() if name.endswith("_up_proj") and HAVE_TE}
+        ),
     }
 
 
 def main(cases: Path, results: Path) -> None:
     adapt_to_platform()
-    multi_latent_attention.HAVE_TE = False  # it takes megatron-core's wrappers, which do import, for Transformer Engine
+    multi_latent_attention.HAVE_TE = (
+        HAVE_TE  # it takes megatron-core's wrappers, which do import, for Transformer Engine
+    )
     initialize_rng_tracker(inference_rng_tracker=True)
     found = []
     for case in json.loads(cases.read_text()):
         grid = Grid(tuple(range(case["ranks"])), **case["grid"])
-        a = tiny_architecture(case["family"], **case.get("architecture", {}))
+        changes = case.get("architecture", {})
+        variant = case.get("variant")
+        a = replace(VARIANTS[variant], **changes) if variant else tiny_architecture(case["family"], **changes)
         by_rank = []
         for rank in grid.ranks:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(grid.ranks))

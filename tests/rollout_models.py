@@ -1,5 +1,6 @@
 """Tiny Hugging Face checkpoints with peaked next-token distributions, and embedded engines on them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,8 +9,9 @@ import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
-from rltrain.models import read_architecture
+from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded.kv_budget import GB, KvBudget
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
@@ -69,11 +71,13 @@ def load_engine(
     tokenizer: object | None = None,
     device: str = "cpu",
     record: Record | None = None,
+    kv_tokens: int | None = None,
+    cache_returns: Callable[[], bool] = lambda: False,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
-    """An engine on the checkpoint, and the parameters it reads."""
+    """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
     architecture = read_architecture(path)
-    layout = engine_layout(architecture, grid or Grid((0,)))
-    parameters = allocate_parameters(layout, rank, dtype=dtype, device=device)
+    layout = engine_layout(architecture, grid or Grid((0,)), dtype=str(dtype).removeprefix("torch."))
+    parameters = allocate_parameters(layout, rank, device=device)
     load_parameters(path, layout, rank, parameters)
     engine = EmbeddedEngine(
         architecture,
@@ -85,8 +89,16 @@ def load_engine(
         device=device,
         tokenizer=tokenizer,
         record=record,
+        kv_budget=kv_budget(architecture, kv_tokens, dtype) if kv_tokens else None,
+        cache_returns=cache_returns,
     )
     return engine, parameters
+
+
+def kv_budget(architecture: Architecture, num_tokens: int, dtype: torch.dtype) -> KvBudget:
+    """Of an engine of one rank."""
+    heads_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
+    return KvBudget(num_tokens * heads_bytes / GB, lambda: num_tokens * heads_bytes)
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:

@@ -14,7 +14,6 @@ case ${1:-} in
     shift
     prepare_sglang
     export RLTRAIN_SGLANG_PYTHON=$sglang_python
-    if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi
-    set -- -n 0 "$@" ;; # a server takes both cores
+    if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi ;;
 esac
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py

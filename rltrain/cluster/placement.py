@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from rltrain.cluster.grid import Grid
@@ -38,7 +39,15 @@ class Placement:
 
     def hosts(self, rank: int) -> tuple[str, ...]:
         """The roles that live on `rank`."""
-        return tuple(role for role, ranks in self.ranks_by_role.items() if rank in ranks)
+        return self._hosts.get(rank, ())
+
+    @cached_property
+    def _hosts(self) -> dict[int, tuple[str, ...]]:
+        hosted: dict[int, list[str]] = {}
+        for role, ranks in self.ranks_by_role.items():
+            for rank in ranks:
+                hosted.setdefault(rank, []).append(role)
+        return {rank: tuple(roles) for rank, roles in hosted.items()}
 
     @property
     def hosting(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """This process's place in the job: rank, device, and the key-value store that all ranks share."""
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,11 +9,17 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.attempts import join_attempt
+from rltrain.cluster.interfaces import address_among_nodes, interface_with
 from rltrain.config.schema import Timeouts
+
+logger = logging.getLogger(__name__)
 
 TRANSPORT_TIMEOUT_S = 7 * 24 * 3600.0
 """Of process groups. Theirs would run while the awaited rank gets on, break the group and name nobody: it must never
 come before the limits of `timeouts`, which the watchdog and Waiter keep."""
+
+LOOPBACK = "127.0.0.1"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class World:
     timeouts: Timeouts = Timeouts()
     restarted: bool = False
     """Whether torchrun has started the job anew after an attempt that failed."""
+    address: str = LOOPBACK
+    """By which other nodes reach this one; of no use where there are none."""
 
     @property
     def backend(self) -> str:
@@ -43,6 +52,10 @@ def join_world(timeout_s: float) -> World:
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     store = dist.PrefixStore("rltrain", store)
     attempt = join_attempt(store, rank, size, timeout_s)
+    store = dist.PrefixStore(f"attempt{attempt}", store)
+    ranks_per_node, address = int(os.environ["LOCAL_WORLD_SIZE"]), LOOPBACK
+    if size > ranks_per_node:
+        address = address_among_nodes(store, rank, ranks_per_node, os.environ["MASTER_ADDR"], timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
@@ -52,17 +65,19 @@ def join_world(timeout_s: float) -> World:
         rank=rank,
         size=size,
         local_rank=local_rank,
-        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]),
+        ranks_per_node=ranks_per_node,
         device=device,
-        store=dist.PrefixStore(f"attempt{attempt}", store),
+        store=store,
         timeout_s=timeout_s,
         timeouts=Timeouts(no_progress_s=timeout_s),
         restarted=attempt > 0 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
+        address=address,
     )
 
 
 def start_process_groups(world: World) -> None:
     """Initialise torch.distributed over the whole world. Collective over: all ranks."""
+    _choose_gloo_interface(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=dist.PrefixStore("process_groups", world.store),
@@ -70,3 +85,18 @@ def start_process_groups(world: World) -> None:
         world_size=world.size,
         timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S),
     )
+
+
+def _choose_gloo_interface(world: World) -> None:
+    """Between nodes gloo would take the interface that the host's name resolves to, and where that fails loopback.
+
+    What the user has chosen stays.
+    """
+    if world.size == world.ranks_per_node or GLOO_INTERFACE in os.environ:
+        return
+    name = interface_with(world.address)
+    if name is not None:
+        os.environ[GLOO_INTERFACE] = name
+    if world.rank == 0:
+        chosen = f"{name} (on this one, by its route to the others)" if name else "an interface of its own choice"
+        logger.warning("gloo reaches other nodes over %s; %s chooses another", chosen, GLOO_INTERFACE)

@@ -43,4 +43,6 @@ class Logging(Section):
     """Responses per step written to <output_dir>/samples.jsonl with prompt and reward."""
     sample_ids: bool = False
     """Write the ids of all samples that each step trained on to <output_dir>/sample_ids/."""
+    tensorboard: bool = False
+    """Write all metrics to <output_dir>/tensorboard; needs the package tensorboard."""
     wandb: Wandb = Wandb()

@@ -27,7 +27,7 @@ class Model(Section):
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """auto takes Transformer Engine where it is installed and a GPU is present."""
+    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
 
@@ -122,12 +122,20 @@ class SGLang(Section):
 class Rollout(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SGLang = SGLang()
+    dtype: Literal["auto", "fp8"] = "auto"
+    """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every
+    block of 128 x 128, quantised by the weight sync; the rest in model.dtype. The actor's log-probs then differ from
+    the engine's: see loss.tis_clip."""
     parallel: Parallel = Parallel()
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256
-    """Slots of the KV cache: sequences decoded at once per engine."""
+    """Sequences decoded at once per engine, at most."""
     max_context_tokens: Count = 4096
     """Prompt and response together."""
+    kv_cache_gb: Literal["auto"] | Positive = "auto"
+    """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
+    room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
+    a GPU nine tenths of what is free when the engine has its turn; on a CPU no limit."""
     offload: Offload = "auto"
 
 

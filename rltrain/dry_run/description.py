@@ -9,43 +9,59 @@ from rltrain.cluster.placement import Placement, format_ranks, resolve_placement
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.dry_run.fit import describe_fit, refuse_what_does_not_fit
+from rltrain.dry_run.legal import is_legal
 from rltrain.dry_run.memory import describe_memory
-from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps, steady_order
+from rltrain.dry_run.options import DryRunOptions
+from rltrain.dry_run.proposals import describe_proposals
+from rltrain.dry_run.ranks import describe_ranks, rank_map
+from rltrain.dry_run.sizes import seconds, size
+from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
 from rltrain.dry_run.table import table
+from rltrain.dry_run.time import describe_time
+from rltrain.estimate.calibration import factors_of
+from rltrain.estimate.changes import best_changes
+from rltrain.estimate.hardware import Gpu, gpu_named
+from rltrain.estimate.peak import rank_memories
+from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.step_time import Clock
+from rltrain.estimate.sync_time import PlannedSync
+from rltrain.estimate.workload import Workload
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
-from rltrain.models import Architecture
-from rltrain.models.of_roles import reference_uses_actor_modules, role_architectures
-from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.models.of_roles import role_architectures
 from rltrain.reshard.plan.planner import traffic
-from rltrain.rollout.layout import engine_layout
 from rltrain.schedule.check import check
+from rltrain.schedule.steady import steady_order
 from rltrain.schedule.steps import build_order, num_entries, shortened
 
 CONFIG_FILE = "config.json"
+Sections = dict[str, list[str]]
 
 
-def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, ranks_per_node: int) -> str:
-    """The whole description; raises the UserError that the job would be refused with."""
+def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOptions) -> str:
+    """The whole description; raises the UserError that the job would be refused with, or that it does not fit."""
     config = load_config(config_path, overrides)
     check_config(config)
-    ranks_per_node = min(ranks_per_node, world_size)
+    world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
     placement = resolve_placement(config.placement, world_size, ranks_per_node)
     grids = role_grids(config, placement)
     check_schedule(config, placement, grids)
     order = build_order(config, placement)
     check(build_order(shortened(config), placement), placement)
-    architectures = {}
+    job = None
     if Path(config.model.path, CONFIG_FILE).exists():
         architectures = role_architectures(config, placement.roles)
         check_against_architecture(config, grids, architectures)
+        job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
     steady, entries = steady_order(config, placement), num_entries(config, placement)
-    guests = ["reference"] if reference_uses_actor_modules(config, grids, architectures) else []
+    guests = job.guests if job else ()
+    of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     sections = {
-        f"Ranks: {world_size}, {ranks_per_node} per node": rank_map(placement, grids, world_size, ranks_per_node),
+        f"Ranks: {world_size}, {ranks_per_node} per node": [*describe_ranks(placement, ranks_per_node), *of_ranks],
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
@@ -53,28 +69,39 @@ def describe_job(config_path: Path, overrides: Sequence[str], world_size: int, r
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests),
-        "Weight sync": describe_weight_sync(config, grids, architectures.get("actor"), ranks_per_node),
+        **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
     }
     if found := [*doubts(config, placement)]:
         sections["Warnings"] = found
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 
 
-def rank_map(placement: Placement, grids: Mapping[str, Grid], world_size: int, ranks_per_node: int) -> list[str]:
-    """One line per rank: its node, and its coordinates in each role that it hosts."""
-    rows = [["rank", "node", *placement.roles]]
-    for rank in range(world_size):
-        cells = [coordinates(grids[role], rank) for role in placement.roles]
-        rows.append([str(rank), str(rank // ranks_per_node), *cells])
-    return table(rows)
+def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
+    """Bytes and seconds. ConfigError where the job does not fit, unless other placements are asked for."""
+    gpu = gpu_named(options.gpu)
+    workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
+    factors = factors_of(options.calibrate, gpu) if options.calibrate else {}
+    memories = rank_memories(job, gpu)
+    fits = all(memory.fits(gpu) for memory in memories)
+    if not fits and not options.search:
+        refuse_what_does_not_fit(memories, gpu, options.gpu, best_changes(job, gpu, is_legal))
+    clock = Clock(job, gpu, workload, factors)
+    peaks = describe_fit(memories, gpu, job.ranks_per_node)
+    source = str(options.calibrate) if options.calibrate else None
+    found = {
+        f"Bytes, foretold for {options.gpu}": peaks if fits else [*peaks, "does not fit"],
+        f"Seconds, foretold for {options.gpu}": describe_time(clock.step(), workload, source),
+        "Weight sync": describe_weight_sync(job, clock.sync, gpu, options.every_rank),
+    }
+    if options.search:
+        found["Placements that would be fastest"] = describe_proposals(job, gpu, workload, factors)
+    return found
 
 
-def coordinates(grid: Grid, rank: int) -> str:
-    if rank not in grid.ranks:
-        return "-"
-    place = grid.coordinates(rank)
-    parts = {"dp": (place.dp, grid.dp), "pp": (place.pp, grid.pp), "cp": (place.cp, grid.cp), "tp": (place.tp, grid.tp)}
-    return " ".join(f"{name}{index}" for name, (index, size) in parts.items() if size > 1) or "alone"
+def unknown(config: Config, has_rollout: bool) -> Sections:
+    """What is said where there is no config.json to read a model's shape from."""
+    missing = f"{Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"
+    return {"Weight sync": [f"bytes unknown: {missing}" if has_rollout else "none: no rollout is placed"]}
 
 
 def pair_modes(placement: Placement) -> list[str]:
@@ -89,8 +116,11 @@ def describe_grid(name: str, grid: Grid) -> str:
 
 def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:
     lists = group_lists(grids, world_size)
-    most = max(sum(rank in group for group in lists) for rank in range(world_size))
-    return [f"{len(lists)} in the job, at most {most} on one rank; equal rank lists share one"]
+    of_rank = [0] * world_size
+    for group in lists:
+        for rank in group:
+            of_rank[rank] += 1
+    return [f"{len(lists)} in the job, at most {max(of_rank)} on one rank; equal rank lists share one"]
 
 
 def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
@@ -103,20 +133,27 @@ def describe_repeating(config: Config, grids: Mapping[str, Grid]) -> str:
     )
 
 
-def describe_weight_sync(
-    config: Config, grids: Mapping[str, Grid], architecture: Architecture | None, ranks_per_node: int
-) -> list[str]:
-    if "rollout" not in grids:
+def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pair: bool) -> list[str]:
+    if "rollout" not in job.grids:
         return ["none: no rollout is placed"]
-    if architecture is None:
-        return [f"bytes unknown: {Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"]
-    source = megatron_layout(architecture, grids["actor"], dtype=config.model.dtype)
-    destination = engine_layout(architecture, grids["rollout"], dtype=config.model.dtype)
-    moved = traffic(source, destination, ranks_per_node)
+    moved, predicted = sync.planner.traffic, sync.prediction(gpu)
+    on_wire = moved.node + moved.network_minimum
+    lines = [
+        f"{on_wire:,} bytes on the wire per sync: {size(moved.network_minimum)} between nodes, {size(moved.node)} "
+        f"within them; {size(moved.local)} copied within ranks",
+        f"busiest between nodes: sends {size(predicted.busiest_sender_bytes)}, receives "
+        f"{size(predicted.busiest_receiver_bytes)}; {seconds(predicted.network)} between nodes, at least "
+        f"{seconds(predicted.network_bound)} by any plan, {seconds(predicted.node)} within",
+    ]
+    return [*lines, *traffic_of_pairs(job, sync)] if every_pair else lines
+
+
+def traffic_of_pairs(job: PlannedJob, sync: PlannedSync) -> list[str]:
+    """Bytes from every rank to every other one."""
     rows = [["from", "to", "bytes", "over"]]
+    moved = traffic(sync.planner.source, sync.planner.destination, job.ranks_per_node)
     for (sender, receiver), num_bytes in sorted(moved.items()):
-        same_node = sender // ranks_per_node == receiver // ranks_per_node
+        same_node = sender // job.ranks_per_node == receiver // job.ranks_per_node
         path = "memory" if sender == receiver else "node" if same_node else "network"
         rows.append([str(sender), str(receiver), f"{num_bytes:,}", path])
-    total = sum(num_bytes for (sender, receiver), num_bytes in moved.items() if sender != receiver)
-    return [*table(rows), f"{total:,} bytes on the wire per sync"]
+    return table(rows)

@@ -3,12 +3,13 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from rltrain.cluster.placement import Placement, format_ranks
+from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.dry_run.steps import fullest_step
+from rltrain.dry_run.sizes import numbered
 from rltrain.dry_run.table import table
 from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.schedule.order import Order
+from rltrain.schedule.steady import fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import TRAINED_PARTS, device_roles
 
@@ -37,7 +38,7 @@ def describe_memory(order: Order, config: Config, placement: Placement, guests: 
         plan = MemoryPlan(order, hosted)
         steps = _places_by_task(order, plan, plan.places(leaving, overlays))
         inside = [f"{role} (in the actor's modules)" if role in mine else role for role in hosted]
-        where = f"{_numbered('rank', ranks)}: {', '.join(inside)}"
+        where = f"{numbered('rank', ranks)}: {', '.join(inside)}"
         if all(cell in ("used", "stays") for cells in steps.values() for cell in cells.values()):
             lines.append(f"{where}: everything stays on the device")
         else:
@@ -76,12 +77,8 @@ def _places_by_task(
     for name, tasks in found.items():
         for _, cells in tasks:
             alike = [chunk for chunk, others in tasks if others == cells]
-            rows[name if len(alike) == len(tasks) else f"{name}, {_numbered('chunk', alike)}"] = cells
+            rows[name if len(alike) == len(tasks) else f"{name}, {numbered('chunk', alike)}"] = cells
     return rows
-
-
-def _numbered(unit: str, numbers: Collection[int]) -> str:
-    return f"{unit}{'s' * (len(numbers) > 1)} {format_ranks(numbers)}"
 
 
 def _word(place: Place, is_needed: bool) -> str:

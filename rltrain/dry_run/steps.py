@@ -1,17 +1,16 @@
 """What happens in which order, and what at the same time."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.schedule.order import Order
+from rltrain.dry_run.sizes import WIDTH
+from rltrain.schedule.order import Entry, Order
 from rltrain.schedule.overlaps import overlapping_tasks
 from rltrain.schedule.shape import RunShape
-from rltrain.schedule.steps import build_order
-
-WIDTH = 110
+from rltrain.schedule.steady import fullest_step
 
 
 def describe_mode(config: Config) -> str:
@@ -28,30 +27,23 @@ def describe_mode(config: Config) -> str:
     return ", ".join(words)
 
 
-def steady_order(config: Config, placement: Placement) -> Order:
-    """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
-    steps = RunShape.of(config).lead + 2 * config.schedule.sync_every + 2
-    evaluation = config.evaluation.model_copy(update={"interval": 2 if config.evaluation.interval else 0})
-    critic = config.critic.model_copy(update={"critic_warmup_steps": 0})
-    return build_order(
-        config.model_copy(update={"steps": steps, "evaluation": evaluation, "critic": critic}), placement
-    )
-
-
-def fullest_step(order: Order) -> int:
-    """The first of the steps with most entries, among those without an evaluation and after step 0 if there are any."""
-    distinct = [*order.distinct()]
-    evaluated = {entry.step for entry in distinct if "evaluation" in entry.name}
-    counts = Counter(entry.step for entry in distinct if entry.step and entry.step not in evaluated)
-    return max(sorted(counts), key=lambda step: counts[step], default=0)
-
-
 def describe_order(order: Order, config: Config) -> list[str]:
-    """The entries of the first step, of one in the middle without an evaluation, and those after the last step."""
-    lines = []
-    for step in sorted({0, fullest_step(order), config.steps}):
-        lines += [f"{number:3d}  {entry}" for number, entry in enumerate(e for _, e in order.of_step(step))] + [""]
-    return lines[:-1]
+    """The entries of a step in the middle without an evaluation, of its chunks the first and the last; then those of
+    the first step, and those after the last, that have no like among them."""
+    middle, last_chunk = fullest_step(order), RunShape.of(config).num_chunks - 1
+    lines: list[str] = []
+    shown: set[tuple[str, str, tuple[str, ...]]] = set()
+    for step in sorted({0, middle, config.steps}, key=lambda step: step != middle):
+        entries = [*enumerate(entry for _, entry in order.of_step(step))]
+        told = [f"{i:3d}  {e}" for i, e in entries if e.chunk in (0, last_chunk) and _alike(e) not in shown]
+        lines += [*([""] if lines and told else []), *told]
+        shown |= {_alike(entry) for _, entry in entries}
+    return lines
+
+
+def _alike(entry: Entry) -> tuple[str, str, tuple[str, ...]]:
+    """What an entry has in common with those of other steps and chunks."""
+    return entry.kind, entry.name, entry.roles
 
 
 def describe_overlaps(order: Order, config: Config, placement: Placement) -> list[str]:

@@ -17,6 +17,7 @@ def check_config(config: Config) -> None:
         *_parallel_problems(config),
         *_batch_problems(config),
         *_length_problems(config),
+        *_engine_memory_problems(config),
         *algorithm_of(config).problems(),
         *_training_problems(config),
         *_checkpoint_problems(config),
@@ -92,6 +93,14 @@ def _length_problems(config: Config) -> Iterator[str]:
     used = any("rollout" in split_roles(key) for key in config.placement)
     if used and config.rollout.max_context_tokens < longest:
         yield f"rollout.max_context_tokens: got {config.rollout.max_context_tokens}; expected at least {sizes}"
+
+
+def _engine_memory_problems(config: Config) -> Iterator[str]:
+    if config.rollout.engine == "sglang" and config.rollout.kv_cache_gb != "auto":
+        yield (
+            f"rollout.kv_cache_gb: got {config.rollout.kv_cache_gb} with rollout.engine sglang, whose server decides; "
+            "expected auto: set mem_fraction_static in rollout.sglang.args"
+        )
 
 
 def _training_problems(config: Config) -> Iterator[str]:

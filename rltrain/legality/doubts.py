@@ -19,3 +19,8 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
             f"evaluation.interval: got {config.evaluation.interval} without data.eval, so nothing will be evaluated; "
             "expected held-out prompts in data.eval, or 0"
         )
+    if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.tis_clip is None:
+        yield (
+            "rollout.dtype: got fp8 with loss.tis_clip null, so samples that the rounded weights drew count as the "
+            "actor's own; expected loss.tis_clip, such as 2.0, which weighs them by how likely the actor finds them"
+        )

@@ -1,57 +1,30 @@
-"""Every metric a run can report. docs/metrics.md is made from this table: python -m rltrain.observability.names."""
+"""Every metric a run can report: those of its tasks and those of the whole run.
+
+docs/metrics.md is made from this table: python -m rltrain.observability.names.
+"""
 
 import re
-from dataclasses import dataclass
 
+from rltrain.tasks.metrics import Metric
+from rltrain.tasks.roles import all_tasks
 
-@dataclass(frozen=True)
-class Metric:
-    name: str
-    unit: str
-    meaning: str
-
-
-METRICS = (
-    Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
-    Metric("train/pg_loss", "", "its policy-gradient part: the clipped surrogate"),
-    Metric("train/kl_loss", "nats", "its KL part before the coefficient, with loss.kl.where: loss"),
-    Metric("train/ppo_kl", "nats", "mean of old minus current log-prob over response tokens"),
-    Metric("train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back"),
-    Metric("train/ratio_max", "", "largest ratio of current to old probability"),
-    Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, where a reference is placed"),
-    Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
-    Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
-    Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
-    Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
-    Metric("train/lr", "", "learning rate"),
-    Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.tis_clip"),
-    Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.tis_clip cuts"),
-    Metric("train/staleness_mean", "steps", "mean of step less policy version over the response tokens trained on"),
-    Metric("train/staleness_max", "steps", "the largest of them"),
-    Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),
-    Metric("train/stale_tokens", "tokens", "response tokens staler than schedule.max_staleness"),
-    Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),
-    Metric("critic/value_mean", "", "mean value of response tokens"),
-    Metric("critic/value_clipfrac", "fraction", "response tokens whose value critic.value_clip holds back"),
-    Metric("critic/return_mean", "", "mean return: what the values should have been"),
-    Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
-    Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
-    Metric("critic/lr", "", "the critic's learning rate"),
-    Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
-    Metric("rollout/reward_std", "", "their standard deviation"),
-    Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
-    Metric("rollout/response_length_max", "tokens", "length of the longest response"),
-    Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
-    Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
-    Metric(
-        "rollout/reward_errors",
-        "samples",
-        "samples with reward 0 because the reward function raised or returned no number",
-    ),
-    Metric("rollout/reward_timeouts", "samples", "samples with reward 0 because it ran past reward.timeout_s"),
-    Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
-    Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+METRICS: tuple[Metric, ...] = (
+    *(metric for task in all_tasks() for metric in task.reports),
     Metric("perf/step_time_s", "s", "from the end of the previous step to the end of this one"),
+    Metric("perf/tokens_per_gpu_s", "tokens/s", "tokens trained on per second of the step and rank of the job"),
+    Metric(
+        "perf/<role>_idle",
+        "fraction",
+        "of the time since its last report in which the role's first rank worked on none of the role's tasks: it "
+        "waited, or worked for another role",
+    ),
+    Metric(
+        "perf/<role>_tflops",
+        "TFLOP/s",
+        "what its model computed per second and rank in tasks that compute: products of matrices alone, backward twice "
+        "as much as forward, nothing that is recomputed (models/flops.py)",
+    ),
+    Metric("perf/<role>_mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
     Metric(
         "perf/<task>_s",
         "s",
@@ -63,33 +36,6 @@ METRICS = (
         "s",
         "waiting for others within the task, on the same rank; waiting inside a collective counts as work",
     ),
-    Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
-    Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
-    Metric(
-        "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
-    ),
-    Metric("perf/weight_sync_bytes", "bytes", "bytes that the weight sync moved between ranks"),
-    Metric("perf/weight_sync_local_bytes", "bytes", "bytes that it copied within ranks"),
-    Metric("perf/weight_sync_node_bytes", "bytes", "of the bytes moved, those between ranks of a node"),
-    Metric("perf/weight_sync_network_bytes", "bytes", "of the bytes moved, those between nodes"),
-    Metric(
-        "perf/weight_sync_network_ratio",
-        "",
-        "bytes between nodes over the least possible, each node getting what it lacks once",
-    ),
-    Metric(
-        "perf/weight_sync_gb_per_s",
-        "GB/s",
-        "bytes moved over the seconds from when all ranks had come to when all were done, 1 GB = 1e9 bytes",
-    ),
-    Metric("perf/weight_sync_copy_s", "s", "local copies, on the reporting rank as all of the following"),
-    Metric("perf/weight_sync_pack_s", "s", "filling buffers to send from"),
-    Metric("perf/weight_sync_wire_s", "s", "having messages on the wire; overlaps with the others"),
-    Metric("perf/weight_sync_unpack_s", "s", "emptying buffers received into"),
-    Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
-    Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb, in shared memory of 4 MiB"),
-    Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
-    Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
     Metric("perf/checkpoint_copy_s", "s", "of the step: copying what a checkpoint holds, on the actor's first rank"),
     Metric("perf/checkpoint_write_s", "s", "beside training: the longest of the ranks' writing of the last checkpoint"),
     Metric("perf/checkpoint_bytes", "bytes", "its size; both are in the step in which it became complete"),
@@ -102,6 +48,8 @@ METRICS = (
         "memory/<role>_residue_bytes", "bytes", "what was left on the device of nobody's after the role had left it"
     ),
     Metric("memory/host_bytes", "bytes", "host memory kept for what leaves the device, of all roles of the rank"),
+    Metric("memory/peak_bytes", "bytes", "most allocated on the device; on a CPU the process's peak so far"),
+    Metric("memory/reserved_bytes", "bytes", "what torch's allocator has of the device; on a CPU the resident set"),
     Metric("memory/offload_s", "s", "tasks waiting for other roles to leave the device"),
     Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )
@@ -150,11 +98,17 @@ def document() -> str:
         "| name | unit | meaning |",
         "| --- | --- | --- |",
     ]
+    sections = list(dict.fromkeys(_section(metric) for metric in METRICS))
     lines += [
-        f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in METRICS
+        f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"
+        for metric in sorted(METRICS, key=lambda metric: sections.index(_section(metric)))
     ]
     lines += ["", "Made by `python -m rltrain.observability.names > docs/metrics.md`."]
     return "\n".join(lines)
+
+
+def _section(metric: Metric) -> str:
+    return metric.name.split("/")[0]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class Reporter:
 
     A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
     logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
-    something itself. Ranks report of at most `steps_ahead` steps behind the one that is trained on.
+    something itself, with what `of_whole_step` makes of all ranks' metrics. Ranks report of at most `steps_ahead` steps
+    behind the one that is trained on.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Reporter:
         sinks: Collection[Sink],
         at_publish: Callable[[], Metrics] = dict,
         steps_ahead: int = 0,
+        of_whole_step: Callable[[Metrics], Metrics] = lambda merged: {},
     ) -> None:
         self.job_store = job_store
         self.rank = job_store.world.rank
@@ -48,6 +50,7 @@ class Reporter:
         self.logging_rank = logging_rank
         self.sinks = sinks
         self.at_publish = at_publish
+        self.of_whole_step = of_whole_step
         self.pending: dict[int, Metrics] = {}
         self.published: deque[tuple[int, Metrics]] = deque(maxlen=steps_ahead + 2)
         """The last ones, among them all that may be of steps whose training this rank has yet to do."""
@@ -122,6 +125,7 @@ class Reporter:
                 _merge(merged, self.job_store.get(key, waiting_for=key))
                 self.job_store.forget(key)
             if merged:
+                merged |= self.of_whole_step(merged)
                 for sink in self.sinks:
                     sink.write(step, merged)
 

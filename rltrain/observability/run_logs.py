@@ -6,14 +6,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
 
 METRICS_FILE = "metrics.jsonl"
+JOB_FILE = "job.json"
+"""The config of the run and the size of its world: what is needed to foretell its seconds."""
 WANDB_ID_FILE = "wandb_id"
+TENSORBOARD_FOLDER = "tensorboard"
 ID_FILE = "run_id"
 """Names the history that the logs tell; checkpoints have it too."""
 REWOUND = (METRICS_FILE, "samples.jsonl", "sample_ids")
-LOGS = (*REWOUND, "trace", "stalls", "engines", "hf_steps", "report", WANDB_ID_FILE)
+LOGS = (*REWOUND, "trace", "stalls", "engines", "hf_steps", "report", TENSORBOARD_FOLDER, WANDB_ID_FILE, JOB_FILE)
 """What a run leaves in its folder beside checkpoints and its last export, which the next one replaces at once."""
 
 
@@ -30,6 +34,17 @@ def begin_logs(output_dir: Path) -> None:
     path = output_dir / ID_FILE
     try:
         path.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_job(config: Config, world_size: int, ranks_per_node: int) -> None:
+    """By one rank, as it begins to write metrics. ConfigError."""
+    path = Path(config.output_dir, JOB_FILE)
+    job = {"config": config.model_dump(mode="json"), "world_size": world_size, "ranks_per_node": ranks_per_node}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(path, error) from error
 

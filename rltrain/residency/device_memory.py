@@ -1,7 +1,9 @@
 """The device's side of moving memory: copies on a stream of their own, and what its allocator holds."""
 
+import resource
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,6 +46,14 @@ class DeviceMemory:
         """Bytes held on the device beyond `resident_bytes`, which lie in tensors that are known."""
         return 0
 
+    def take_peak_bytes(self) -> int:
+        """The most that was allocated since the last call; on a CPU by the whole process since its start."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def reserved_bytes(self) -> int:
+        """What the allocator holds of the device; on a CPU the process's resident set."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
 
 class CudaMemory(DeviceMemory):
     """Copies on a side stream; the caching allocator of torch."""
@@ -54,6 +64,7 @@ class CudaMemory(DeviceMemory):
         self._task: str | None = None
         self._before_task = 0
         self._needs: dict[str, int] = {}
+        self._peak = 0
 
     def copies(self) -> AbstractContextManager[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -76,8 +87,10 @@ class CudaMemory(DeviceMemory):
         self._task, self._before_task = task, torch.cuda.memory_allocated(self.device)
 
     def _note_need(self) -> None:
+        most = torch.cuda.max_memory_allocated(self.device)
+        self._peak = max(self._peak, most)
         if self._task is not None:
-            need = torch.cuda.max_memory_allocated(self.device) - self._before_task
+            need = most - self._before_task
             self._needs[self._task] = max(need, self._needs.get(self._task, 0))
             self._task = None
 
@@ -86,6 +99,14 @@ class CudaMemory(DeviceMemory):
 
     def residue_bytes(self, resident_bytes: int) -> int:
         return max(torch.cuda.memory_reserved(self.device) - resident_bytes, 0)
+
+    def take_peak_bytes(self) -> int:
+        peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+        self._peak = 0
+        return peak
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -164,13 +164,17 @@ class MemoryPart:
 class Overlay(MemoryPart):
     """Constant values on the host that take the place of another part's while that one is away.
 
-    `host` has one tensor for each of `tensors`, which are views of the storages of `beneath`, equal in shape and dtype.
+    `host` has one tensor for each of `tensors`, which are views of the storages of `beneath`, equal in shape and dtype;
+    `is_own` is False where they lie in another process's memory.
     """
 
-    def __init__(self, beneath: MemoryPart, tensors: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+    def __init__(
+        self, beneath: MemoryPart, tensors: Sequence[Tensor], host: Sequence[Tensor], *, is_own: bool = True
+    ) -> None:
         super().__init__(lambda: tensors)
         self._beneath = beneath
         self._pairs = list(zip(tensors, host, strict=True))
+        self._is_own = is_own
         self.place = "host"
         self.host_is_current = True
 
@@ -180,7 +184,7 @@ class Overlay(MemoryPart):
 
     @property
     def host_bytes(self) -> int:
-        return sum(host.nbytes for _, host in self._pairs)
+        return sum(host.nbytes for _, host in self._pairs) if self._is_own else 0
 
     def storages(self) -> SizedStorages:
         return super().storages() if self.place == "device" else self._beneath.storages()

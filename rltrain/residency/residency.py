@@ -96,7 +96,12 @@ class Residency:
         """memory/* since the last call; see observability.names."""
         self._note_residents()
         host_bytes = sum(part.host_bytes for part in self.parts.values())
-        metrics = {**self._metrics, "memory/host_bytes": host_bytes}
+        metrics = {
+            **self._metrics,
+            "memory/host_bytes": host_bytes,
+            "memory/peak_bytes": self._memory.take_peak_bytes(),
+            "memory/reserved_bytes": self._memory.reserved_bytes(),
+        }
         self._metrics = _no_moves()
         return metrics
 

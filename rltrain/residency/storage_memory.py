@@ -12,6 +12,9 @@ SizedStorages = list[tuple[UntypedStorage, int]]
 
 
 class StorageMemory(Protocol):
+    keeps_addresses: bool
+    """Whether memory that is taken again lies where it did; the first time it may not."""
+
     def free(self, storages: SizedStorages) -> None:
         """Give up the memory, contents lost."""
 
@@ -24,6 +27,8 @@ class StorageMemory(Protocol):
 
 class ResizedStorages:
     """Storages that are made empty and large again; addresses change."""
+
+    keeps_addresses = False
 
     def free(self, storages: SizedStorages) -> None:
         for storage, _ in storages:
@@ -43,6 +48,8 @@ class PausedRegion:
     A storage comes to the region when its memory is taken for the first time after it was given up. All storages of a
     part are freed and allocated together.
     """
+
+    keeps_addresses = True
 
     def __init__(self, saver: Any, tag: str) -> None:
         self._saver, self._tag = saver, tag

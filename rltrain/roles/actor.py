@@ -88,7 +88,12 @@ class Actor(TrainedRole):
             ]
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
-        metrics["perf/train_tokens_per_s"] = float(self._total(torch.tensor(experience.num_tokens))) / seconds
+        num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
+        metrics |= {
+            "train/tokens": num_tokens,
+            "perf/train_tokens_per_s": num_tokens / seconds,
+            "perf/train_tokens_per_gpu_s": num_tokens / seconds / len(self.grid.ranks),
+        }
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()
         return metrics

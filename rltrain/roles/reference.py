@@ -1,15 +1,17 @@
 """The reference: the frozen policy that a KL penalty or metric compares the actor with."""
 
-from collections.abc import Mapping
-
-import torch
+import logging
+from collections.abc import Mapping, Sequence
 
 from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model
 from rltrain.training.build import training_backend
+
+logger = logging.getLogger(__name__)
 
 
 def uses_actor_modules(job: Job) -> bool:
@@ -47,13 +49,29 @@ class Reference(Role):
             self.parts = self.model.parts
 
     def _weights_over(self, actor: Model) -> Overlay:
-        pinned = self.job.world.device.type == "cuda"
-        host = {
-            name: torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
-            for name, parameter in actor.parameters.items()
-        }
-        self.job.model_site(self.name).load_weights(actor.layout, host)
-        return Overlay(actor.parts["weights"], list(actor.parameters.values()), list(host.values()))
+        host = self._host_weights(actor)
+        return Overlay(
+            actor.parts["weights"],
+            list(actor.parameters.values()),
+            list(host.tensors.values()),
+            is_own=host.is_own,
+        )
+
+    def _host_weights(self, actor: Model) -> HostTensors:
+        """Read by the first rank of this node that has this rank's share of the weights; the others map its memory."""
+        world, layout, job_store = self.job.world, actor.layout, self.job.job_store
+        first = first_of_equals(layout.ranks, layout.parts, world.rank, world.ranks_per_node)
+        if world.rank != first:
+            found = job_store.get(f"reference/{first}", f"rank {first} to read the reference's weights for this node")
+            try:
+                return HostTensors.of_another(found, actor.parameters, world.device)
+            except OSError as error:  # in a container of its own, say
+                logger.warning("rank %d cannot share the reference's weights of rank %d: %s", world.rank, first, error)
+        host = HostTensors(actor.parameters, world.device)
+        self.job.model_site(self.name).load_weights(layout, host.tensors)
+        if world.rank == first:
+            job_store.put(f"reference/{first}", host.place)
+        return host
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
@@ -64,3 +82,10 @@ class Reference(Role):
             temperature=self.config.rollout.sampling.temperature,
         )
         self.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)
+
+
+def first_of_equals(ranks: Sequence[int], parts: Sequence[int], rank: int, ranks_per_node: int) -> int:
+    """The first of `ranks` on the node of `rank` whose part of a layout is the same as that of `rank`."""
+    part = parts[ranks.index(rank)]
+    here = [peer for peer, its in zip(ranks, parts, strict=True) if its == part]
+    return min(peer for peer in here if peer // ranks_per_node == rank // ranks_per_node)

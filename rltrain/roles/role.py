@@ -1,8 +1,8 @@
 """What every role is made of."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import ClassVar
 
 from rltrain.checkpoint.run.files import Contents
@@ -20,6 +20,7 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.roles.operations import Operations
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
 from rltrain.schedule.shape import RunShape
@@ -47,6 +48,9 @@ class Job:
 
     stop: StopRequest | None = None
     """Whether the job is asked to end; None where nobody listens."""
+
+    operations: Operations = field(default_factory=Operations)
+    """Of the task that is under way."""
 
     @property
     def first_step(self) -> int:
@@ -80,8 +84,13 @@ class Job:
             grid=self.grids[role],
             groups=self.groups,
             architecture=self.architectures[role],
-            on_micro_batch=self.heartbeat.advance,
+            on_micro_batch=partial(self._begin_micro_batch, role),
         )
+
+    def _begin_micro_batch(self, role: str, lengths: Sequence[int], backward: bool) -> None:
+        self.heartbeat.advance()
+        grid = self.grids[role]
+        self.operations.add(self.architectures[role], lengths, len(grid.ranks) // grid.dp, backward=backward)
 
     def training_layout(self, role: str) -> Layout:
         """Where the parameters of the role's model lie; every rank of the job can tell."""

@@ -48,7 +48,7 @@ class Rollout(Role):
         super().__init__(job)
         self.engine_ranks = self.grid.replica(self.dp)
         hosted = build_engine(self._site(), self.leave)
-        self.engine, self.parts = hosted.engine, hosted.parts
+        self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
         self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         start = self._start()
         self.first_generated = len(start.state.consumed) // self.config.batch.prompts_per_step
@@ -73,6 +73,8 @@ class Rollout(Role):
             tokenizer=job.prompts.decoder,
             job_store=job.job_store,
             leaves="rollout" in leaving_roles(offload),
+            draws_during_syncs=job.shape.draws_during_syncs,
+            others=tuple(role for role in offload if role != self.name),
         )
 
     def leave(self) -> None:
@@ -110,8 +112,10 @@ class Rollout(Role):
         seconds = time.perf_counter() - self.step_start_s
         return {
             "perf/rollout_tokens_per_s": self.step_response_tokens / seconds,
+            "perf/rollout_tokens_per_gpu_s": self.step_response_tokens / seconds / len(self.grid.ranks),
             "rollout/response_tokens": self.step_response_tokens,
             "perf/decode_step_max_s": self.training.longest_step_s,
+            **self.engine_metrics(),
         }
 
     def generate_evaluation(self, step: int, chunk: int) -> None:
@@ -238,6 +242,8 @@ class Rollout(Role):
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
         experience = pack_groups(drawn, [group.position for group in finished])
+        lengths = experience.lengths.tolist()
+        self.job.operations.add(self.job.architecture, lengths, len(self.engine_ranks), backward=False)
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 

@@ -12,12 +12,12 @@ from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.execute.resharding import Resharding
-from rltrain.reshard.layout import Layout
+from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
 from rltrain.reshard.plan.planner import plan
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout.layout import engine_parts
+from rltrain.rollout.layout import EnginePart, engine_parts
 
 Tensors = Mapping[str, Tensor] | None
 
@@ -28,13 +28,8 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
-        self.timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
-        self.waiting = job.heartbeat.task_clock.waiting
-        self.source = job.training_layout("actor")
-        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
-        self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
-        self.parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.reshardings = [self._resharding(job, part) for part in self.parts]
+        parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
+        self.parts = [_Part(job, part) for part in parts]
 
     def weight_sync(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
@@ -44,48 +39,60 @@ class WeightSync:
         if self.engine:
             self.engine.begin_update()
         source = self.actor.model.parameters if self.actor else None
-        move = {"planned": self._move_planned, "full_gather": self._move_by_full_gather}[self.config.transport]
         reports, verify_s = [], 0.0
-        for part in range(len(self.parts)):
-            destination = self.engine.incoming(part) if self.engine else None
-            reports += move(part, source, destination)
+        for number, part in enumerate(self.parts):
+            destination = self.engine.incoming(number) if self.engine else None
+            if self.config.transport == "planned":
+                reports.append(part.resharding.run(source, destination))
+            else:
+                part.gather_fully(source, destination)
             if self.config.verify:
-                verify_s += self._verify(part, source, destination)
+                verify_s += part.verify(source, destination)
             if self.engine:
-                self.engine.arrived(part)
+                self.engine.arrived(number)
         if self.engine:
             self.engine.end_update(step)
         metrics = metrics_of(total(reports)) if reports else {}
         return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.config.verify else metrics
 
-    def _resharding(self, job: Job, part: Layout) -> Resharding:
+
+class _Part:
+    """What an engine receives at a time. Its methods are collective over: the union of both roles' ranks."""
+
+    def __init__(self, job: Job, part: EnginePart) -> None:
         world = job.world
-        return Resharding(
-            plan(self.source, part, world.rank, world.ranks_per_node),
+        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
+        layouts = part.filled_from(job.training_layout("actor"))
+        self.source, self.destination = layouts.source, layouts.destination
+        self.blocks = BlockTable(layouts, world.rank) if part.quantized.any() else None
+        self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
+        self.waiting = job.heartbeat.task_clock.waiting
+        self.resharding = Resharding(
+            plan(self.source, self.destination, world.rank, world.ranks_per_node),
             group=self.group,
             cpu_group=self.cpu_group,
-            bucket_bytes=self.config.bucket_mb * 2**20,
+            bucket_bytes=job.config.weight_sync.bucket_mb * 2**20,
             device=world.device,
             ranks_per_node=world.ranks_per_node,
+            magnitudes=BlockScales(self.blocks, world.device) if self.blocks else None,
             timeout_s=TRANSPORT_TIMEOUT_S,
             waiting=self.waiting,
         )
 
-    def _move_planned(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
-        return [self.reshardings[part].run(source, destination)]
-
-    def _move_by_full_gather(self, part: int, source: Tensors, destination: Tensors) -> list[SyncReport]:
+    def gather_fully(self, source: Tensors, destination: Tensors) -> None:
+        """Assemble every tensor on every rank: slow, and shares only the layouts with the planned way."""
+        timeout = timedelta(seconds=TRANSPORT_TIMEOUT_S)
         # Before, so that a rank that does not come is named; after, so that no version is served before all have it.
         with self.waiting("the others to come to a reshard"):
-            dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
-        full_gather_sync(self.source, self.parts[part], source, destination, self.group)
-        dist.monitored_barrier(self.cpu_group, timeout=self.timeout)
-        return []
+            dist.monitored_barrier(self.cpu_group, timeout=timeout)
+        full_gather_sync(self.source, self.destination, source, destination, self.group)
+        dist.monitored_barrier(self.cpu_group, timeout=timeout)
 
-    def _verify(self, part: int, source: Tensors, destination: Tensors) -> float:
-        """Seconds that it took."""
+    def verify(self, source: Tensors, destination: Tensors) -> float:
+        """Seconds that it took to compare what both sides hold. Raises SyncMismatchError."""
         start = time.perf_counter()
-        verify(self.reshardings[part].plan, self.source, self.parts[part], source, destination, group=self.cpu_group)
+        plan = self.resharding.plan
+        verify(plan, self.source, self.destination, source, destination, group=self.cpu_group, blocks=self.blocks)
         return time.perf_counter() - start
 
 

@@ -1,13 +1,19 @@
 """Where an engine keeps a checkpoint's tensors: SGLang's parameters, for every rank of a grid."""
 
-from functools import partial
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
-from rltrain.models import Architecture, canonical_tensors, element_types
+from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
+from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.fp8.blocks import BoolArray, QuantizedLayouts, quantized
 from rltrain.reshard.layout import Layout, RankLayout, Segment
 from rltrain.reshard.model_layout import Chunk, ModelCutter, Side, TensorShare, even_share, expert_share, round_up
-from rltrain.reshard.parts import split
+from rltrain.reshard.parts import parameter_types, split
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
@@ -43,12 +49,59 @@ def engine_layout(
     )
 
 
-def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list[Layout]:
-    """The layout of the rollout's engines, cut into what one of them can receive at a time. Equal on all ranks."""
-    layout = engine_layout(architecture, grid, dtype=config.model.dtype)
+@dataclass(frozen=True, eq=False)
+class EnginePart:
+    """Some parameters of the rollout's engines: `quantized` [tensors] of the `plain` layout's they hold in FP8."""
+
+    plain: Layout
+    quantized: BoolArray
+
+    @cached_property
+    def layout(self) -> Layout:
+        """As engines hold it, scales of blocks included."""
+        return self.filled_from(self.plain).destination
+
+    def filled_from(self, source: Layout) -> QuantizedLayouts:
+        """Both layouts of a reshard from `source`."""
+        return quantized(source, self.plain, self.quantized)
+
+    def held_bytes(self, rank: int) -> int:
+        """Of the parameters on a rank."""
+        layout = self.layout
+        types = parameter_types(layout, layout.parts[layout.ranks.index(rank)])
+        return sum(
+            math.prod(shape) * int(ITEM_BYTES[kind])
+            for (_, shape), kind in zip(layout.on(rank).parameters, types, strict=True)
+        )
+
+
+def whole_engine(config: Config, architecture: Architecture, grid: Grid) -> EnginePart:
+    """All that the rollout's engines hold."""
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.rollout.dtype == "fp8")
+
+
+def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
+    """All that engines of `dtype` hold, with `fp8` what can be in FP8 so."""
+    in_fp8 = quantizable_tensors(architecture)
+    return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
+
+
+def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list[EnginePart]:
+    """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
+    whole = whole_engine(config, architecture, grid)
     if config.rollout.engine == "embedded":
-        return [layout]  # its parameters are this process's own: there is nothing to bound
-    return split(layout, int(config.rollout.sglang.staging_mb * 2**20))
+        return [whole]  # its parameters are this process's own: there is nothing to bound
+    as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
+    parts = split(replace(whole.plain, types=as_held), int(config.rollout.sglang.staging_mb * 2**20))
+    return [EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part)) for part in parts]
+
+
+def _holds(layout: Layout) -> BoolArray:
+    """[tensors]: whether any rank of a layout has some of each."""
+    held = np.zeros(len(layout.types), dtype=bool)
+    for share in set(layout.parts):
+        held[layout.part(share).pieces["tensor"]] = True
+    return held
 
 
 def _build(cutter: ModelCutter, tp: int, ep: int, index: int) -> RankLayout:

@@ -1,6 +1,6 @@
 """What an engine is built of, and what it is to the rest of the job."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rltrain.cluster.grid import Grid
@@ -28,6 +28,10 @@ class EngineSite:
     job_store: JobStore
     leaves: bool
     """Whether it gives its device memory up between its tasks."""
+    draws_during_syncs: bool
+    """Whether weights may come while it has responses under way."""
+    others: tuple[str, ...] = ()
+    """Other roles with something on this rank's device."""
 
     @property
     def num_nodes(self) -> int:
@@ -40,3 +44,5 @@ class HostedEngine:
 
     engine: Engine
     parts: Mapping[str, MemoryPart]
+    metrics: Callable[[], dict[str, float]] = dict
+    """Of what it did since the last call."""

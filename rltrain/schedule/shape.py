@@ -16,6 +16,8 @@ class RunShape:
     """Steps by which generation is ahead of training. Weights are up to sync_every - 1 steps old when they come."""
     syncs_in_flight: bool
     """Whether engines take new weights between two decode steps."""
+    draws_during_syncs: bool
+    """Whether engines may have responses under way when weights come: in flight, or where partial rollouts go on."""
     shares_prompts: bool
     """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
     num_chunks: int
@@ -50,6 +52,7 @@ class RunShape:
         return cls(
             lead=lead,
             syncs_in_flight=syncs_in_flight,
+            draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
             num_chunks=num_chunks,
             samples_per_group=algorithm.samples_per_group(),

@@ -1,8 +1,10 @@
-"""What is said of a task, once: whose it is, what it takes and leaves, and what it needs in memory."""
+"""What is said of a task, once: whose it is, what it takes and leaves, needs in memory, and reports."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
+
+from rltrain.tasks.metrics import Metric
 
 Key = tuple[str, str]
 """(role, part of its memory)."""
@@ -55,6 +57,7 @@ class Task:
     takes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     evaluates: bool = False
+    reports: tuple[Metric, ...] = ()
 
 
 @dataclass(frozen=True)

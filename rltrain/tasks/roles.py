@@ -1,5 +1,6 @@
 """The roles of a run, and the tasks of each."""
 
+from rltrain.tasks import metrics
 from rltrain.tasks.declaration import Key, Needs, RoleTasks, Task, parts_of
 
 STATE_PARTS = ("weights", "master_weights", "optimizer")
@@ -52,7 +53,7 @@ ACTOR = RoleTasks(
         Task("actor_logprobs", Needs(reads=_weights("actor"))),
         Task("advantages", takes=("scored",), leaves=("returns",)),
         Task("accumulate", _accumulates("actor")),
-        Task("update", _updates("actor")),
+        Task("update", _updates("actor"), reports=metrics.UPDATE),
         Task("save_hf", Needs(reads=_weights("actor"))),
     ),
     model="trained",
@@ -62,7 +63,7 @@ CRITIC = RoleTasks(
     (
         Task("values", Needs(reads=_weights("critic")), takes=("scored",), leaves=("values",), evaluates=True),
         Task("accumulate_critic", _accumulates("critic"), takes=("returns",)),
-        Task("update_critic", _updates("critic"), takes=("returns",)),
+        Task("update_critic", _updates("critic"), takes=("returns",), reports=metrics.UPDATE_CRITIC),
     ),
     model="trained",
 )
@@ -83,7 +84,7 @@ REFERENCE = RoleTasks(
 ROLLOUT = RoleTasks(
     "rollout",
     (
-        Task("generate", _GENERATES, leaves=("samples",)),
+        Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE),
         Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",)),
     ),
     model="served",
@@ -91,8 +92,8 @@ ROLLOUT = RoleTasks(
 REWARD = RoleTasks(
     "reward",
     (
-        Task("score", takes=("samples",), leaves=("scored",)),
-        Task("score_evaluation", takes=("evaluation_samples",)),
+        Task("score", takes=("samples",), leaves=("scored",), reports=metrics.SCORE),
+        Task("score_evaluation", takes=("evaluation_samples",), reports=metrics.SCORE_EVALUATION),
     ),
 )
 
@@ -100,11 +101,23 @@ DECLARED: dict[str, RoleTasks] = {role.name: role for role in (ACTOR, CRITIC, RE
 """In the order in which roles are listed and built."""
 
 
-JOINT: dict[str, Needs] = {
-    "weight_sync": Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
-    "decide_to_stop": Needs(),
+JOINT = {
+    task.name: task
+    for task in (
+        Task(
+            "weight_sync",
+            Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
+            reports=metrics.WEIGHT_SYNC,
+        ),
+        Task("decide_to_stop"),
+    )
 }
 """Tasks of several roles."""
+
+
+def all_tasks() -> list[Task]:
+    """Of every role, then those of several."""
+    return [*(task for role in DECLARED.values() for task in role.tasks), *JOINT.values()]
 
 
 def trained_roles() -> tuple[str, ...]:
@@ -140,12 +153,9 @@ def evaluations() -> list[tuple[str, Task]]:
 
 def needs_of(task: str) -> Needs:
     """ValueError for a task that nobody has declared: memory that it needs might be away."""
-    if task in JOINT:
-        return JOINT[task]
     if task == "checkpoint":
         return Needs(keeps=frozenset().union(*(parts_of(role, *STATE_PARTS) for role in trained_roles())))
-    for role in DECLARED.values():
-        for declared in role.tasks:
-            if declared.name == task:
-                return declared.needs
+    for declared in all_tasks():
+        if declared.name == task:
+            return declared.needs
     raise ValueError(f"what the task {task} needs on the device is unknown: declare it in rltrain/tasks/roles.py")

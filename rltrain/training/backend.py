@@ -35,8 +35,9 @@ class ModelSite:
     grid: Grid
     groups: ProcessGroups
     architecture: Architecture
-    on_micro_batch: Callable[[], None]
-    """To be called with every micro-batch that begins, so that others see the model getting on."""
+    on_micro_batch: Callable[[Sequence[int], bool], None]
+    """To be called with every micro-batch that begins: with the lengths of its samples, and whether gradients are made.
+    So others see the model getting on, and what it computes is counted."""
 
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
         """Fill `parameters`, this rank's in `layout`, from the checkpoint that the role starts from."""

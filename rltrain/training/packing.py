@@ -27,6 +27,11 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.experience.num_tokens
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the samples."""
+        return self.segments[: len(self.experience.lengths)]
+
 
 def pack(
     experience: Experience,

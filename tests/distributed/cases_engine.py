@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
 from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests
@@ -22,8 +23,10 @@ SAMPLINGS = (
 def engine_completions(
     path: Path, grid: Grid, rank: int, group: dist.ProcessGroup | None, *, interrupted: bool = False
 ) -> list[dict[str, list[Any] | str]]:
-    """Completions of every sampling mode, with fewer slots than requests; where `interrupted`, with a suspension."""
-    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5)
+    """Completions of every sampling mode, with fewer slots than requests; where `interrupted`, with a suspension, in a
+    tight budget for keys and values, another one on each rank of an engine."""
+    limits = {"max_context_tokens": 32, "kv_tokens": 20 + 4 * (rank % grid.tp)} if interrupted else {}
+    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, **limits)
     results = []
     for sampling in SAMPLINGS:
         completions = (
@@ -33,6 +36,7 @@ def engine_completions(
             {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "status": int(done.status)}
             for done in completions
         ]
+    assert not interrupted or engine.cache_metrics()["rollout/preemptions"] > 0
     return results
 
 
@@ -50,6 +54,7 @@ def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[S
 def generate_with_tensor_parallelism(paths: list[str], sizes: list[int]) -> list[list[dict[str, list[Any] | str]]]:
     """This rank's completions for every size and checkpoint, in that order; of the last one also interrupted."""
     torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator
+    GatheredBlocks.block_tokens = 4  # this process is the test's own
     world = tuple(range(dist.get_world_size()))
     results = []
     for size in sizes:

@@ -97,6 +97,7 @@ def follow_the_first_rank() -> dict[str, Any]:
     seen["facts"] = [engine.num_unfinished, engine.num_restarts, engine.policy_version, rig.num_advances]
     seen["errors"] = _errors(rig)
     engine.close()
+    assert rig.server is None or rig.server.broken == []
     return {name: [asdict(one) if hasattr(one, "id") else one for one in values] for name, values in seen.items()}
 
 

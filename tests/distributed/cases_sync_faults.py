@@ -30,7 +30,7 @@ from rltrain.reshard.wires.gloo_wire import GlooWire
 from rltrain.reshard.wires.shared_wire import SharedWire
 from rltrain.reshard.wires.wire import Wire
 from rltrain.roles.weight_sync import WeightSync
-from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
@@ -92,7 +92,7 @@ class Rank:
         return found
 
     def _allocate(self, layout: Layout) -> dict[str, Tensor]:
-        return allocate_parameters(layout, self.number, dtype=torch.float32) if self.number in layout.ranks else {}
+        return allocate_parameters(layout, self.number) if self.number in layout.ranks else {}
 
     def _engine(self) -> EmbeddedEngine:
         return EmbeddedEngine(

@@ -1,4 +1,5 @@
-"""Tensor parallelism changes neither tokens nor log-probs, also with more ranks than KV heads, nor do interruptions."""
+"""Tensor parallelism changes neither tokens nor log-probs, also with more ranks than KV heads, nor do interruptions
+and budgets for keys and values."""
 
 from pathlib import Path
 

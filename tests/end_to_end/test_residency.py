@@ -80,6 +80,8 @@ SETTINGS = {
     "without prefetch": [*LEAVING, "residency.prefetch=false"],
     "without communicators": [*LEAVING, "residency.communicators=release"],
 }
+BUDGET = ("rollout.max_context_tokens=64", "rollout.kv_cache_gb=0.0001")  # six blocks of 32 tokens
+IN_BUDGET = {"in a budget": [*SETTINGS["false"], *BUDGET], "in a budget, true": [*LEAVING, *BUDGET]}
 
 Records = list[dict[str, float]]
 
@@ -92,6 +94,7 @@ def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict
     arguments = ["tests/end_to_end/consecutive_jobs.py", "configs/quickstart.yaml", str(folder / "jobs.json")]
     done = run([*torchrun, *arguments], timeout_s=240)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert "cannot share" not in done.stderr, "ranks with equal weights keep one copy of the reference's"
     return {name: read_metrics(folder / name) for name in jobs}
 
 
@@ -115,7 +118,7 @@ def left(records: Records) -> set[str]:
 def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files, tmp_path):
     case = CASES[name]
     paths = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]
-    jobs = {setting: [*paths, *SMALL, *case.overrides, *choices] for setting, choices in SETTINGS.items()}
+    jobs = {setting: [*paths, *SMALL, *case.overrides, *choices] for setting, choices in (SETTINGS | IN_BUDGET).items()}
     records = train_each(jobs, tmp_path, case.num_ranks)
 
     steps = learnt(records["false"])
@@ -124,6 +127,9 @@ def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files,
     assert all(("critic/loss" in step) == ("critic" in case.sharing) for step in steps)
     for setting in SETTINGS:
         assert learnt(records[setting]) == steps, f"offload {setting} changes what is learnt"
+    within, leaving = (learnt(records[setting]) for setting in IN_BUDGET)
+    assert within == leaving
+    assert all(step["rollout/kv_cache_peak"] > 0.5 and step["train/grad_norm"] > 0 for step in within)
 
     assert left(records["true"]) == case.sharing | {"rollout"}
     for setting in ("false", "auto"):  # the device is the host

@@ -7,13 +7,13 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 
 from tests.end_to_end.jobs import REPOSITORY
-from tests.forked.popen import Popen
+from tests.forked.popen import PYTHON_PATH, Popen
 
 
 def start_node(node: int, port: int, arguments: list[str]) -> Popen:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=2", "launch/train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
     return Popen(
         [*torchrun, *arguments],
         cwd=REPOSITORY,

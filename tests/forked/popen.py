@@ -24,7 +24,9 @@ START_TIMEOUT_S = 120.0
 NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """pyarrow's allocator would have one in the zygote."""
 
-FORKED_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+PYTHON_PATH = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+"""The project before what this process has been given: on a machine without a network its packages may lie there."""
+FORKED_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
 
 
 def is_forkable(args: Any) -> bool:

@@ -24,7 +24,7 @@ from rltrain.reshard.fp8.blocks import quantized
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.reshard.plan.planner import plan
-from rltrain.rollout.embedded.engine import allocate_parameters
+from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
@@ -144,7 +144,7 @@ def fp8(checkpoint: str, quantised_checkpoint: str, folder: str) -> dict[str, An
     whole = host.layout(checkpoint)
     chosen = np.array([is_quantised(name) for name in whole.tensors.names])
     layouts = quantized(whole, whole, chosen)
-    held = allocate_parameters(whole, host.rank, dtype=host.dtype, device=host.device)
+    held = allocate_parameters(whole, host.rank, device=host.device)
     load_parameters(Path(checkpoint), whole, host.rank, held)
     resharding = Resharding(
         plan(layouts.source, layouts.destination, host.rank, host.tp),

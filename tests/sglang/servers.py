@@ -41,6 +41,8 @@ def server_spec(python: str, model_path: str | Path, log_path: Path, **overrides
         "max_context_tokens": 256,
         "needs_tokenizer": False,
         "memory_saver": False,
+        "fp8": False,
+        "draws_during_syncs": True,
         "args": {},
     }
     return ServerSpec(**settings | overrides)

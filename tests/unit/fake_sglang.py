@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, SimpleQueue
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from rltrain.errors import EngineLost
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
+from tests.sglang_rules import Refused, SchedulerDied, ServerRules
 
 VOCAB_SIZE = 50
 UNSEEN_EOS = 49
@@ -39,7 +41,7 @@ def expected_tokens(request: Sample, sampling: SamplingParams, version: int = 0)
     return tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     rid: str
     prompt: list[int]
@@ -56,14 +58,29 @@ class FakeServer:
     """Implements `process.Server`. `pace_s` is the time of a decode step; `max_running` bounds what it runs at once.
 
     `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model. The start of number
-    `dies_at_start` is no success.
+    `dies_at_start` is no success. `overlap`: a batch is begun before the last one's tokens are taken, as with SGLang's
+    overlap schedule. `load` gets the body of every update of weights, `lose` every tag whose memory is
+    given back. It dies where SGLang's own assertions would end
+    it, and notes in `broken` why: empty at the end of every test that does nothing wrong on purpose.
     """
 
     def __init__(
-        self, *, pace_s: float = 0.001, max_running: int = 256, cumulative: bool = False, dies_at_start: int = 0
+        self,
+        *,
+        pace_s: float = 0.001,
+        max_running: int = 256,
+        cumulative: bool = False,
+        dies_at_start: int = 0,
+        overlap: bool = False,
+        saves_memory: bool = True,
     ) -> None:
         self.url, self.token, self.num_starts = "", "", 0
         self.pace_s, self.max_running, self.cumulative = pace_s, max_running, cumulative
+        self.overlap, self.saves_memory = overlap, saves_memory
+        self.rules = ServerRules(saves_memory=saves_memory)
+        self.broken: list[str] = []
+        self.load: Callable[[dict[str, Any]], None] = lambda body: None
+        self.lose: Callable[[str], None] = lambda tag: None
         self.answers: dict[str, tuple[int, str]] = {}
         self.draw: Callable[[list[int], int], tuple[int, float | None]] = self._draw
         self.calls: list[tuple[str, Any]] = []
@@ -79,7 +96,8 @@ class FakeServer:
         self.token = f"token {self.num_starts}"
         self._waiting: list[Running] = []
         self._running: list[Running] = []
-        self.paused, self.version, self.hangs = False, None, False
+        self._ahead: list[tuple[Running, int, float | None]] = []
+        self.rules, self.hangs = ServerRules(saves_memory=self.saves_memory), False
         self._lock, self._dead = threading.RLock(), threading.Event()
         self._http = _Http(self, self._dead)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -111,6 +129,16 @@ class FakeServer:
             http.cut()
 
     @property
+    def version(self) -> int | None:
+        return None if self.rules.version == "default" else int(self.rules.version)
+
+    @property
+    def is_idle(self) -> bool:
+        """As SGLang has it: what waits counts too, unless it is paused."""
+        with self._lock:
+            return not (self._running or self._ahead or (self._waiting and not self.rules.is_paused))
+
+    @property
     def num_running(self) -> int:
         with self._lock:
             return len(self._running)
@@ -125,18 +153,31 @@ class FakeServer:
 
     def _decode(self, dead: threading.Event) -> None:
         while not dead.wait(self.pace_s):
-            if self.paused or self.hangs:
+            if self.rules.is_paused or self.hangs:
                 continue
             with self._lock:
                 free = self.max_running - len(self._running)
                 self._running += self._waiting[:free]
                 del self._waiting[:free]
                 self.most_running = max(self.most_running, len(self._running))
-                for one in [*self._running]:
-                    self._step(one)
+                if not self._obeys("a decode step", self.rules.check_drawing if self._running else lambda: None):
+                    return
+                self._step()
 
-    def _step(self, one: Running) -> None:
-        token, logprob = self.draw([*one.prompt, *one.tokens], self.version or 0)
+    def _step(self) -> None:
+        drawn = []
+        for one in self._running:
+            context = [*one.prompt, *one.tokens, *self._not_taken(one)]
+            drawn.append((one, *self.draw(context, self.version or 0)))
+        due, self._ahead = (self._ahead, drawn) if self.overlap else (drawn, [])
+        for one, token, logprob in due:
+            if one in self._running:  # else it has ended, and this is a token too many
+                self._take(one, token, logprob)
+
+    def _not_taken(self, one: Running) -> list[int]:
+        return [token for ahead, token, _ in self._ahead if ahead is one]
+
+    def _take(self, one: Running, token: int, logprob: float | None) -> None:
         one.tokens.append(token)
         one.logprobs.append(logprob)
         one.versions.append(self.version or 0)
@@ -149,7 +190,8 @@ class FakeServer:
             self._tell(one, None)
 
     def _end(self, one: Running, reason: dict[str, Any]) -> None:
-        self._running.remove(one)
+        if one in self._running:
+            self._running.remove(one)
         self._tell(one, reason)
         one.events.put(None)
 
@@ -160,7 +202,7 @@ class FakeServer:
             "id": one.rid,
             "finish_reason": reason,
             "completion_tokens": len(one.tokens),
-            "weight_version": str(self.version) if self.version is not None else "default",
+            "weight_version": self.rules.version,
         }
         if one.tokens:
             meta["output_token_logprobs"] = values
@@ -171,7 +213,7 @@ class FakeServer:
 
     def admit(self, body: dict[str, Any]) -> SimpleQueue[dict[str, Any] | None]:
         """The events of these requests: as many None as there are requests."""
-        while self.paused and not self._dead.is_set():
+        while self.rules.is_paused and not self._dead.is_set():
             time.sleep(0.001)
         events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         with self._lock:
@@ -179,20 +221,62 @@ class FakeServer:
                 self._waiting.append(Running(rid, prompt, sampling, body["extra_key"], events))
         return events
 
-    def control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def control(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """(status, answer)."""
         with self._lock:
-            if path == "/pause_generation":
-                self.paused = True
-            elif path == "/continue_generation":
-                self.paused = False
-            elif path == "/update_weight_version":
-                self.version = int(body["new_version"])
-            elif path == "/abort_request":
-                waiting, self._waiting = self._waiting, []
-                self._running += waiting
-                for one in [*self._running]:
-                    self._end(one, {"type": "abort", "message": "Abort in waiting queue"})
-        return {"success": True, "weight_version": str(self.version)}
+            try:
+                if not self._obeys(path, lambda: self._control(path, body)):
+                    return 500, {}
+            except Refused as refused:
+                return 400, {"success": False, "message": str(refused)}
+            return 200, {"success": True, "message": "Success", "weight_version": self.rules.version}
+
+    def flush(self, timeout_s: float) -> tuple[int, str]:
+        deadline = time.monotonic() + timeout_s
+        while not self.is_idle:
+            if time.monotonic() >= deadline or self._dead.is_set():
+                return 400, "Timed out waiting for idle state."
+            time.sleep(0.001)
+        return 200, "Cache flushed."
+
+    def _control(self, path: str, body: dict[str, Any]) -> None:
+        rules, is_idle = self.rules, self.is_idle
+        actions: dict[str, Callable[[], None]] = {
+            "/pause_generation": lambda: rules.pause(body["mode"]),
+            "/continue_generation": rules.go_on,
+            "/begin_weight_update": lambda: rules.begin_update(body["selector"], is_idle=is_idle),
+            "/update_weights_from_tensor": lambda: self._update(body, is_idle),
+            "/end_weight_update": lambda: rules.end_update(is_idle=is_idle),
+            "/release_memory_occupation": lambda: self._release(body["tags"], is_idle),
+            "/resume_memory_occupation": lambda: rules.resume(body["tags"]),
+            "/abort_request": self._abort,
+            "/model_info": lambda: None,
+        }
+        actions[path]()
+
+    def _update(self, body: dict[str, Any], is_idle: bool) -> None:
+        self.rules.update(body.get("weight_version"), is_idle=is_idle)
+        self.load(body)
+
+    def _release(self, tags: list[str], is_idle: bool) -> None:
+        self.rules.release(tags, is_idle=is_idle)
+        for tag in tags:
+            self.lose(tag)
+
+    def _abort(self) -> None:
+        """What runs while it is paused comes back only once it goes on."""
+        waiting, self._waiting = self._waiting, []
+        for one in [*waiting, *([] if self.rules.is_paused else self._running)]:
+            self._end(one, {"type": "abort", "message": "Abort in waiting queue"})
+
+    def _obeys(self, what: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except SchedulerDied as died:
+            self.broken.append(f"{what}: {died}")
+            self.die(f"was ended by an assertion: {died}")
+            return False
+        return True
 
 
 class FakeDelivery:
@@ -212,11 +296,11 @@ class FakeDelivery:
 
     def begin(self) -> None:
         self.version, self._lost = None, None
-        self._call("/begin_weight_update")
+        self._call("/begin_weight_update", selector="target")
 
     def finish(self, version: int) -> None:
         self._arrived = version
-        self._call("/update_weight_version", new_version=str(version))
+        self._call("/update_weights_from_tensor", weight_version=str(version))
         self._call("/end_weight_update")
         self._raise()
         self.version = version
@@ -277,7 +361,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_POST()
 
     def do_POST(self) -> None:  # noqa: N802 - http.server's name
-        fake, path = self.server.fake, self.path.partition("?")[0]
+        fake, url = self.server.fake, urlsplit(self.path)
+        path = url.path
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
         fake.calls.append((path, body))
         while fake.hangs and not self.server.dead.is_set():
@@ -289,9 +374,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/generate":
             self._stream(fake.admit(body), len(body["rid"]))
         elif path == "/flush_cache":
-            self._answer(200, "Cache flushed.")
+            self._answer(*fake.flush(float(parse_qs(url.query).get("timeout", ["0"])[0])))
         else:
-            self._answer(200, json.dumps(fake.control(path, body)), "application/json")
+            status, answer = fake.control(path, body)
+            self._answer(status, json.dumps(answer), "application/json")
 
     def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

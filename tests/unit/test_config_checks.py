@@ -144,6 +144,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "rollout.max_context_tokens: got 2047; expected at least data.max_prompt_tokens 1024 + "
             "rollout.sampling.max_response_tokens 1024 = 2048",
         ),
+        (
+            {"rollout": {"engine": "sglang", "kv_cache_gb": 3}},
+            "rollout.kv_cache_gb: got 3.0 with rollout.engine sglang, whose server decides; expected auto",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(sections, expected):

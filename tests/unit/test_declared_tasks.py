@@ -4,7 +4,7 @@ import pytest
 
 from rltrain.data.experience import FIELDS
 from rltrain.hosting import ROLES
-from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, evaluations, needs_of
+from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, evaluations, needs_of
 from tests.unit.schedule_configs import GRPO, PPO, order_of
 
 RUNS = {
@@ -45,3 +45,8 @@ def test_a_task_that_needs_memory_needs_that_of_a_role_which_has_some() -> None:
     for role in DECLARED.values():
         for task in role.tasks:
             assert {owner for owner, _ in needs_of(task.name).parts} <= ({role.name} if role.model else set())
+
+
+def test_a_metric_is_reported_by_one_task() -> None:
+    reported = [metric.name for task in all_tasks() for metric in task.reports]
+    assert len(reported) == len(set(reported)) > 0

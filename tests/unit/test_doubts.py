@@ -8,6 +8,7 @@ from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.options import DryRunOptions
 from rltrain.legality.doubts import doubts
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -38,8 +39,16 @@ def test_evaluations_without_prompts_are_doubted() -> None:
     assert doubt.startswith("evaluation.interval: got 5 without data.eval")
 
 
+def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
+    (doubt,) = doubts_about("rollout.dtype=fp8", "loss.old_logprobs=actor")
+    assert doubt.startswith("rollout.dtype: got fp8 with loss.tis_clip null")
+    assert doubts_about("rollout.dtype=fp8", "loss={old_logprobs: actor, tis_clip: 2.0}") == []
+    assert doubts_about("rollout.dtype=fp8", "loss.old_logprobs=rollout") == []
+
+
 def test_the_dry_run_ends_with_them() -> None:
-    text = describe_job(SHIPPED, ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"], 4, 4)
+    overrides = ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"]
+    text = describe_job(SHIPPED, overrides, DryRunOptions(4, 4))
     warnings = text.split("\n\n")[-1].splitlines()
     assert warnings[0] == "Warnings" and len(warnings) == 3
-    assert "Warnings" not in describe_job(SHIPPED, ["model.path=nowhere"], 4, 4)
+    assert "Warnings" not in describe_job(SHIPPED, ["model.path=nowhere"], DryRunOptions(4, 4))

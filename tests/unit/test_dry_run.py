@@ -10,15 +10,10 @@ from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.memory import describe_memory
-from rltrain.dry_run.steps import (
-    by_task,
-    describe_mode,
-    describe_order,
-    describe_overlaps,
-    fullest_step,
-    steady_order,
-)
+from rltrain.dry_run.options import DryRunOptions
+from rltrain.dry_run.steps import by_task, describe_mode, describe_order, describe_overlaps
 from rltrain.schedule.order import Order
+from rltrain.schedule.steady import fullest_step, steady_order
 from rltrain.schedule.steps import build_order
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -188,7 +183,7 @@ def test_a_run_of_one_step_can_be_described():
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_sft"])
 def test_every_shipped_run_can_be_described(name):
-    text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], 4, 4)
+    text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
         "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Repeats", "Overlaps", "Memory",

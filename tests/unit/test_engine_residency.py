@@ -48,9 +48,10 @@ def engine(server: FakeServer) -> Iterator[SGLangEngine]:
     engine.start()
     yield engine
     engine.close()
+    assert server.broken == []
 
 
-def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residency, list[Sample]]:
+def residency_of(engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2) -> tuple[Residency, list[Sample]]:
     """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
     suspended: list[Sample] = []
 
@@ -59,7 +60,7 @@ def residency_of(engine: SGLangEngine, names: tuple[str, ...]) -> tuple[Residenc
         engine.release_cache()
 
     residency = Residency(
-        Order.of(order_of(2, names)), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
+        Order.of(order_of(num_steps, names)), {"actor": "auto", "rollout": "auto"}, DeviceMemory(torch.device("cpu"))
     )
     tensor = torch.ones(3)
     parts = ("weights", "master_weights", "optimizer", "gradients")

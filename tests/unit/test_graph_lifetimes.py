@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
@@ -11,11 +12,13 @@ from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.residency import Residency
 from rltrain.rollout.embedded import EmbeddedEngine, recording
+from rltrain.rollout.embedded.build import keeps_recordings
 from rltrain.rollout.embedded.recording import CudaGraphs, Recordings
 from rltrain.rollout.engine import SamplingParams
 from rltrain.schedule.order import Order
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.stand_ins.cuda_graphs import Graph, GraphDevice, RuleBrokenError, expect_unheld
+from tests.unit.schedule_configs import make_config
 from tests.unit.test_residency import order_of
 
 GREEDY = SamplingParams(0.0, 1.0, 0, 20, ())
@@ -118,3 +121,14 @@ def test_communicators_go_after_what_is_recorded_of_them(qwen3: Path, device: Gr
             generate(engine)
             assert len(device.holders[0]) > 0
     assert communicators.num_released == len(order)
+
+
+@pytest.mark.parametrize(
+    "communicators, num_ranks, kept", [("keep", 2, True), ("release", 2, False), ("release", 1, True)]
+)
+def test_recordings_are_kept_only_with_the_communicators_that_they_hold(
+    communicators: str, num_ranks: int, kept: bool
+) -> None:
+    site = SimpleNamespace(config=make_config(residency={"communicators": communicators}), ranks=range(num_ranks))
+    part = SimpleNamespace(memory=SimpleNamespace(keeps_addresses=True))
+    assert keeps_recordings(site, part) is kept  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.observability.metrics import MetricsWriter
+from rltrain.observability.metrics import Sinks
 from rltrain.observability.names import METRICS, document, is_documented
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_one_line_per_step_is_on_disk_at_once(tmp_path: Path) -> None:
-    with MetricsWriter(config(tmp_path / "new" / "run")) as writer:
+    with Sinks(config(tmp_path / "new" / "run")) as writer:
         writer.write(0, {"train/loss": 0.5, "rollout/reward_errors": 2})
         first = records(tmp_path / "new" / "run")
         writer.write(1, {"train/loss": 0.25})
@@ -53,13 +53,13 @@ def test_one_line_per_step_is_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_second_writer_appends(tmp_path: Path) -> None:
     for step in (0, 1):
-        with MetricsWriter(config(tmp_path)) as writer:
+        with Sinks(config(tmp_path)) as writer:
             writer.write(step, {"train/loss": 1.0})
     assert [r["step"] for r in records(tmp_path)] == [0, 1]
 
 
 def test_numbers_of_torch_and_numpy_become_plain_ones(tmp_path: Path) -> None:
-    with MetricsWriter(config(tmp_path)) as writer:
+    with Sinks(config(tmp_path)) as writer:
         writer.write(0, {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": np.int64(3)})  # type: ignore[dict-item]
     assert {k: records(tmp_path)[0][k] for k in "abc"} == {"a": 1.5, "b": 0.25, "c": 3}
 
@@ -68,7 +68,7 @@ def test_numbers_of_torch_and_numpy_become_plain_ones(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null_and_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
 ) -> None:
-    with caplog.at_level(logging.WARNING), MetricsWriter(config(tmp_path)) as writer:
+    with caplog.at_level(logging.WARNING), Sinks(config(tmp_path)) as writer:
         writer.write(7, {"train/loss": value, "train/lr": 0.1})
     assert records(tmp_path)[0]["train/loss"] is None
     assert records(tmp_path)[0]["train/lr"] == 0.1
@@ -78,14 +78,14 @@ def test_what_is_not_finite_is_null_and_warned_of(
 def test_an_output_dir_that_cannot_be_written_names_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
-        MetricsWriter(config(tmp_path / "file"))
+        Sinks(config(tmp_path / "file"))
 
 
 def test_metrics_that_cannot_be_written_any_more_name_their_file(tmp_path: Path) -> None:
-    writer = MetricsWriter(config(tmp_path))
+    writer, path = Sinks(config(tmp_path)), tmp_path / "metrics.jsonl"
     writer.write(0, {"train/loss": 0.5})
-    writer.path.unlink()
-    writer.path.symlink_to("/dev/full")
+    path.unlink()
+    path.symlink_to("/dev/full")
     with pytest.raises(
         ConfigError, match=f"output_dir: cannot write {tmp_path}/metrics.jsonl: No space left on device"
     ):
@@ -129,7 +129,7 @@ def test_wandb_gets_every_step_and_is_offline_without_a_key(
 ) -> None:
     fake = FakeWandb(has_key=has_key)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with MetricsWriter(config(tmp_path, wandb={"project": "p", "name": "n", **keys})) as writer:
+    with Sinks(config(tmp_path, wandb={"project": "p", "name": "n", **keys})) as writer:
         writer.write(0, {"train/loss": 0.5})
     assert (fake.started["project"], fake.started["name"], fake.started["mode"]) == ("p", "n", mode)
     assert fake.started["config"]["steps"] == 3
@@ -143,23 +143,23 @@ def test_a_run_that_goes_on_does_so_in_wandb(tmp_path: Path, monkeypatch: pytest
     settings = config(tmp_path, wandb={"project": "p"})
     ids = []
     for goes_on in (False, True, False):
-        MetricsWriter(settings, goes_on=goes_on).close()
+        Sinks(settings, goes_on=goes_on).close()
         ids.append(fake.started["id"])
     assert ids == [None, "run1", None]
 
 
 def test_wandb_is_not_imported_unless_a_project_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with MetricsWriter(config(tmp_path)) as writer:
+    with Sinks(config(tmp_path)) as writer:
         writer.write(0, {"train/loss": 0.5})
     with pytest.raises(ConfigError, match=r"logging\.wandb\.project .*not installed"):
-        MetricsWriter(config(tmp_path, wandb={"project": "p"}))
+        Sinks(config(tmp_path, wandb={"project": "p"}))
 
 
 def test_a_wandb_that_does_not_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(has_key=True, fails=True))
     with pytest.raises(ConfigError, match="no such entity.*logging.wandb.mode: offline"):
-        MetricsWriter(config(tmp_path, wandb={"project": "p"}))
+        Sinks(config(tmp_path, wandb={"project": "p"}))
 
 
 def test_a_folder_that_wandb_cannot_write_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,17 +167,43 @@ def test_a_folder_that_wandb_cannot_write_is_a_config_error(tmp_path: Path, monk
     (tmp_path / "wandb_id").mkdir()
     for goes_on in (False, True):
         with pytest.raises(ConfigError, match=f"wandb.project: cannot write {tmp_path}/wandb_id: Is a directory"):
-            MetricsWriter(config(tmp_path, wandb={"project": "p"}), goes_on=goes_on)
+            Sinks(config(tmp_path, wandb={"project": "p"}), goes_on=goes_on)
 
 
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
-    with MetricsWriter(config(tmp_path, wandb={"project": "p", "mode": "offline"})) as writer:
+    with Sinks(config(tmp_path, wandb={"project": "p", "mode": "offline"})) as writer:
         writer.write(0, {"train/loss": 0.5})
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert records(tmp_path)[0]["train/loss"] == 0.5
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_every_step_once_also_of_a_run_that_went_back(tmp_path: Path) -> None:
+    settings = config(tmp_path, tensorboard=True)
+    with Sinks(settings) as sinks:
+        for step in range(4):
+            sinks.write(step, {"train/loss": 4.0 - step, "eval/score": math.nan})
+    with Sinks(settings, goes_on=True, first_step=2) as sinks:
+        sinks.write(2, {"train/loss": 7.0})
+    shown = scalars(tmp_path / "tensorboard")
+    assert shown["train/loss"] == [(0, 4.0), (1, 3.0), (2, 7.0)]
+    assert len(shown["eval/score"]) == 2
+
+
+def test_tensorboard_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard is true, .* not installed"):
+        Sinks(config(tmp_path, tensorboard=True))
 
 
 def test_the_document_is_the_table() -> None:

@@ -1,15 +1,20 @@
 """The torch core attention over packed sequences, and the choice of the model's modules."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rltrain.config import schema
 from rltrain.errors import ConfigError
+from rltrain.models import attention
+from rltrain.training.megatron import attention as packed_attention
 from rltrain.training.megatron import layers
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
 
-CPU = torch.device("cpu")
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = {
     "one sequence": [7],
@@ -63,11 +68,116 @@ def test_transformer_engine_gets_the_boundaries_of_sequences() -> None:
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 5
 
 
+def model_section(transformer_impl: str, dtype: str = "bfloat16") -> schema.Model:
+    return schema.Model.model_validate({"path": "m", "transformer_impl": transformer_impl, "dtype": dtype})
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_transformer_engine_is_used_only_where_it_can_be(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "HAVE_TE", installed)
-    assert layers.uses_transformer_engine("auto", torch.device("cuda")) is installed
-    assert layers.uses_transformer_engine("auto", CPU) is False
-    assert layers.uses_transformer_engine("local", torch.device("cuda")) is False
+    assert layers.uses_transformer_engine(model_section("auto"), CUDA) is installed
+    assert layers.uses_transformer_engine(model_section("auto"), CPU) is False
+    assert layers.uses_transformer_engine(model_section("local"), CUDA) is False
     with pytest.raises(ConfigError, match="model.transformer_impl is transformer_engine, but"):
-        layers.uses_transformer_engine("transformer_engine", CPU)
+        layers.uses_transformer_engine(model_section("transformer_engine"), CPU)
+
+
+def test_float32_takes_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "HAVE_TE", True)
+    assert layers.uses_transformer_engine(model_section("auto", "float32"), CUDA) is False
+    with pytest.raises(ConfigError, match=r"but model\.dtype is float32, .* or set model\.dtype to bfloat16"):
+        layers.uses_transformer_engine(model_section("transformer_engine", "float32"), CUDA)
+
+
+def flash_stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch.nn.attention.varlen's kernel, as its documentation has it, on the CPU."""
+    lengths = cu_seq_q.diff().tolist()
+    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
+    assert cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query) == len(key) == len(value)
+    assert max_q == max_k == max(lengths)
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert window_size == (-1, 0), "causal"
+    assert enable_gqa == (query.size(1) != key.size(1)) and scale is None
+    return by_sequence(query[:, None], key[:, None], value[:, None], lengths)[:, 0].view(query.shape)
+
+
+def test_a_gpu_takes_all_sequences_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def kernel(*tensors: Tensor, **settings: Any) -> Tensor:
+        calls.append(len(tensors[0]))
+        return flash_stand_in(*tensors, **settings)
+
+    monkeypatch.setattr(attention, "PACKED_KERNEL", kernel)
+    monkeypatch.setattr(packed_attention, "attends_packed", lambda *rows: True)
+    lengths = LENGTHS["long ones are sorted by length"]
+    inputs = [torch.randn(sum(lengths), 1, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    actual = PackedAttention(softmax_scale=None)(*inputs, None, packed_seq_params=packed_sequences(lengths, CPU))
+    torch.testing.assert_close(actual, by_sequence(*inputs, lengths))
+    assert calls == [sum(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "dtype", "heads"),
+    [
+        (True, torch.bfloat16, (128, 128)),
+        (True, torch.float16, (64, 64)),
+        (False, torch.float32, (128, 128)),
+        (False, torch.bfloat16, (192, 128)),  # latent attention
+        (False, torch.bfloat16, (20, 20)),
+        (False, torch.bfloat16, (512, 512)),
+    ],
+)
+def test_torchs_flash_kernel_takes_what_it_is_given(
+    taken: bool, dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real operator, which checks shapes also of tensors that hold nothing."""
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "meta")
+    query, key, value = (
+        torch.empty(17, 1, count, size, dtype=dtype, device=META, requires_grad=True)
+        for count, size in ((8, heads[0]), (2, heads[0]), (2, heads[1]))
+    )
+    assert attention.attends_packed(query[:, 0], key[:, 0], value[:, 0]) is taken
+    packed = packed_sequences([5, 3, 9], META)
+    attended = PackedAttention(softmax_scale=None)(query, key, value, None, packed_seq_params=packed)
+    attended.sum().backward()
+    assert attended.shape == (17, 1, 8 * heads[1]) and attended.dtype == dtype
+    assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]
+
+
+def test_rows_on_the_cpu_are_padded() -> None:
+    assert not attention.attends_packed(*torch.empty(3, 17, 8, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cudnn_is_left_out_of_our_attention_and_of_nobody_elses(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def sdpa(*tensors: Tensor, **settings: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        if len(seen) == 2:
+            raise ValueError("a kernel that fails")
+        return scaled_dot_product_attention(*tensors, **settings)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", sdpa)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        attention.attend(*torch.randn(3, 1, 2, 5, 8), causal=True)
+        with pytest.raises(ValueError, match="fails"):
+            attention.attend(*torch.randn(3, 1, 2, 5, 8), causal=True)
+        assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False, False], enabled)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

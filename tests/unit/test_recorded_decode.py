@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
-from rltrain.rollout.embedded.decoder import rounded
+from rltrain.rollout.embedded.kv_cache import rounded
 from rltrain.rollout.embedded.recording import Recordings, recorder
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample

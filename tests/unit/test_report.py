@@ -21,6 +21,7 @@ from rltrain.tools.report import occupation, page, run_folder
 from rltrain.tools.report.curves import documentation, sections, thinned
 from rltrain.tools.report.facts import facts, number
 from rltrain.tools.report.timeline import COLOURS, MAX_RANKS, timeline
+from tests.forked.popen import PYTHON_PATH
 from tests.run_folders import HOSTED, HOSTILE, RankLog, write_metrics, write_run, write_samples, write_traces
 from tools.report import report
 
@@ -426,7 +427,7 @@ class TestTool:
     def test_a_folder_that_is_no_run_is_refused_in_one_message(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "tools/report.py", str(tmp_path)],
-            cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=False,
+            cwd=REPOSITORY, env={"PYTHONPATH": PYTHON_PATH}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 1 and done.stdout == ""
         assert "nothing to report" in done.stderr and "Traceback" not in done.stderr

@@ -40,12 +40,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "exchange": (*BASE, "data", "cluster.grid", "liveness"),
     "models": (*BASE, "cluster.grid"),
     "schedule": (*BASE, "cluster", "algorithms"),
-    "residency": (*BASE, "schedule", "cluster"),
+    "residency": (*BASE, "schedule", "cluster", "system"),
     "reshard": (*BASE, "models", "cluster.grid", "cluster.reopenable_group", "system", "liveness.task_clock"),
     "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),
     "observability": (*BASE, "system", "liveness.job_store"),
+    "estimate": (
+        *BASE,
+        *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
+        "residency.memory_plan",
+    ),
     "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms"),
     "folders": BASE,
     "roles": (
@@ -63,14 +68,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
-        "observability",
+        *("observability", "estimate.hardware"),
     ),
     "job": (
         *BASE,
         *("trainer", "resuming", "schedule", "roles", "checkpoint", "reshard.kernels", "models", "liveness", "cluster"),
         *("system", "legality"),
     ),
-    "dry_run": (*BASE, "schedule", "legality", "rollout.layout", "reshard", "models", "residency", "cluster"),
+    "dry_run": (*BASE, "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster"),
     "command": (*BASE, "job", "dry_run"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
@@ -85,9 +90,11 @@ FAST_TO_IMPORT = (
     "cluster.grid",
     "cluster.placement",
     "models",
+    "models.flops",
     "reshard.layout",
     "reshard.plan.planner",
-    "tools.prediction",
+    "models.flops",
+    "reshard.plan.prediction",
     "reshard.megatron_layout",
     "rollout.layout",
     "dry_run.description",
@@ -246,6 +253,17 @@ def test_nothing_is_unpickled() -> None:
             if name == "torch.load":
                 keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 assert keywords.get("weights_only") == "True", f"{relative(path)}: torch.load without weights_only=True"
+
+
+OWN_PATH = {"tests/unit/test_native_build.py"}
+"""A tree of its own is all that its processes are to find."""
+
+
+def test_child_processes_find_the_packages_that_this_one_was_given() -> None:
+    """Carried along by PYTHONPATH, say, to a machine without a network: it is added to and never replaced."""
+    files = [path for folder in ("launch", "tools", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
+    replacing = {relative(path) for path in files if re.search(r'"PYTHONPATH": str\(', path.read_text())}
+    assert replacing == OWN_PATH
 
 
 def declared_requirements() -> list[Requirement]:

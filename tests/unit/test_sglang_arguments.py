@@ -7,14 +7,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from rltrain.errors import ConfigError
 from rltrain.rollout.sglang.arguments import MIN_VERSION, check_arguments, server_arguments
-from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec
+from rltrain.rollout.sglang.build import build_sglang
+from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, server_environment
+from tests.unit.schedule_configs import make_config
 from tests.unit.test_sglang_process import make_spec
 
 NAMES = ["attention_backend", "tp_size", "tensor_parallel_size", "page_size"]
@@ -99,6 +102,45 @@ def test_what_rltrain_sets_and_what_it_proposes(tmp_path: Path) -> None:
     assert 10**5 < server_arguments(big, 1, 2)["defaults"]["max_total_tokens"] < 10**6
     on_gpu = server_arguments(replace(big, device="cuda", gpus=("3",)), 1, 2)["defaults"]
     assert on_gpu.keys() == {"load_format", "log_level_http", "disable_overlap_schedule"}
+
+
+def test_weights_in_fp8_are_announced_as_a_checkpoint_of_them_announces_itself(tmp_path: Path) -> None:
+    plain = make_spec(tmp_path, json_model_override_args='{"rope_theta": 1.0}')
+    assert "json_model_override_args" not in server_arguments(plain, 1, 2)["own"]
+    own = server_arguments(replace(plain, fp8=True), 1, 2)["own"]
+    overrides = json.loads(own["json_model_override_args"])
+    assert overrides["rope_theta"] == 1.0
+    assert overrides["quantization_config"]["quant_method"] == "fp8"
+    assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize("ranks, dtype, key", [((0, 1), "auto", "rollout.parallel.tp"), ((0,), "fp8", "rollout.dtype")])
+def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: str, key: str) -> None:
+    config = make_config(rollout={"engine": "sglang", "dtype": dtype})
+    site = SimpleNamespace(config=config, ranks=ranks, world=SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(ConfigError, match=f"{key}: got .* without a GPU; expected .*rollout.engine: embedded"):
+        build_sglang(site, leave=lambda: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "draws_during_syncs", "disabled"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, True), ("cpu", False, True)],
+)
+def test_steps_overlap_where_no_batch_is_half_done_when_weights_come(
+    tmp_path: Path, device: Literal["cuda", "cpu"], draws_during_syncs: bool, disabled: bool
+) -> None:
+    spec = replace(make_spec(tmp_path), device=device, draws_during_syncs=draws_during_syncs)
+    assert server_arguments(spec, 1, 2)["defaults"]["disable_overlap_schedule"] is disabled
+
+
+def test_cuda_graphs_leave_with_the_memory_that_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.delenv(variable, raising=False)
+    stays, leaves = make_spec(tmp_path), replace(make_spec(tmp_path), memory_saver=True)
+    assert variable not in server_environment(stays)
+    assert server_environment(leaves)[variable] == "1"
+    monkeypatch.setenv(variable, "0")
+    assert server_environment(leaves)[variable] == "0", "a user's own setting wins"
 
 
 @pytest.fixture

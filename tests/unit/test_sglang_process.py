@@ -37,6 +37,8 @@ def make_spec(folder: Path, **args: Any) -> ServerSpec:
         max_context_tokens=16,
         needs_tokenizer=False,
         memory_saver=False,
+        fp8=False,
+        draws_during_syncs=False,
         args=args,
     )
 

@@ -68,7 +68,8 @@ def run(command: str) -> Any:
     """The JSON object in the last line that `command` prints, run from the repository's root with this Python."""
     start, (program, *arguments) = time.monotonic(), shlex.split(command)
     launcher = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    python_path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     print(command, flush=True)
     done = subprocess.run(
         [sys.executable, *launcher, *arguments],

@@ -25,8 +25,8 @@ from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
+from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
-from rltrain.tools.prediction import Links, predict
 
 RANKS_PER_NODE = 8
 DEEPSEEK_STAGES = (7, 8, 8, 8, 8, 8, 8, 6)

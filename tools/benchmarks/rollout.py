@@ -84,7 +84,7 @@ class Embedded:
     def __init__(self, path: Path, architecture: Architecture) -> None:
         self._eos = architecture.eos_token_ids
         layout = engine_layout(architecture, Grid((0,)))
-        parameters = allocate_parameters(layout, 0, dtype=torch.float32)
+        parameters = allocate_parameters(layout, 0)
         load_parameters(path, layout, 0, parameters)
         self._engine = EmbeddedEngine(
             architecture,

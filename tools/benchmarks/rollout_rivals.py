@@ -136,6 +136,8 @@ class SGLang:
                 max_context_tokens=max_context_tokens,
                 needs_tokenizer=False,
                 memory_saver=False,
+                fp8=False,
+                draws_during_syncs=False,
                 args={"load_format": "auto", "sleep_on_idle": True},  # or it takes a core while others are timed
             )
         )

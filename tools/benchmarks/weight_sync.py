@@ -93,9 +93,10 @@ def _check_layouts(parser: argparse.ArgumentParser, arguments: argparse.Namespac
 def launch(arguments: argparse.Namespace, extra: list[str], variables: dict[str, str]) -> dict[str, Any]:
     """Run this file on --ranks ranks with the same options and `extra` ones, in `variables`; what rank 0 found."""
     repository = Path(__file__).resolve().parents[2]
+    python_path = os.pathsep.join(filter(None, (str(repository), variables.get("PYTHONPATH"))))
     # Dependencies warn at length about packages that are optional here.
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    environment = {**defaults, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
+    environment = {**defaults, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]

@@ -79,29 +79,26 @@ class Agreement:
 
         Raises SyncError where they differ, naming both ranks and what each says.
         """
-        self.together(lambda: self._check_peers(exchanged))
-        if self._group is None:
-            return tuple(Rounds(0, 1) for _ in exchanged)
-        sent = self.exchange(np.stack([self._table(stage.sends) for stage in exchanged], axis=1))
-        self.together(lambda: self._compare(sent, exchanged))
-        settings = torch.tensor([bucket_bytes, -1 if large_bytes is None else large_bytes])
-        extents = torch.tensor([extent for stage in exchanged for extent in _extent(stage)])
-        largest = torch.cat([settings, -settings, extents])
-        self._all_reduce(largest, dist.ReduceOp.MAX)
-        highest, lowest, extents = largest[:2], -largest[2:4], largest[4:]
-        if not torch.equal(highest, lowest):
-            raise SyncError(
-                f"ranks cut messages differently: (bytes of buckets, least bytes sent in place) are {lowest.tolist()} "
-                f"on one and {highest.tolist()} on another. Expected equal weight_sync.bucket_mb and devices of one "
-                f"kind on all of ranks {self.ranks}"
+        settings = [bucket_bytes, -1 if large_bytes is None else large_bytes]
+        extents = [extent for stage in exchanged for extent in _extent(stage)]
+        streams = [column for stage in exchanged for column in self._table(stage.sends).T]
+        rows = np.repeat([settings + extents], len(self.ranks), axis=0)
+        theirs = self.exchange(np.column_stack([rows, *streams]))
+        first_stream = len(settings) + len(extents)
+
+        def settle() -> tuple[Rounds, ...]:
+            self._check_peers(exchanged)
+            self._compare_settings(theirs[:, : len(settings)])
+            self._compare(theirs[:, first_stream:].reshape(len(self.ranks), -1, 2), exchanged)
+            if self._group is None:
+                return tuple(Rounds(0, 1) for _ in exchanged)
+            largest = theirs[:, len(settings) : first_stream].max(axis=0).reshape(-1, 2).tolist()
+            return tuple(
+                choose_rounds(num_bytes, num_peers, stage.kind.round_bytes(bucket_bytes))
+                for stage, (num_bytes, num_peers) in zip(exchanged, largest, strict=True)
             )
-        stages = list(zip(extents[::2].tolist(), extents[1::2].tolist(), strict=True))
-        return self.together(
-            lambda: tuple(
-                choose_rounds(*extent, stage.kind.round_bytes(bucket_bytes))
-                for stage, extent in zip(exchanged, stages, strict=True)
-            )
-        )
+
+        return self.together(settle)
 
     def exchange(self, rows: IntArray) -> IntArray:
         """Row i goes to rank `ranks[i]`; row i of the result comes from it."""
@@ -148,9 +145,22 @@ class Agreement:
     def _table(self, made: Streams) -> IntArray:
         """[ranks of the group, 2]: bytes and checksum of the stream with each; zeros without one."""
         table = np.zeros((len(self.ranks), 2), dtype=np.int64)
-        place = [self.ranks.index(peer) for peer in made.peers.tolist()]
-        table[place, 0], table[place, 1] = made.num_bytes, checksums(made)
+        known = np.isin(made.peers, self.ranks)
+        place = [self.ranks.index(peer) for peer in made.peers[known].tolist()]
+        table[place, 0], table[place, 1] = made.num_bytes[known], checksums(made)[known]
         return table
+
+    def _compare_settings(self, settings: IntArray) -> None:
+        """Of all ranks, a row each."""
+        differ = np.flatnonzero((settings != settings[0]).any(axis=1))
+        if len(differ):
+            other = int(differ[0])
+            raise SyncError(
+                f"ranks cut messages differently: (bytes of buckets, least bytes sent in place) are "
+                f"{settings[0].tolist()} on rank {self.ranks[0]} and {settings[other].tolist()} on rank "
+                f"{self.ranks[other]}. Expected equal weight_sync.bucket_mb and devices of one kind on all of ranks "
+                f"{self.ranks}"
+            )
 
     def _compare(self, sent: IntArray, exchanged: tuple[StageStreams, ...]) -> None:
         for number, stage in enumerate(exchanged):

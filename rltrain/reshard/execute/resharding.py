@@ -23,7 +23,7 @@ from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.stages import shared_places, stage_streams
-from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, make_steps
+from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, Steps, make_steps
 from rltrain.reshard.wires.gloo_wire import GlooWire
 from rltrain.reshard.wires.nccl_wire import NcclWire
 from rltrain.reshard.wires.neighbours import Neighbours
@@ -95,14 +95,15 @@ class Resharding:
         large_bytes = LARGE_BYTES if device.type == "cpu" else None
         rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes)
         read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks))
-        blocks = magnitudes.table if magnitudes else None
-        self.steps = self._agreement.together(
-            lambda: make_steps(plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes)
-        )
+
+        def make() -> tuple[Steps, CopyTable, Binding]:
+            blocks = magnitudes.table if magnitudes else None
+            steps = make_steps(plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes)
+            return steps, CopyTable(steps.slices, device), Binding(plan, device)
+
+        self.steps, self._table, self._binding = self._agreement.together(make)
         self._node = neighbours.memory(self.steps.slot_bytes, timeout_s or DEFAULT_TIMEOUT_S)
         self._num_runs = 0
-        self._table = self._agreement.together(lambda: CopyTable(self.steps.slices, device))
-        self._binding = self._agreement.together(lambda: Binding(plan, device))
         self._streams = DeviceStreams(device)
         self._over_gloo = group is not None and dist.get_backend(group) == "gloo"
 

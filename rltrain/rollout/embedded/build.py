@@ -1,21 +1,28 @@
 """rltrain's own engine on a rollout rank."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 
+from rltrain.errors import ConfigError
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.rollout.embedded.engine import EmbeddedEngine, allocate_parameters
-from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.embedded.engine import EmbeddedEngine
+from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
+from rltrain.rollout.embedded.parameters import allocate_parameters, quantized_matrices
+from rltrain.rollout.layout import whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
+
+logger = logging.getLogger(__name__)
 
 
 def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """As rollout.build says."""
+    """As rollout.build says. ConfigError where rollout.kv_cache_gb cannot hold a sample, or cannot be auto."""
     config, world = site.config, site.world
+    budget = budget_within(site)
     dtype = getattr(torch, config.model.dtype)
-    layout = engine_layout(site.architecture, site.grid, dtype=config.model.dtype)
-    parameters = allocate_parameters(layout, world.rank, dtype=dtype, device=world.device)
+    layout = whole_engine(config, site.architecture, site.grid).layout
+    parameters = allocate_parameters(layout, world.rank, device=world.device)
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
@@ -25,7 +32,31 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         dtype=dtype,
         device=world.device,
         tokenizer=site.tokenizer,
+        matrices=quantized_matrices(layout, world.rank, parameters, dtype),
+        kv_budget=budget,
+        cache_returns=lambda: keeps_recordings(site, kv_cache),
     )
+    kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
+    if world.device.type == "cuda" and world.rank == site.grid.owner(0):
+        logger.warning("rollout.engine embedded decodes over %s", engine.decodes_by)
     engine.begin_update()  # its weights are zeros until the first weight sync
-    parts = {"weights": MemoryPart(parameters.values), "kv_cache": MemoryPart(engine.cache_tensors, forget=leave)}
-    return HostedEngine(engine, parts)
+    parts = {"weights": MemoryPart(parameters.values), "kv_cache": kv_cache}
+    return HostedEngine(engine, parts, engine.cache_metrics)
+
+
+def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
+    """Whether steps that were recorded are valid when the engine has left and come back: what they read lies where it
+    was, and so do the communicators that they hold."""
+    released = site.config.residency.communicators == "release" and len(site.ranks) > 1
+    return kv_cache.memory.keeps_addresses and not released
+
+
+def budget_within(site: EngineSite) -> KvBudget | None:
+    """For the engine of a site; ConfigError where auto cannot be known."""
+    budget = budget_of(site.config.rollout.kv_cache_gb, site.world.device)
+    if budget and budget.given == "auto" and site.others and not site.leaves:
+        raise ConfigError(
+            f"rollout.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "
+            "expected a number, since it cannot see what those will need, or rollout.offload: true"
+        )
+    return budget

@@ -5,19 +5,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rltrain.rollout.embedded.kv_cache import DecodeAttention
+from rltrain.rollout.embedded.kv_cache import rounded
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.recording import Record, Recordings
 from rltrain.rollout.embedded.sampling import draw
 from rltrain.rollout.embedded.slots import PLACE, POSITION, Slots
 from rltrain.rollout.engine import SamplingParams
 
-_SLOT_SIZES, _POSITION_SIZES = 2, 4
-"""Of recorded steps, from each power of two up to the next."""
+_RECORDED_SIZES = 2
+"""Of numbers of slots, from each power of two up to the next."""
 
 
 class Decoder:
-    """Decode steps on the first of the slots: with `record`, on rounded numbers of slots and positions, recorded."""
+    """Decode steps on the first of the slots: with `record`, on few numbers of slots and positions, recorded."""
 
     def __init__(self, model: EngineModel, slots: Slots, record: Record | None) -> None:
         self._model, self._slots = model, slots
@@ -31,8 +31,8 @@ class Decoder:
         """
         num_slots = num_running
         if self._recordings:
-            num_slots = min(rounded(num_running, _SLOT_SIZES), self._slots.num_slots)
-            num_positions = rounded(num_positions, _POSITION_SIZES)
+            num_slots = min(rounded(num_running, _RECORDED_SIZES), self._slots.num_slots)
+            num_positions = self._slots.cache.recorded_length(num_positions)
         self._slots.reserve(num_slots, num_positions, num_used=num_running)
         step = partial(self._run, num_slots, num_positions, sampling, self._stops(sampling))
         if self._recordings is None:
@@ -50,7 +50,7 @@ class Decoder:
         slots = self._slots
         state = slots.state[:, :num_slots]
         fed, positions, num_drawn, places, limits, _ = state.unbind()
-        attention = DecodeAttention(slots.cache, positions, num_positions)
+        attention = slots.cache.decode_attention(positions, num_positions)
         logits = self._model.logits(self._model.forward(fed, positions, attention))
         tokens, logprobs = draw(logits, slots.transcript.numbers(places), sampling)
         slots.transcript.write(places, tokens, logprobs)
@@ -66,10 +66,3 @@ class Decoder:
         if ids not in self._stop_tokens:
             self._stop_tokens[ids] = torch.tensor(ids, dtype=torch.int64, device=self._slots.state.device)
         return self._stop_tokens[ids]
-
-
-def rounded(count: int, sizes: int) -> int:
-    """The next of the numbers of which there are `sizes` from each power of two up to the next."""
-    below = 1 << max(0, (count - 1).bit_length() - 1)
-    granule = max(1, below // sizes)
-    return -(-count // granule) * granule

@@ -1,7 +1,8 @@
 """The embedded engine: in-process generation on weights that a weight sync updates in place."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,13 +10,17 @@ from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.models import Architecture
-from rltrain.reshard.layout import Layout
+from rltrain.rollout.embedded.block_attention import choose_attention
+from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
+from rltrain.rollout.embedded.kv_budget import KvBudget
 from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.embedded.recording import Record, recorder
+from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.embedded.slots import Slots
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import check_samples, expect_idle, served_version
@@ -23,18 +28,14 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
 
-def allocate_parameters(
-    layout: Layout, rank: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Zeroed tensors of every parameter that `rank` holds in `layout`, by name."""
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in layout.on(rank).parameters}
-
-
 class EmbeddedEngine:
     """Implements `Engine`. `parameters` (SGLang names and local shapes) stay the caller's and may be rewritten in
     place between two steps; nothing derived from them is kept but the cached keys and values of running responses.
-    The KV cache's memory is kept until released. `record` says how decode steps are recorded to be replayed; None
-    takes what the device has, if it has anything.
+    The KV cache's memory is kept until released; with `kv_budget` it is blocks within that, else a slot per sample, as
+    long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
+    then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
+    None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
+    way than as they lie, by name.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -51,6 +52,9 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
         record: Record | None = None,
+        matrices: Mapping[str, Matrix] | None = None,
+        kv_budget: KvBudget | None = None,
+        cache_returns: Callable[[], bool] = lambda: False,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
@@ -58,19 +62,14 @@ class EmbeddedEngine:
         self._max_context_tokens = max_context_tokens
         self._tokenizer = tokenizer
         self._parameters = parameters
+        self._tensor_parallel = TensorParallel(tp_group)
         self._model = EngineModel(
-            architecture, parameters, TensorParallel(tp_group), max_context_tokens, dtype, self._device
+            architecture, parameters, matrices or {}, self._tensor_parallel, max_context_tokens, dtype, self._device
         )
-        cache = KvCache(
-            self._model.num_layers,
-            self._model.num_kv_heads,
-            self._model.head_dim,
-            max_running_requests,
-            max_context_tokens,
-            dtype,
-            self._device,
-        )
-        self._slots = Slots(cache, max_running_requests)
+        self._cache_returns = cache_returns
+        self.decodes_by = "a slot of its own for each sample"
+        self._was_released = False
+        self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
         self._decoder = Decoder(self._model, self._slots, record or recorder(self._device, tp_group))
         self._generation: Generation | None = None
 
@@ -81,7 +80,9 @@ class EmbeddedEngine:
 
     @property
     def num_free_slots(self) -> int:
-        """How many more samples would start at the next step."""
+        """How many more samples would start at the next step, as far as is known before they are submitted."""
+        if self._generation is not None and self._generation.is_crowded and self.num_unfinished:
+            return 0
         return max(0, self._max_running_requests - self.num_unfinished)
 
     def begin_update(self) -> None:
@@ -155,16 +156,42 @@ class EmbeddedEngine:
 
     def cache_tensors(self) -> tuple[Tensor, Tensor]:
         """The keys and values that the cache holds memory for now."""
-        return self._slots.cache.keys, self._slots.cache.values
+        return self._slots.cache.tensors()
 
     def release_cache(self) -> None:
         """Free the KV cache's memory; the next step allocates what it needs."""
         expect_idle(self.num_unfinished, "release_cache")
-        self._release()
+        if self._cache_returns() and self._was_released:
+            self._slots.clear()
+        else:  # once in any case: in the first turn other roles have not taken all of their memory yet
+            self._was_released |= any(tensor.numel() for tensor in self.cache_tensors())
+            self._release()
 
     def close(self) -> None:
         """Forget what is recorded: communicators can only be destroyed once no recorded step holds them."""
         self._decoder.forget()
+
+    def cache_metrics(self) -> dict[str, float]:
+        """Since the last call: how full the KV cache was and how many samples it made wait; none without a budget."""
+        metrics = self._slots.cache.metrics()
+        if not metrics:
+            return {}
+        num_preempted, self._slots.num_preempted = self._slots.num_preempted, 0
+        return {**metrics, "rollout/preemptions": num_preempted}
+
+    def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
+        model = self._model
+        shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+        limits = (self._max_running_requests, self._max_context_tokens)
+        if budget is None:
+            return SlotCache(*shape, *limits, dtype, self._device)
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        attention, self.decodes_by = choose_attention(model.num_heads, model.num_kv_heads, model.head_dim, like)
+        agree = partial(self._tensor_parallel.least, device=self._device)
+        cache = BlockCache(*shape, *limits, dtype, self._device, budget=budget, attention=attention, agree=agree)
+        if budget.given != "auto":
+            cache.num_blocks()  # refused now rather than at the first step
+        return cache
 
     def _new_generation(self, sampling: SamplingParams) -> Generation:
         return Generation(

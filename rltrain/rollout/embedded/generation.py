@@ -1,16 +1,17 @@
 """Continuous batching: samples that share one `SamplingParams` run in the slots of a KV cache."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 import torch
 from torch import Tensor
 
 from rltrain.errors import DivergenceError
 from rltrain.rollout.embedded.decoder import Decoder
-from rltrain.rollout.embedded.kv_cache import PrefillAttention
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.random_streams import random_streams
 from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
@@ -30,6 +31,8 @@ class _Running:
     """A sample as it was submitted, and what the host keeps of it while it runs: nothing that every token changes."""
 
     sample: Sample
+    number: int
+    """Larger for those that started later."""
     context: tuple[int, ...]
     """Of the sample: a tuple that is made once."""
     column: int
@@ -42,6 +45,10 @@ class _Running:
     """The first decode step that draws for it no more; None while it runs."""
     status: Status = Status.PENDING
 
+    def position(self, step: int) -> int:
+        """Where the token stands that a decode step feeds for it."""
+        return len(self.context) - 1 + step - self.first_step
+
 
 class Generation:
     """Running samples, in the order of `_running`, fill the first of the slots, which it alone uses while it lives.
@@ -49,6 +56,9 @@ class Generation:
     A sample enters with its context cached but for the last token, which the next decode step feeds: so all sampling
     happens in one place. A running one draws one token per step, which tells what it drew when. What it drew is read
     out only when it is asked for, or when its column of the transcript is needed: many at a time in `run`.
+
+    Where the cache has no room for the next tokens of all, those that started last wait again, in front of all others
+    that wait, and come back as suspended samples do. So the oldest one always gets on.
     """
 
     def __init__(
@@ -70,8 +80,13 @@ class Generation:
         self._running: list[_Running] = []
         self._ended: list[_Running] = []  # still in the transcript
         self._finished: list[Sample] = []
+        self._numbers = count()
         self._num_positions = 0
         self._num_steps = 0
+        self._crowded_step = 0
+        """Before it no running sample needs more room than it has."""
+        self.is_crowded = False
+        """Whether samples wait for whom there are slots, but no room for keys and values."""
         self._versions: list[tuple[int, int]] = []  # (first decode step, policy version), one entry per change
 
     @property
@@ -106,9 +121,12 @@ class Generation:
         return list((self._unfinished | {sample.id: sample for sample in self._read(self._running)}).values())
 
     def _advance(self, policy_version: int) -> None:
+        if self._num_steps >= self._crowded_step:
+            self._make_room()
         num_foreseen = 0 if self._num_steps % NUMBERS_AHEAD == 0 else len(self._running)
-        if self._should_admit():
-            self._admit()
+        num_new = self._num_admitted(policy_version)
+        if num_new:
+            self._admit(num_new, policy_version)
         if not self._running:
             return
         if self.sampling.temperature > 0 and num_foreseen < len(self._running):
@@ -117,16 +135,52 @@ class Generation:
             self._versions.append((self._num_steps, policy_version))
         self._decode_step()
 
-    def _should_admit(self) -> bool:
-        num_free = self._slots.num_slots - len(self._running)
+    def _num_admitted(self, policy_version: int) -> int:
+        """How many of the waiting samples start now."""
+        num_running = len(self._running)
+        num_free = self._slots.num_slots - num_running
         num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // _ADMIT_FRACTION))
-        return 0 < num_wanted <= num_free
+        self.is_crowded = False
+        if not 0 < num_wanted <= num_free:
+            return 0
+        candidates = list(islice(self._waiting, num_free))
+        num_new = self._slots.cache.num_admissible(candidates, num_wanted, num_running, policy_version)
+        self.is_crowded = num_new < len(candidates)
+        return num_new
 
-    def _admit(self) -> None:
-        """Fill the free slots with waiting samples and cache their contexts."""
+    def _make_room(self) -> None:
+        """For what the next step feeds; who finds none makes the sample that started last wait, itself if need be."""
+        cache, step = self._slots.cache, self._num_steps
+        staying = sorted(range(len(self._running)), key=lambda slot: self._running[slot].number)
+        leaving: list[int] = []
+        num_done, self._crowded_step = 0, sys.maxsize
+        while num_done < len(staying):
+            slot = staying[num_done]
+            position = self._running[slot].position(step)
+            room = cache.extend(slot, position)
+            if room > position:
+                self._crowded_step = min(self._crowded_step, step + room - position)
+                num_done += 1
+            else:
+                leaving.append(staying.pop())
+                cache.free(leaving[-1], leaving[-1] + 1)
+        if leaving:
+            self._preempt(leaving)
+
+    def _preempt(self, slots: Sequence[int]) -> None:
+        """Have the samples of these slots wait again, the last of them first."""
+        preempted = [self._running[slot] for slot in slots]
+        for sample in self._read(preempted):
+            self._unfinished[sample.id] = sample
+            self._waiting.appendleft(sample)
+        self._slots.transcript.give_back([running.column for running in preempted])
+        self._compact(sorted(slots))
+        self._slots.num_preempted += len(slots)
+
+    def _admit(self, num_new: int, policy_version: int) -> None:
+        """Start the first waiting samples in free slots and cache their contexts."""
         self._read_ended()
         first = len(self._running)
-        num_new = min(self._slots.num_slots - first, len(self._waiting))
         columns = self._slots.transcript.take(num_new)
         admitted = [self._start(self._waiting.popleft(), column) for column in columns]
         longest = max(len(running.context) for running in admitted)
@@ -134,11 +188,12 @@ class Generation:
         self._slots.reserve(first + num_new, self._num_positions, num_used=first)
         self._running += admitted
         self._write_state(first, admitted)
-        self._prefill(first, admitted)
+        self._prefill(first, admitted, policy_version)
+        self._crowded_step = 0
 
     def _start(self, sample: Sample, column: int) -> _Running:
         recent = self._stop_strings.recent(sample.tokens) if self._stop_strings else None
-        return _Running(sample, sample.context, column, self._num_steps, recent)
+        return _Running(sample, next(self._numbers), sample.context, column, self._num_steps, recent)
 
     def _write_state(self, first: int, admitted: Sequence[_Running]) -> None:
         samples, transcript = [running.sample for running in admitted], self._slots.transcript
@@ -151,18 +206,17 @@ class Generation:
         ]
         self._slots.fill(first, rows, random_streams([sample.seed for sample in samples], self._device))
 
-    def _prefill(self, first_slot: int, admitted: Sequence[_Running]) -> None:
+    def _prefill(self, first_slot: int, admitted: Sequence[_Running], policy_version: int) -> None:
         """Cache all but the last token of the contexts, each distinct one computed once."""
-        slots_of: dict[tuple[int, ...], list[int]] = {}
-        for slot, running in enumerate(admitted, start=first_slot):
-            slots_of.setdefault(running.context[:-1], []).append(slot)
-        for heads in _prefill_passes(head for head in slots_of if head):
+        cache = self._slots.cache
+        keepers = cache.enter(first_slot, [running.sample for running in admitted], policy_version)
+        for heads in _prefill_passes(head for head in keepers if head):
             width = len(heads[-1])
             padded = [[*head, *[0] * (width - len(head))] for head in heads]
             tokens = torch.tensor(padded, dtype=torch.int64, device=self._device).view(-1)
             positions = torch.arange(width, device=self._device).repeat(len(heads))
-            slots = [(slot, row) for row, head in enumerate(heads) for slot in slots_of[head]]
-            attention = PrefillAttention(self._slots.cache, torch.tensor(slots, device=self._device), width)
+            lengths = [len(head) for head in heads]
+            attention = cache.prefill_attention([keepers[head] for head in heads], lengths, width)
             self._model.fill_cache(tokens, positions, attention)
 
     def _decode_step(self) -> None:

@@ -11,36 +11,42 @@ from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
+from rltrain.rollout.embedded.parameters import Matrix, PlainMatrix
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, rotate
 
 
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
-def _layer(parameters: Mapping[str, Tensor], index: int) -> _Layer:
+def _layer(parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], index: int) -> _Layer:
     prefix = f"model.layers.{index}"
+
+    def matrix(name: str) -> Matrix:
+        name = f"{prefix}.{name}.weight"
+        return matrices.get(name) or PlainMatrix(parameters[name])
+
     return _Layer(
         input_norm=parameters[f"{prefix}.input_layernorm.weight"],
-        qkv=parameters[f"{prefix}.self_attn.qkv_proj.weight"],
+        qkv=matrix("self_attn.qkv_proj"),
         qkv_bias=parameters.get(f"{prefix}.self_attn.qkv_proj.bias"),
         q_norm=parameters.get(f"{prefix}.self_attn.q_norm.weight"),
         k_norm=parameters.get(f"{prefix}.self_attn.k_norm.weight"),
-        output=parameters[f"{prefix}.self_attn.o_proj.weight"],
+        output=matrix("self_attn.o_proj"),
         output_bias=parameters.get(f"{prefix}.self_attn.o_proj.bias"),
         mlp_norm=parameters[f"{prefix}.post_attention_layernorm.weight"],
-        gate_up=parameters[f"{prefix}.mlp.gate_up_proj.weight"],
-        down=parameters[f"{prefix}.mlp.down_proj.weight"],
+        gate_up=matrix("mlp.gate_up_proj"),
+        down=matrix("mlp.down_proj"),
     )
 
 
@@ -51,6 +57,7 @@ class EngineModel:
         self,
         architecture: Architecture,
         parameters: Mapping[str, Tensor],
+        matrices: Mapping[str, Matrix],
         tensor_parallel: TensorParallel,
         max_positions: int,
         dtype: torch.dtype,
@@ -65,7 +72,7 @@ class EngineModel:
         self.num_layers = architecture.num_layers
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
-        self._layers = tuple(_layer(parameters, index) for index in range(self.num_layers))
+        self._layers = tuple(_layer(parameters, matrices, index) for index in range(self.num_layers))
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
         frequencies = inverse_frequencies(architecture)
@@ -108,7 +115,7 @@ class EngineModel:
         self._add_projected(hidden, attention(index, queries, keys, values), layer.output)
         if layer.output_bias is not None:
             hidden.add_(layer.output_bias)
-        gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up.read()).chunk(2, dim=-1)
         self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,7 +140,7 @@ class EngineModel:
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias).view(
+        fused = F.linear(self._norm(hidden, layer.input_norm), layer.qkv.read(), layer.qkv_bias).view(
             len(hidden), -1, self.head_dim
         )
         num_rotated = self.num_heads + self.num_kv_heads
@@ -145,9 +152,9 @@ class EngineModel:
         rotated = rotate(rotated, rotation)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], fused[:, num_rotated:]
 
-    def _add_projected(self, hidden: Tensor, inner: Tensor, weight: Tensor) -> None:
-        """hidden += inner @ weight.T, where `inner` and `weight` are split by columns over the group."""
+    def _add_projected(self, hidden: Tensor, inner: Tensor, matrix: Matrix) -> None:
+        """hidden += inner @ matrix.T, where `inner` and `matrix` are split by columns over the group."""
         if self._tp.size == 1:
-            hidden.addmm_(inner, weight.t())
+            hidden.addmm_(inner, matrix.read().t())
         else:
-            hidden.add_(self._tp.all_reduce(F.linear(inner, weight)))
+            hidden.add_(self._tp.all_reduce(F.linear(inner, matrix.read())))

@@ -19,6 +19,14 @@ class TensorParallel:
             dist.all_reduce(partial, group=self.group)
         return partial
 
+    def least(self, number: int, device: torch.device) -> int:
+        """Of the ranks' numbers. Collective over: the tensor-parallel group."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number, dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
     def all_gather_columns(self, shard: Tensor) -> Tensor:
         """[rows, size * columns]: the ranks' shards side by side. Collective over: the tensor-parallel group."""
         if self.size == 1:

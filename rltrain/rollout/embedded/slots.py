@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rltrain.rollout.embedded.kv_cache import KvCache, read_length
+from rltrain.rollout.embedded.kv_cache import KvCache
 from rltrain.rollout.embedded.random_streams import uniforms
 from rltrain.rollout.embedded.transcript import Transcript
 
@@ -24,8 +24,7 @@ class Slots:
     take part in a step: it feeds the same token to position 0 again and again, and nobody reads what it draws.
     """
 
-    def __init__(self, cache: KvCache, num_slots: int) -> None:
-        device = cache.keys.device
+    def __init__(self, cache: KvCache, num_slots: int, device: torch.device) -> None:
         self.cache = cache
         self.num_slots = num_slots
         self.transcript = Transcript(num_slots, device)
@@ -34,6 +33,8 @@ class Slots:
         """What a step adds to POSITION, DRAWN and PLACE."""
         self.stopped, self.finished = torch.zeros(2, num_slots, dtype=torch.bool, device=device)
         """Of the last step: whose token was a stop token, and whose response ends for that or for its length."""
+        self.num_preempted = 0
+        """Samples that had to wait again since somebody set it to 0."""
         idle = [0, 0, 0, self.transcript.nowhere, 1, 0]
         self._idle_state = torch.tensor(idle, device=device)[:, None]
         self._ahead = torch.arange(NUMBERS_AHEAD, device=device)[:, None]
@@ -51,7 +52,7 @@ class Slots:
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Make room for `num_positions` in each of `num_slots`, of which the first `num_used` keep what they hold."""
-        self.cache.reserve(num_slots, read_length(num_positions), num_used=num_used)
+        self.cache.reserve(num_slots, num_positions, num_used=num_used)
         self.transcript.reserve(self.cache.capacity + NUMBERS_AHEAD)
 
     def fill(self, first: int, rows: Sequence[Sequence[int]], streams: Tensor) -> None:
@@ -61,18 +62,18 @@ class Slots:
         self.state[STREAM, new] = streams
         self.increments[:2, new] = 1
         self.increments[2, new] = self.transcript.stride
-        self.cache.occupy(first, self.state[POSITION, new])
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         """Copy slots `sources` over slots `destinations`, up to `num_positions`."""
         to, by = torch.tensor([destinations, sources], device=self.state.device)
         self.state.index_copy_(1, to, self.state.index_select(1, by))
-        self.cache.move(by, to, num_positions)
+        self.cache.move(sources, destinations, num_positions)
 
     def free(self, first: int, end: int) -> None:
         """Slots from `first` up to `end` are idle from now on."""
         self.state[:, first:end] = self._idle_state
         self.increments[:, first:end] = 0
+        self.cache.free(first, end)
 
     def foresee(self, first: int, end: int) -> None:
         """Make the random numbers of the next NUMBERS_AHEAD steps of these slots."""
@@ -82,5 +83,4 @@ class Slots:
 
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies now, and how: equal as long as a recorded step is valid."""
-        cache, transcript = self.cache, self.transcript
-        return cache.keys.data_ptr(), cache.values.data_ptr(), *cache.mask.shape, *transcript.addresses()
+        return *self.cache.addresses(), *self.transcript.addresses()

@@ -9,6 +9,7 @@ from typing import Any
 
 from rltrain.config.roles import nearest
 from rltrain.errors import ConfigError
+from rltrain.reshard.kernels.slices import BLOCK
 from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, clean_environment
 
 MIN_VERSION = "0.5.23"
@@ -19,6 +20,14 @@ CHECK_TIMEOUT_S = 600.0
 CONTEXT_SLACK_TOKENS = 8
 """SGLang cuts responses a few tokens before what it takes for the longest context."""
 MAX_CPU_CACHE_TOKENS = 2**17
+MODEL_OVERRIDES = "json_model_override_args"
+FP8_CHECKPOINT = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""As in the config.json of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
 
 NOT_FOR_CONFIGS = {
     "model_path": "it is model.path",
@@ -122,8 +131,15 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "nnodes": spec.num_nodes,
             "node_rank": spec.node_rank,
             "dist_init_addr": spec.rendezvous,
+            **(_fp8(spec) if spec.fp8 else {}),
         },
     }
+
+
+def _fp8(spec: ServerSpec) -> dict[str, Any]:
+    """What a checkpoint in FP8 says of itself: model.path is not one, but its weights come as of one."""
+    overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
+    return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
 
 
 def _proposed(spec: ServerSpec) -> dict[str, Any]:
@@ -131,7 +147,7 @@ def _proposed(spec: ServerSpec) -> dict[str, Any]:
         "load_format": "dummy",
         "log_level_http": "warning",
         # With it a pause leaves a batch half done: its tokens would be counted to the weights that come next.
-        "disable_overlap_schedule": True,
+        "disable_overlap_schedule": spec.draws_during_syncs or spec.device == "cpu",
     }
     if spec.device == "cuda":
         return common

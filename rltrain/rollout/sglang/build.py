@@ -28,11 +28,7 @@ LOOPBACK = "127.0.0.1"
 def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     """As rollout.build says. ConfigError where SGLang refuses its arguments."""
     config, world, ranks, settings = site.config, site.world, site.ranks, site.config.rollout.sglang
-    if world.device.type == "cpu" and len(ranks) > 1:
-        raise ConfigError(
-            f"rollout.parallel.tp: got {len(ranks)} for rollout.engine sglang without a GPU; expected 1, since SGLang "
-            "runs on CPUs in one process, or rollout.engine: embedded"
-        )
+    _check_device(site)
     group = site.groups.cpu[ranks] if len(ranks) > 1 else None
     rendezvous = _rendezvous(site)
     on_node = [rank for rank in ranks if rank // world.ranks_per_node == world.rank // world.ranks_per_node]
@@ -45,7 +41,7 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     if world.rank == ranks[0]:
         client = Client(settings.hang_timeout_s)
     delivery = Delivery(
-        engine_parts(config, site.architecture, site.grid),
+        [part.layout for part in engine_parts(config, site.architecture, site.grid)],
         world.rank,
         device=world.device,
         keep=settings.keep_weights,
@@ -102,6 +98,22 @@ def parts_of_server(
     return {"kv_cache": kv_cache, "weights": weights}  # nothing runs any more when the weights leave
 
 
+def _check_device(site: EngineSite) -> None:
+    """Raises ConfigError for what SGLang does on GPUs alone."""
+    if site.world.device.type != "cpu":
+        return
+    if len(site.ranks) > 1:
+        raise ConfigError(
+            f"rollout.parallel.tp: got {len(site.ranks)} for rollout.engine sglang without a GPU; expected 1, since "
+            "SGLang runs on CPUs in one process, or rollout.engine: embedded"
+        )
+    if site.config.rollout.dtype == "fp8":
+        raise ConfigError(
+            "rollout.dtype: got fp8 for rollout.engine sglang without a GPU; expected auto, since SGLang has no such "
+            "product for CPUs, or rollout.engine: embedded"
+        )
+
+
 def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, leaves: bool) -> ServerSpec:
     config, world, ranks, rollout = site.config, site.world, site.ranks, site.config.rollout
     return ServerSpec(
@@ -117,6 +129,8 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         max_context_tokens=rollout.max_context_tokens,
         needs_tokenizer=bool(rollout.sampling.stop),
         memory_saver=leaves,
+        fp8=rollout.dtype == "fp8",
+        draws_during_syncs=site.draws_during_syncs,
         args=rollout.sglang.args,
         node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
         num_nodes=site.num_nodes,
@@ -138,12 +152,5 @@ def _rendezvous(site: EngineSite) -> str | None:
     key = f"engine/{site.ranks[0]}"
     if site.world.rank == site.ranks[0]:
         with socket.create_server(("", 0)) as free:
-            site.job_store.put(key, f"{_own_address()}:{free.getsockname()[1]}")
+            site.job_store.put(key, f"{site.world.address}:{free.getsockname()[1]}")
     return str(site.job_store.get(key, waiting_for=f"the address of the engine on rank {site.ranks[0]}"))
-
-
-def _own_address() -> str:
-    """Of the interface by which this node reaches the others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
-        return str(probe.getsockname()[0])

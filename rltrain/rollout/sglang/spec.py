@@ -37,6 +37,10 @@ class ServerSpec:
     """Whether stop strings are looked for."""
     memory_saver: bool
     """Whether it can give its memory back and take it again."""
+    fp8: bool
+    """Whether the layers' matrices are in FP8, with a scale per block of 128 x 128."""
+    draws_during_syncs: bool
+    """Whether weights may come while it has responses under way."""
     args: Mapping[str, Any]
     """More arguments by name: rollout.sglang.args."""
     node_rank: int = 0
@@ -59,6 +63,9 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     environment = clean_environment()
     if spec.device == "cuda":
         environment.pop("OMP_NUM_THREADS", None)  # torchrun's, for ranks; on the CPU engines share the cores with them
+    if spec.memory_saver:
+        # Without it CUDA graphs stay where they are when their memory is released, which SGLang does not mention.
+        environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     not_proxied = [environment[name] for name in ("NO_PROXY", "no_proxy") if name in environment]
     return environment | {
         "CUDA_VISIBLE_DEVICES": ",".join(spec.gpus),

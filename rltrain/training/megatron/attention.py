@@ -9,7 +9,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from rltrain.models.attention import attend, attend_packed, attends_packed
 
 # Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
@@ -33,6 +34,10 @@ class PackedSequences(PackedSeqParams):
     """[tokens] slot of each token."""
     batches: tuple[tuple[int, int], ...] = field(kw_only=True)
     """(sequences, width) of each padded batch; their slots follow each other."""
+    boundaries: Tensor = field(kw_only=True)
+    """[sequences + 1] int32: where each sequence starts, and the last one ends."""
+    longest: int = field(kw_only=True)
+    """Tokens of the longest sequence."""
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
@@ -53,12 +58,14 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequ
         pad_index=torch.cat(pad_parts).to(device),
         unpad_index=(torch.repeat_interleave(slot_of_start, sizes) + positions).to(device),
         batches=tuple(batches),
+        boundaries=_boundaries(lengths, device),
+        longest=max(lengths),
     )
 
 
 def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
     """The same sequences as Transformer Engine's kernels take them."""
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    boundaries = _boundaries(lengths, device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -66,6 +73,10 @@ def thd_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqPara
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
+
+
+def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
 def _similar_lengths(sizes: Tensor) -> list[Tensor]:
@@ -100,7 +111,8 @@ class PositionRotaryEmbedding(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention within each packed sequence, on torch's scaled_dot_product_attention."""
+    """Causal core attention within each packed sequence by torch's kernels: of all at once where that can be, else in
+    padded batches."""
 
     def __init__(self, *, softmax_scale: float | None, **unused: Any) -> None:
         super().__init__()
@@ -119,15 +131,17 @@ class PackedAttention(torch.nn.Module):
         """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim]
         -> [tokens, 1, heads * head_dim of value]. Latent attention leaves out the dimension of size 1."""
         packed = packed_seq_params
-        padded = [_Reindex.apply(x.flatten(1, -2), packed.pad_index, packed.unpad_index) for x in (query, key, value)]
+        query, key, value = (x.flatten(1, -2) for x in (query, key, value))
+        if attends_packed(query, key, value):
+            attended = attend_packed(query, key, value, packed.boundaries, packed.longest, scale=self.softmax_scale)
+            return attended.flatten(1)[:, None]
+        padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
         outputs, first = [], 0
         for num_sequences, width in packed.batches:
             slots = slice(first, first + num_sequences * width)
             q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
             # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
-            attended = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1)
-            )
+            attended = attend(q, k, v, causal=True, scale=self.softmax_scale)
             outputs.append(attended.transpose(1, 2).reshape(num_sequences * width, -1))
             first = slots.stop
         slots_out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

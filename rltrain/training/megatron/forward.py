@@ -51,7 +51,7 @@ def run_schedule(
 
     def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
-        language_model.on_micro_batch()
+        language_model.on_micro_batch(batch.lengths, backward)
         hidden_or_logits = model(
             input_ids=batch.padded_tokens[None],
             position_ids=None,

@@ -23,11 +23,11 @@ LATENT_NORM_EPS = 1e-6
 """DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
 
 
-class LatentSelfAttention(MLASelfAttention):
+class ExplicitLatentAttention(MLASelfAttention):
     """Megatron's latent attention on explicit process groups.
 
-    Megatron's own asks the global parallel state for the group over which the latents' projections are split, and for
-    that of queries that are made from the hidden state.
+    Megatron's own asks the global parallel state for the group over which queries are split that are made from the
+    hidden state.
     """
 
     def __init__(
@@ -40,6 +40,18 @@ class LatentSelfAttention(MLASelfAttention):
     ) -> None:
         with_group = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         super().__init__(config, replace(submodules, linear_q_proj=with_group), pg_collection=pg_collection, **settings)
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            projection: Any = getattr(self, name, None)
+            if hasattr(projection, "eps"):  # Transformer Engine's, which has the latent's norm inside
+                projection.eps = LATENT_NORM_EPS
+
+
+class LatentSelfAttention(ExplicitLatentAttention):
+    """The same of Megatron's own layers, of which those that make the latents are split as well, and ask the global
+    parallel state when they are to be put together."""
+
+    def __init__(self, config: MLATransformerConfig, *arguments: Any, **settings: Any) -> None:
+        super().__init__(config, *arguments, **settings)
         self.linear_kv_down_proj.register_forward_hook(_whole_latent)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj.register_forward_hook(_whole_latent)

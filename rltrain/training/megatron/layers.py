@@ -25,10 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, LatentSelfAttention
+from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -89,16 +90,30 @@ def parameter_device(config: TransformerConfig) -> str | int:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def uses_transformer_engine(transformer_impl: str, device: torch.device) -> bool:
-    """Whether model.transformer_impl means Transformer Engine here; ConfigError if it is asked for and missing."""
-    available = HAVE_TE and device.type == "cuda"
-    if transformer_impl == "transformer_engine" and not available:
+def uses_transformer_engine(model: schema.Model, device: torch.device) -> bool:
+    """Whether model.transformer_impl means Transformer Engine here; ConfigError if it is asked for and cannot be had.
+
+    It has no fused attention over packed sequences in float32, which therefore takes the local layers.
+    """
+    obstacle = _obstacle_to_transformer_engine(model, device)
+    if model.transformer_impl == "transformer_engine" and obstacle is not None:
+        problem, remedy = obstacle
         raise ConfigError(
-            "model.transformer_impl is transformer_engine, but "
-            + ("this machine has no GPU" if HAVE_TE else "transformer_engine.pytorch cannot be imported")
-            + "; set it to auto or local, or install transformer-engine for your CUDA version"
+            f"model.transformer_impl is transformer_engine, but {problem}; set it to auto or local, or {remedy}"
         )
-    return available and transformer_impl != "local"
+    return obstacle is None and model.transformer_impl != "local"
+
+
+def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
+    """(what is in its way, what would help)."""
+    if model.dtype == "float32":
+        return (
+            "model.dtype is float32, for which it has no attention over packed sequences",
+            "set model.dtype to bfloat16",
+        )
+    if not HAVE_TE:
+        return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
+    return ("this machine has no GPU", "run it on one that has") if device.type != "cuda" else None
 
 
 def block_spec(
@@ -137,8 +152,7 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
         multi_latent_attention=architecture.mla is not None,
     )
     attention = layer.submodules.self_attention
-    if architecture.mla is None:
-        attention.module = GroupedSelfAttention
+    attention.module = GroupedSelfAttention if architecture.mla is None else ExplicitLatentAttention
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
     if experts:

@@ -80,7 +80,7 @@ class LanguageModel(GPTModel):
         self.architecture = architecture
         self.layout = layout
         self.device = device
-        self.on_micro_batch: Callable[[], None] = lambda: None
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
         self.transformer_engine = transformer_engine
         self._set_rotary_embedding()
@@ -125,7 +125,7 @@ def build_model(
     initialize_rng_tracker(inference_rng_tracker=True)
     if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    transformer_engine = uses_transformer_engine(model, device)
     config = transformer_config(
         architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
     )
@@ -137,7 +137,7 @@ def build_model(
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
     """Where the parameters lie that build_model makes. ConfigError as there."""
-    transformer_engine = uses_transformer_engine(model.transformer_impl, device)
+    transformer_engine = uses_transformer_engine(model, device)
     return megatron_layout(architecture, grid, dtype=model.dtype, transformer_engine=transformer_engine)
 
 

@@ -1,16 +1,16 @@
-"""The memory of the KV cache follows what is needed."""
+"""Without a budget the memory of the KV cache follows what is needed."""
 
 import torch
 
-from rltrain.rollout.embedded.kv_cache import KvCache
+from rltrain.rollout.embedded.slot_cache import SlotCache
 
 
-def small_cache() -> KvCache:
+def small_cache() -> SlotCache:
     """Two layers and heads, at most 12 slots of 48 positions."""
-    return KvCache(2, 2, 4, max_slots=12, max_positions=48, dtype=torch.float32, device=torch.device("cpu"))
+    return SlotCache(2, 2, 4, max_slots=12, max_positions=48, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def shape_of(cache: KvCache) -> tuple[int, int]:
+def shape_of(cache: SlotCache) -> tuple[int, int]:
     assert cache.keys.shape == cache.values.shape
     assert cache.first_positions.tolist() == [
         [(slot * 2 + head) * cache.capacity for head in range(2)] for slot in range(cache.num_slots)
@@ -22,7 +22,7 @@ def test_an_empty_cache_takes_what_is_asked_for() -> None:
     cache = small_cache()
     assert shape_of(cache) == (0, 0)
     cache.reserve(5, 3, num_used=0)
-    assert shape_of(cache) == (5, 8)
+    assert shape_of(cache) == (5, 16)
 
 
 def test_growth_doubles_up_to_the_limits() -> None:
@@ -37,15 +37,15 @@ def test_growth_doubles_up_to_the_limits() -> None:
 
 def test_growth_keeps_the_used_slots_and_everything_finite() -> None:
     cache = small_cache()
-    cache.reserve(3, 8, num_used=0)
+    cache.reserve(3, 16, num_used=0)
     keys, values = torch.rand_like(cache.keys), torch.rand_like(cache.values)
     cache.keys.copy_(keys)
     cache.values.copy_(values)
     cache.reserve(7, 20, num_used=2)
     for grown, before in ((cache.keys, keys), (cache.values, values)):
-        assert torch.equal(grown[:, :2, :, :8], before[:, :2])
+        assert torch.equal(grown[:, :2, :, :16], before[:, :2])
         assert not grown[:, 2:].any()
-        assert not grown[:, :, :, 8:].any()
+        assert not grown[:, :, :, 16:].any()
 
 
 def test_memory_stays_until_released() -> None:

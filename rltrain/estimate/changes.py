@@ -1,0 +1,82 @@
+"""Which changes of a config would save most memory, each estimated by the same model as the config itself."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rltrain.config.schema import Config, Parallel
+from rltrain.errors import UserError
+from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.peak import RankMemory, largest, rank_memories
+from rltrain.estimate.planned import PlannedJob, plan_job
+
+MOST = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to write, in the config's terms, and the highest peak of any rank then."""
+
+    text: str
+    memory: RankMemory
+
+
+def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], bool]) -> list[Change]:
+    """At most three, lowest peak first; only those that lower the highest peak."""
+    found, before = [], largest(rank_memories(job, gpu)).peak.total
+    for text, config in _changed(job.config, gpu.memory_gb):
+        try:
+            changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node)
+        except (UserError, ValueError):
+            continue
+        if is_legal(changed):
+            memory = largest(rank_memories(changed, gpu))
+            if memory.peak.total < before:
+                found.append(Change(text, memory))
+    return sorted(found, key=lambda change: change.memory.peak.total)[:MOST]
+
+
+def with_keys(config: Config, **values: object) -> Config:
+    """`config` with other values for dotted keys, their dots written as two underscores."""
+    for key, value in values.items():
+        config = _replaced(config, key.split("__"), value)
+    return config
+
+
+def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
+    first, *rest = path
+    inner = _replaced(getattr(section, first), rest, value) if rest else value
+    return section.model_copy(update={first: inner})
+
+
+def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
+    """(what to write, the config with it)."""
+    yield "model.recompute: full", with_keys(config, model__recompute="full")
+    for role in ("actor", "critic", "reference"):
+        tokens = getattr(config, role).micro_batch_tokens
+        for fewer in (tokens // 2, tokens // 4):
+            yield f"{role}.micro_batch_tokens: {fewer}", with_keys(config, **{f"{role}__micro_batch_tokens": fewer})
+    for role in ("actor", "critic", "rollout"):
+        if getattr(config, role).parallel is not None:
+            yield from _more_parallel(config, role)
+    for role in ("actor", "critic"):
+        yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
+    for role in ("actor", "critic", "reference", "rollout"):
+        yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
+    if config.rollout.engine == "embedded":
+        quarter = round(gpu_memory_gb / 4, 1)
+        yield f"rollout.kv_cache_gb: {quarter}", with_keys(config, rollout__kv_cache_gb=quarter)
+    for fewer in (config.rollout.max_running_requests // 2, config.rollout.max_running_requests // 4):
+        yield f"rollout.max_running_requests: {fewer}", with_keys(config, rollout__max_running_requests=max(fewer, 1))
+
+
+def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
+    parallel: Parallel = getattr(config, role).parallel
+    for name in ("tp", "pp"):
+        for factor in (2, 4):
+            if name == "tp" or role != "rollout":
+                size = getattr(parallel, name) * factor
+                changes: dict[str, object] = {f"{role}__parallel__{name}": size}
+                yield f"{role}.parallel.{name}: {size}", with_keys(config, **changes)
+    if parallel.tp > 1 and role != "rollout" and not parallel.sequence_parallel:
+        changes = {f"{role}__parallel__sequence_parallel": True}
+        yield f"{role}.parallel.sequence_parallel: true", with_keys(config, **changes)

@@ -1,0 +1,152 @@
+"""What a device can hold and do, and how much of that a job is taken to reach.
+
+Figures of `GPUS` are from NVIDIA's data sheets, without sparsity, per GPU and per direction: A100 80GB SXM, H100 SXM,
+H200 SXM, HGX B200, GB200 NVL72. Memory is what the driver reports, which is more than the name says: an H100 of 80 GB
+has 79.1 x 2^30 bytes. Network is what DGX systems of that generation give every GPU.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError
+
+from rltrain.config.section import Fraction, NonNegative, Positive, Section
+from rltrain.errors import ConfigError
+
+GB = 1e9
+
+
+class Efficiency(Section):
+    """What of a device's figures is reached, and what work costs beside them. Assumed, not measured: --calibrate
+    replaces them by what a run of one's own took."""
+
+    matmul: Fraction = 0.5
+    """Of the dense peak, by the matrix products of training, evaluation and prefill."""
+    experts: Fraction = 0.3
+    """Of the same, by the products of experts, which are smaller and come with tokens being sorted."""
+    attention: Fraction = 0.4
+    """Of the same, by attention over long sequences."""
+    memory: Fraction = 0.7
+    """Of the memory's bandwidth, by decode steps, optimizer steps and local copies."""
+    node: Fraction = 0.75
+    network: Fraction = 0.8
+    host: Fraction = 0.8
+    layer_s: NonNegative = 2e-4
+    """Launching the kernels of a layer in a forward pass that is not recorded; twice as long backward."""
+    decode_layer_s: NonNegative = 1.5e-5
+    """A layer of a recorded decode step, beyond what it reads and multiplies."""
+    decode_step_s: NonNegative = 1e-3
+    """A decode step besides: sampling, and choosing what to run next."""
+    collective_s: NonNegative = 1.5e-5
+    """The latency of one collective."""
+    task_s: NonNegative = 0.02
+    """Beginning and ending a task: experience packed and sent."""
+    reward_s: NonNegative = 1e-3
+    """The reward function, for one sample."""
+    usable_memory: Fraction = 0.95
+    """Of the device's memory: the rest is lost between blocks of the allocator."""
+    context_mb: NonNegative = 700.0
+    """The driver's own, with kernels loaded and cuBLAS's workspace, for each process on the device."""
+    communicator_mb: NonNegative = 60.0
+    """Buffers of one NCCL communicator of several ranks."""
+
+
+class Gpu(Section):
+    """One device. Bandwidths in 1e9 bytes per second and direction."""
+
+    memory_gb: Positive
+    """1e9 bytes."""
+    tflops: dict[str, Positive]
+    """Dense, by dtype: bfloat16, float32, float8."""
+    memory_gb_per_s: Positive
+    node_gb_per_s: Positive
+    """To the other devices of its node."""
+    network_gb_per_s: Positive
+    """To other nodes."""
+    host_gb_per_s: Positive
+    """To the memory of its host."""
+    host_memory_gb: Positive
+    """Of its host, its share."""
+    efficiency: Efficiency = Field(default_factory=Efficiency)
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second at the peak. ConfigError for a dtype that it has no figure for."""
+        if dtype not in self.tflops:
+            raise ConfigError(f"model.dtype: {dtype}: the --gpu has no figure for it in tflops: {sorted(self.tflops)}")
+        return self.tflops[dtype] * 1e12
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_gb * GB * self.efficiency.usable_memory
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second that are reached, as of the following."""
+        return self.memory_gb_per_s * GB * self.efficiency.memory
+
+    @property
+    def node(self) -> float:
+        return self.node_gb_per_s * GB * self.efficiency.node
+
+    @property
+    def network(self) -> float:
+        return self.network_gb_per_s * GB * self.efficiency.network
+
+    @property
+    def host(self) -> float:
+        return self.host_gb_per_s * GB * self.efficiency.host
+
+
+def _gpu(memory: float, bf16: float, fp8: float, fp32: float, hbm: float, node: float, network: float, host: float,
+         host_memory: float) -> Gpu:  # fmt: skip
+    tflops = {"bfloat16": bf16, "float32": fp32} | ({"float8": fp8} if fp8 else {})
+    return Gpu(
+        memory_gb=memory,
+        tflops=tflops,
+        memory_gb_per_s=hbm,
+        node_gb_per_s=node,
+        network_gb_per_s=network,
+        host_gb_per_s=host,
+        host_memory_gb=host_memory,
+    )
+
+
+GPUS: Mapping[str, Gpu] = {
+    #             GB   bf16  fp8  fp32   HBM  NVLink net  host  host GB
+    "a100": _gpu(85.0, 312.0, 0.0, 19.5, 2039.0, 300.0, 25.0, 32.0, 250.0),
+    "h100": _gpu(84.9, 989.0, 1979.0, 67.0, 3350.0, 450.0, 50.0, 64.0, 250.0),
+    "h200": _gpu(150.0, 989.0, 1979.0, 67.0, 4800.0, 450.0, 50.0, 64.0, 250.0),
+    "b200": _gpu(191.0, 2250.0, 4500.0, 75.0, 7700.0, 900.0, 50.0, 64.0, 250.0),
+    "gb200": _gpu(198.0, 2500.0, 5000.0, 80.0, 8000.0, 900.0, 50.0, 225.0, 240.0),
+}
+DEFAULT_GPU = "h100"
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """That of `GPUS` which torch calls so, as "NVIDIA H100 80GB HBM3"; None for others, PCIe and NVL forms among them,
+    whose figures are lower."""
+    words = re.split(r"[^a-z0-9]+", device_name.lower())
+    if {"pcie", "nvl"} & set(words):
+        return None
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
+def gpu_named(name: str) -> Gpu:
+    """One of `GPUS`, or that of a YAML file with the keys of `Gpu`. ConfigError says what a file lacks."""
+    if name in GPUS:
+        return GPUS[name]
+    path = Path(name)
+    expected = f"expected one of {', '.join(GPUS)}, or a YAML file with the keys {', '.join(Gpu.model_fields)}"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"option --gpu: {name}: {error.strerror}; {expected}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"option --gpu: {name} is no YAML: {error}; {expected}") from error
+    try:
+        return Gpu.model_validate(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"option --gpu: {name}: {wrong}; {expected}") from error

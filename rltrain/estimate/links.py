@@ -1,0 +1,59 @@
+"""Seconds that collectives and copies take between the ranks of a grid."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rltrain.cluster.grid import Grid
+from rltrain.estimate.hardware import Gpu
+
+
+@dataclass(frozen=True)
+class GroupLink:
+    """`size` ranks that exchange data, and the bytes per second at which each sends and receives."""
+
+    size: int
+    bandwidth: float
+    latency_s: float
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Of `num_bytes` on each rank, by a ring: each sends twice what it does not keep."""
+        return 2 * self.gather(num_bytes)
+
+    def gather(self, num_bytes: float) -> float:
+        """An all-gather or reduce-scatter whose whole is `num_bytes`, or an all-to-all of `num_bytes` per rank."""
+        if self.size == 1:
+            return 0.0
+        return num_bytes * (self.size - 1) / self.size / self.bandwidth + self.latency_s
+
+
+def group_link(ranks: np.ndarray, ranks_per_node: int, gpu: Gpu) -> GroupLink:
+    """Between `ranks`. Where they are on several nodes, rings leave a node by the network links of all its members."""
+    nodes, members = np.unique(ranks // ranks_per_node, return_counts=True)
+    bandwidth = gpu.node if len(nodes) == 1 else min(gpu.node, gpu.network * int(members.min()))
+    return GroupLink(len(ranks), bandwidth, gpu.efficiency.collective_s)
+
+
+@dataclass(frozen=True)
+class GridLinks:
+    """Of the groups that hold a grid's first ranks, which stand for all."""
+
+    tp: GroupLink
+    dp: GroupLink
+    ep: GroupLink
+    expert_dp: GroupLink
+    pp: float
+    """Bytes per second from one stage to the next."""
+
+    @classmethod
+    def of(cls, grid: Grid, ranks_per_node: int, gpu: Gpu) -> "GridLinks":
+        array, experts = grid.array, grid.expert_array
+        stages = array[:2, 0, 0, 0] // ranks_per_node
+        replicas = array[0, :, :, 0].reshape(-1)
+        return cls(
+            tp=group_link(array[0, 0, 0], ranks_per_node, gpu),
+            dp=group_link(replicas, ranks_per_node, gpu),
+            ep=group_link(experts[0, 0, :, 0], ranks_per_node, gpu),
+            expert_dp=group_link(experts[0, :, 0, 0], ranks_per_node, gpu),
+            pp=gpu.node if len(set(stages.tolist())) == 1 else gpu.network,
+        )

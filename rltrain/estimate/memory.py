@@ -1,0 +1,196 @@
+"""Bytes that a rank holds: the parts of its roles, and what its tasks need beside them while they run."""
+
+from collections.abc import Mapping
+from math import ceil
+
+from rltrain.estimate.activations import Activations
+from rltrain.estimate.hardware import GB, Gpu
+from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
+from rltrain.models import Architecture
+from rltrain.tasks.declaration import Key
+
+MIB = 2**20
+FP32 = 4
+MOMENTS = 2
+"""Of Adam, for every parameter."""
+POSITIONS_MULTIPLE = 8
+"""Positions of the embedded engine's cache are a multiple of it."""
+WEIGHT_SYNC_BUFFERS = 4
+"""Two that a rank packs and two that it receives into."""
+EMBEDDED_SHARE_OF_FREE = 0.9
+"""What rollout.kv_cache_gb: auto takes of what is free on a GPU."""
+SGLANG_STAGING_SLOTS = 2
+SGLANG_PREFILL_TOKENS = 8192
+"""At a time: longer prompts, and more of them, are read in pieces."""
+SGLANG_MEMORY_FRACTION = 0.85
+"""Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
+chooses depends on the device and is near this."""
+LOGPROB_CHUNK_ELEMENTS = 1 << 26
+"""Logits that are looked at in fp32 at a time."""
+LOGPROB_COPIES = 2
+SAMPLING_COPIES = 3
+"""Of the running responses' logits in fp32, while tokens are drawn."""
+
+
+def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_bytes: int = 2) -> int:
+    """Keys and values of `num_tokens` tokens on one rank of an engine of `tp` ranks.
+
+    With more ranks than KV heads each holds one. Latent attention keeps the latent and the rotated part of the key,
+    whole on every rank.
+    """
+    if architecture.mla:
+        elements = architecture.mla.kv_rank + architecture.mla.rope_head_dim
+    else:
+        elements = 2 * ceil(architecture.num_kv_heads / tp) * architecture.head_dim
+    return num_tokens * architecture.num_layers * elements * item_bytes
+
+
+def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
+    """Of each part of a role's memory, on a rank of one of its pipeline stages. Keys and values are those that all
+    responses which run at once may need; `cache_on_gpu` tells what a device leaves them."""
+    if role == "rollout":
+        return {"weights": job.served_bytes, "kv_cache": _cache(job, _running(job) * _positions(job))}
+    architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
+    elements = trained_elements(architecture, grid, stage)
+    if role == "reference":
+        return {"weights": elements.total * item}
+    settings = job.config.actor if role == "actor" else job.config.critic
+    replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
+    held = sharded = elements.total
+    if settings.distributed_optimizer and replicas > 1:
+        dense, experts = in_buffers(elements.dense, replicas), in_buffers(elements.experts, expert_replicas)
+        held, sharded = dense + experts, dense // replicas + experts // expert_replicas
+    return {
+        "weights": held * item,
+        "master_weights": sharded * FP32 if item < FP32 else 0,
+        "optimizer": sharded * FP32 * MOMENTS,
+        "gradients": held * FP32,
+    }
+
+
+def cache_on_gpu(job: PlannedJob, gpu: Gpu, beside: int) -> int:
+    """Bytes of keys and values on a rank of an engine, where `beside` bytes of the device are taken when its turn
+    comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
+    context."""
+    rollout = job.config.rollout
+    memory = gpu.memory_gb * GB
+    if rollout.engine == "sglang":
+        fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
+        room = memory * fraction - job.served_bytes
+    elif isinstance(rollout.kv_cache_gb, str):
+        room = (memory - beside) * EMBEDDED_SHARE_OF_FREE
+    else:
+        room = rollout.kv_cache_gb * GB
+    wanted = _cache(job, rollout.max_running_requests * _positions(job))
+    return max(_cache(job, _positions(job)), min(wanted, int(room)))
+
+
+def _cache(job: PlannedJob, num_tokens: int) -> int:
+    tp = job.grids["rollout"].tp
+    return kv_bytes(job.architectures["rollout"], num_tokens, tp=tp, item_bytes=job.item_bytes)
+
+
+def _running(job: PlannedJob) -> int:
+    """Responses that run at once."""
+    running = job.config.rollout.max_running_requests
+    return running if job.config.data.eval else min(running, job.samples_per_replica("rollout"))
+
+
+def _positions(job: PlannedJob) -> int:
+    """Of the longest context."""
+    return -(-job.config.rollout.max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
+
+
+def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
+    """What a rank needs while it runs a task, beside the parts of its roles, by what it is for.
+
+    `stages` are the pipeline stages that the rank has in its roles with something on the device.
+    """
+    if task == "weight_sync":
+        return _sync_bytes(job, stages)
+    if task in ("generate", "generate_evaluation"):
+        return _generating_bytes(job)
+    role, trains = TASK_ROLES.get(task, (None, False))
+    if role is None:
+        return {}
+    activations = Activations(job, role, stages[role])
+    tokens = job.micro_batch_tokens(role)
+    found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
+    if activations.has_head:
+        found["logits"] = _logit_bytes(job, role, tokens, trains)
+    return found
+
+
+TASK_ROLES = {
+    "actor_logprobs": ("actor", False),
+    "reference_logprobs": ("reference", False),
+    "values": ("critic", False),
+    "accumulate": ("actor", True),
+    "update": ("actor", True),
+    "accumulate_critic": ("critic", True),
+    "update_critic": ("critic", True),
+}
+"""The role whose model works in a task, and whether it makes gradients."""
+
+
+def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
+    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB}
+    if "rollout" in stages and job.config.rollout.engine == "sglang":
+        found["staging"] = int(SGLANG_STAGING_SLOTS * job.config.rollout.sglang.staging_mb * MIB)
+    return found
+
+
+def _generating_bytes(job: PlannedJob) -> dict[str, int]:
+    """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
+    architecture, tp, config = job.architectures["rollout"], job.grids["rollout"].tp, job.config
+    running = min(config.rollout.max_running_requests, job.samples_per_replica("rollout"))
+    prompts = min(-(-running // job.shape.samples_per_group), running)
+    widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // tp
+    tokens = prompts * config.data.max_prompt_tokens
+    if config.rollout.engine == "sglang":
+        tokens = min(tokens, SGLANG_PREFILL_TOKENS)
+    hidden = tokens * (2 * architecture.hidden_size + widest) * job.item_bytes
+    return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
+
+
+def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
+    """Logits, their gradient, and the fp32 copies of a chunk of them."""
+    architecture = job.architectures[role]
+    if architecture.head == "value":
+        return tokens * FP32 * (1 + trains)
+    elements = tokens * -(-architecture.vocab_size // job.grids[role].tp)
+    chunk = min(elements, LOGPROB_CHUNK_ELEMENTS)
+    return elements * job.item_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES
+
+
+def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:
+    """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what a
+    checkpoint is written from, and the copy from which an SGLang server is given its weights again."""
+    parts = {
+        (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
+    }
+    found = {"offloaded": sum(parts[key] for key in leaving)}
+    found["offloaded"] += sum(
+        parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
+    )
+    if job.config.checkpoint.save_interval:
+        saved = [role for role in ("actor", "critic") if role in stages]
+        found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
+    rollout = job.config.rollout
+    if "rollout" in stages and rollout.engine == "sglang" and rollout.sglang.keep_weights:
+        found["engine"] = parts["rollout", "weights"]
+    return {name: size for name, size in found.items() if size}
+
+
+def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
+    """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
+    settings, replicas = job.config.actor if role == "actor" else job.config.critic, job.grids[role].dp
+    shares = 1 if settings.distributed_optimizer else replicas
+    return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
+
+
+def _equal_on_node(job: PlannedJob, role: str) -> int:
+    """Ranks of a node that have the same weights of a role, of which they keep one copy."""
+    grid = job.grids[role]
+    return min(grid.dp * grid.cp, max(1, job.ranks_per_node // grid.tp))

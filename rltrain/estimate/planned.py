@@ -1,0 +1,128 @@
+"""A job that is to be estimated, with what follows for it from its config; ranks that are alike are taken together."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.placement import Placement, role_grids
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config.schema import Config
+from rltrain.estimate.shares import served_bytes
+from rltrain.models import Architecture
+from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.schedule.order import Order
+from rltrain.schedule.shape import RunShape
+from rltrain.schedule.steady import steady_order
+from rltrain.tasks.roles import device_roles
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks that hold the same and do the same: those of one pipeline stage in each of the roles that they host."""
+
+    roles: tuple[str, ...]
+    stages: tuple[tuple[str, int], ...]
+    """(role, stage) of roles with something on the device."""
+
+    @property
+    def device_roles(self) -> tuple[str, ...]:
+        return tuple(role for role, _ in self.stages)
+
+    def stage(self, role: str) -> int:
+        return dict(self.stages)[role]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedJob:
+    """`architectures` are by role, that of model.path under actor. Nothing is asked of what may be trained today: a
+    config of which `rltrain.legality` refuses the model can be estimated all the same."""
+
+    config: Config
+    placement: Placement
+    grids: Mapping[str, Grid]
+    architectures: Mapping[str, Architecture]
+    ranks_per_node: int
+
+    @cached_property
+    def order(self) -> Order:
+        return steady_order(self.config, self.placement)
+
+    @cached_property
+    def shape(self) -> RunShape:
+        return RunShape.of(self.config)
+
+    @cached_property
+    def guests(self) -> frozenset[str]:
+        """Roles whose weights take the place of the actor's."""
+        guest = reference_uses_actor_modules(self.config, self.grids, self.architectures)
+        return frozenset(["reference"] if guest else [])
+
+    @cached_property
+    def kinds(self) -> dict[Kind, tuple[int, ...]]:
+        """With their ranks, ascending; idle ranks are of no kind."""
+        roles: dict[int, list[str]] = defaultdict(list)
+        stages: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for role in self.placement.roles:
+            grid = self.grids[role]
+            for stage, ranks in enumerate(grid.array.reshape(grid.pp, -1).tolist()):
+                for rank in ranks:
+                    roles[rank].append(role)
+                    if role in device_roles():
+                        stages[rank].append((role, stage))
+        kinds: dict[Kind, list[int]] = defaultdict(list)
+        for rank in sorted(roles):
+            kinds[Kind(tuple(roles[rank]), tuple(stages[rank]))].append(rank)
+        return {kind: tuple(ranks) for kind, ranks in kinds.items()}
+
+    @cached_property
+    def num_communicators(self) -> Counter[int]:
+        """[rank] of several ranks each, that it takes part in."""
+        lists = group_lists(self.grids)
+        return Counter(rank for ranks in lists if len(ranks) > 1 for rank in ranks)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an element of the weights."""
+        return ITEM_BYTES[self.config.model.dtype]
+
+    @property
+    def served_bytes(self) -> int:
+        """Of the weights on a rank of an engine."""
+        config, tp = self.config, self.grids["rollout"].tp
+        return served_bytes(self.architectures["rollout"], tp, config.model.dtype, config.rollout.dtype == "fp8")
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of a prompt and its response."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.sampling.max_response_tokens
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.config.batch.prompts_per_step * self.shape.samples_per_group
+
+    def samples_per_replica(self, role: str) -> int:
+        """Of one step, on the replica with most."""
+        prompts = -(-self.config.batch.prompts_per_step // self.grids[role].dp)
+        return prompts * self.shape.samples_per_group
+
+    def micro_batch_tokens(self, role: str) -> int:
+        """At most in one micro-batch of a role: a longer sequence stands alone, and a replica may not have as many."""
+        settings = self.config.actor if role == "actor" else getattr(self.config, role)
+        all_tokens = self.samples_per_replica(role) * self.longest_tokens
+        return min(max(settings.micro_batch_tokens, self.longest_tokens), all_tokens)
+
+    def num_micro_batches(self, role: str) -> int:
+        """Of one optimizer step, where all sequences are as long as they may be."""
+        tokens = self.samples_per_replica(role) * self.longest_tokens // self.config.batch.mini_batches
+        return max(1, -(-tokens // self.micro_batch_tokens(role)))
+
+
+def plan_job(
+    config: Config, placement: Placement, architectures: Mapping[str, Architecture], ranks_per_node: int
+) -> PlannedJob:
+    """PlacementError where a role's sizes do not divide its ranks."""
+    return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)

@@ -1,0 +1,72 @@
+"""Seconds of generation: prompts read once, then a decode step for every token, of all responses that run."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.links import GridLinks
+from rltrain.estimate.memory import kv_bytes
+from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.shares import served_elements
+from rltrain.estimate.workload import Workload
+from rltrain.models import Architecture
+from rltrain.models.flops import forward_flops
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Of one engine for a step's samples."""
+
+    prefill_s: float
+    decode_s: float
+    num_steps: float
+    running: float
+    """Mean number of responses in a decode step."""
+
+
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> Generation:
+    """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
+    taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
+    left to the next step."""
+    architecture, grid = job.architectures["rollout"], job.grids["rollout"]
+    num = float(job.samples_per_replica("rollout"))
+    tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
+    kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
+    slots = max(1.0, min(num, job.config.rollout.max_running_requests, cache_bytes / kept))
+    num_steps = num * workload.response / slots + tail
+    running = num * workload.response / num_steps
+    flops = forward_flops(architecture)
+    prompts = ceil(num / job.shape.samples_per_group)
+    peak = gpu.flops(job.config.model.dtype) * grid.tp
+    prefill = prompts * workload.prompt * flops.of_token(workload.prompt / 2) / (peak * gpu.efficiency.matmul)
+    return Generation(prefill, num_steps * decode_step(job, gpu, workload, running), num_steps, running)
+
+
+def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float) -> float:
+    """One token of each of `running` responses: what has to be read of weights, keys and values, or what has to be
+    multiplied, whichever takes longer; and what tensor parallelism sends."""
+    architecture, grid, efficiency = job.architectures["rollout"], job.grids["rollout"], gpu.efficiency
+    context = workload.prompt + workload.response / 2
+    bytes_per_element = job.served_bytes / served_elements(architecture, grid.tp)
+    read = weights_read(architecture, grid.tp, running) * bytes_per_element
+    read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
+    products = running * forward_flops(architecture).of_token(context) / grid.tp
+    work = max(read / gpu.memory, products / (gpu.flops(job.config.model.dtype) * efficiency.matmul))
+    link = GridLinks.of(grid, job.ranks_per_node, gpu).tp
+    hidden = running * architecture.hidden_size * job.item_bytes
+    sent = 2 * architecture.num_layers * link.all_reduce(hidden)
+    return work + sent + architecture.num_layers * efficiency.decode_layer_s + efficiency.decode_step_s
+
+
+def weights_read(architecture: Architecture, tp: int, running: float) -> float:
+    """Elements of a rank's weights that a step with `running` tokens reads: of experts those that a token visits, if
+    each visits any of them with equal chance. Of the embedding it reads next to nothing."""
+    held = served_elements(architecture, tp)
+    if not architecture.tied_embeddings:
+        held -= architecture.vocab_size * architecture.hidden_size // tp
+    moe = architecture.moe
+    if moe is None:
+        return held
+    experts = 3 * moe.num_experts * moe.ffn_hidden_size * architecture.hidden_size * sum(architecture.sparse_layers)
+    visited = 1 - (1 - moe.top_k / moe.num_experts) ** running
+    return held - experts // tp * (1 - visited)

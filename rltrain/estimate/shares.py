@@ -1,0 +1,89 @@
+"""What of a model lies on a rank: layers of its pipeline stage, and elements of its parameters."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm, prod
+
+from rltrain.cluster.grid import Grid
+from rltrain.models import Architecture
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.rollout.layout import engine_layout, engine_of
+
+EXPERT = ".experts."
+PARAMETER_ALIGNMENT = 64
+"""Elements: where Megatron's distributed optimizer lets a parameter begin in its buffers."""
+BUFFER_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Sizes of a rank's parameters, those of experts apart, which other ranks share."""
+
+    dense: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.dense) + sum(self.experts)
+
+
+def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each of `pp` pipeline stages; what does not divide goes to those behind the first."""
+    each, left_over = divmod(num_layers, pp)
+    return tuple(each + (0 < stage <= left_over) for stage in range(pp))
+
+
+def layers_of_stage(architecture: Architecture, pp: int, stage: int) -> tuple[bool, ...]:
+    """[layers of the stage]: which have experts."""
+    counts = stage_layers(architecture.num_layers, pp)
+    first = sum(counts[:stage])
+    return architecture.sparse_layers[first : first + counts[stage]]
+
+
+def trained_elements(architecture: Architecture, grid: Grid, stage: int) -> Elements:
+    """Parameters on a rank of a pipeline stage, by the layout that training has."""
+    return _trained(architecture, grid.tp, grid.pp, grid.ep, grid.etp or grid.tp, stage)
+
+
+@lru_cache(maxsize=4096)
+def _trained(architecture: Architecture, tp: int, pp: int, ep: int, etp: int, stage: int) -> Elements:
+    stage_ranks = lcm(tp, ep * etp)
+    grid = Grid(tuple(range(pp * stage_ranks)), tp=tp, pp=pp, ep=ep, etp=etp)
+    layout = megatron_layout(
+        architecture, grid, transformer_engine=True, layers_per_stage=stage_layers(architecture.num_layers, pp)
+    )
+    parameters = layout.on(int(grid.array[stage].flat[0])).parameters
+    return Elements(
+        tuple(prod(shape) for name, shape in parameters if EXPERT not in name),
+        tuple(prod(shape) for name, shape in parameters if EXPERT in name),
+    )
+
+
+@lru_cache(maxsize=1024)
+def served_elements(architecture: Architecture, tp: int) -> int:
+    """Of the parameters on a rank of an engine."""
+    parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0).parameters
+    return sum(prod(shape) for _, shape in parameters)
+
+
+@lru_cache(maxsize=1024)
+def served_bytes(architecture: Architecture, tp: int, dtype: str, fp8: bool) -> int:
+    """Of the same parameters in engines of `dtype`."""
+    return engine_of(architecture, Grid(tuple(range(tp)), tp=tp), dtype=dtype, fp8=fp8).held_bytes(0)
+
+
+def expert_data_parallel(grid: Grid) -> int:
+    """Ranks that hold the same experts."""
+    return len(grid.ranks) // (grid.pp * grid.ep * (grid.etp or grid.tp))
+
+
+def in_buffers(sizes: tuple[int, ...], replicas: int) -> int:
+    """Elements of the flat buffer that Megatron's distributed optimizer keeps parameters in, to be cut among
+    `replicas`."""
+    if not sizes:
+        return 0
+    end = 0
+    for size in sizes:
+        end = -(-end // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT + size
+    multiple = lcm(replicas, BUFFER_ALIGNMENT)
+    return -(-end // multiple) * multiple

@@ -1,0 +1,171 @@
+"""Seconds of every task and of a step, and how long each role waits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean
+
+from rltrain.cluster.placement import Placement
+from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.memory import TASK_ROLES, resident_bytes
+from rltrain.estimate.peak import cache_bytes, places_along, rank_memories
+from rltrain.estimate.planned import Kind, PlannedJob
+from rltrain.estimate.rollout_time import generation
+from rltrain.estimate.sync_time import PlannedSync, least_sync_s
+from rltrain.estimate.training_time import TrainingTime
+from rltrain.estimate.workload import Workload
+from rltrain.schedule.bound import timetable
+from rltrain.schedule.order import WEIGHT_SYNC, Entry
+from rltrain.schedule.steady import fullest_step, steady_order
+
+Factors = Mapping[str, float]
+"""By task, what a measured run took over what was foretold of it."""
+
+RARE_TASKS = ("decide_to_stop", "checkpoint", "save_hf")
+"""Not of every step; their seconds are left out."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Foretold of one step in the middle of the run. `tasks` are seconds by task and role, all chunks of a step
+    together; `moves` the seconds in which memory comes and goes, on the kind of rank that has most of it."""
+
+    tasks: Mapping[tuple[str, tuple[str, ...]], float]
+    moves_s: float
+    step_s: float
+    busy: Mapping[str, float]
+    """[role] share of a step in which its ranks work, for this role or another."""
+    tokens_per_s: float
+    """Prompt and response tokens that a step trains on, per second and rank."""
+
+
+class Clock:
+    """Seconds of the tasks of one job. With `exact_sync` by the plan of its weight sync, which takes seconds for
+    thousands of ranks."""
+
+    def __init__(
+        self, job: PlannedJob, gpu: Gpu, workload: Workload, factors: Factors | None = None, *, exact_sync: bool = True
+    ) -> None:
+        self.job, self.gpu, self.workload = job, gpu, workload
+        self._factors = factors or {}
+        self._exact_sync = exact_sync
+        self.sync = PlannedSync(job)
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    @cached_property
+    def _cache_bytes(self) -> int:
+        return cache_bytes(rank_memories(self.job, self.gpu))
+
+    def task(self, name: str, role: str) -> float:
+        """Of one entry of the order: a chunk, where steps have several."""
+        if (name, role) not in self._seconds:
+            self._seconds[name, role] = self._task(name, role) * self._factor(name)
+        return self._seconds[name, role]
+
+    def step(self) -> StepTime:
+        job = self.job
+        placement, kinds = _one_rank_of_each_kind(job)
+        moves = [self._moves(kind) for kind in kinds]
+        steps = _measured_steps(job)
+        order = steady_order(job.config, job.placement, more_steps=steps.stop)
+
+        def seconds(entry: Entry, rank: int) -> float:
+            roles = [role for role in entry.roles if role in kinds[rank].roles]
+            return max(self.task(entry.name, role) for role in roles) + moves[rank].get((entry.name, entry.chunk), 0.0)
+
+        periods = timetable(order, placement, seconds)
+        ends = [
+            max(periods[entry].end for entry in periods if entry.step == step) for step in (steps[0] - 1, steps[-1])
+        ]
+        step_s = (ends[1] - ends[0]) / len(steps)
+        inside = [entry for entry in periods if entry.step in steps]
+        busy = {
+            rank: sum(seconds(entry, rank) for entry in inside if set(entry.roles) & set(kinds[rank].roles))
+            for rank in range(len(kinds))
+        }
+        shares = {
+            role: min(1.0, max(busy[rank] for rank in placement.ranks(role)) / len(steps) / step_s)
+            for role in placement.roles
+        }
+        tasks: dict[tuple[str, tuple[str, ...]], float] = {}
+        for entry in inside:
+            longest = max(self.task(entry.name, role) for role in entry.roles)
+            tasks[entry.name, entry.roles] = tasks.get((entry.name, entry.roles), 0.0) + longest / len(steps)
+        moved = max(
+            (sum(of.get((entry.name, entry.chunk), 0.0) for entry in inside) for of in moves), default=0.0
+        ) / len(steps)
+        tokens = job.samples_per_step * self.workload.sample
+        return StepTime(tasks, moved, step_s, shares, tokens / step_s / len(job.placement.hosting))
+
+    def _factor(self, name: str) -> float:
+        """Of a task that was not measured, the mean of those that were and do the same: pass forward, or back too."""
+        if name in self._factors:
+            return self._factors[name]
+        trains = TASK_ROLES.get(name, (None, None))[1]
+        alike = [
+            factor for task, factor in self._factors.items() if task in TASK_ROLES and TASK_ROLES[task][1] == trains
+        ]
+        return mean(alike) if alike else 1.0
+
+    def _task(self, name: str, role: str) -> float:
+        task_s, share = self.gpu.efficiency.task_s, 1 / self.job.shape.num_chunks
+        if name == WEIGHT_SYNC:
+            return self.sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, self.gpu)
+        if name == "generate":
+            made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
+            return share * (made.prefill_s + made.decode_s) + task_s
+        if name == "score":
+            samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
+            return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s
+        model_role, trains = TASK_ROLES.get(name, (None, False))
+        if model_role is None:
+            return 0.0 if name in RARE_TASKS or "evaluation" in name else task_s
+        model = TrainingTime(self.job, model_role, self.gpu, self.workload)
+        if not trains:
+            return model.evaluating(share) + task_s
+        if name.startswith("accumulate"):
+            return model.accumulating(share) + task_s
+        accumulated = self.job.shape.accumulates_actor if model_role == "actor" else self.job.shape.accumulates_critic
+        return (0.0 if accumulated else model.accumulating(1.0)) + model.optimizer_steps() + task_s
+
+    def _moves(self, kind: Kind) -> dict[tuple[str, int], float]:
+        """Seconds before each task, by its name and chunk, in which parts leave for the host or come back from it; none
+        is hidden behind the task before."""
+        if not kind.stages:
+            return {}
+        sizes = {
+            (role, part): size
+            for role, stage in kind.stages
+            for part, size in resident_bytes(self.job, role, stage).items()
+        }
+        before: Mapping[tuple[str, str], str] = {}
+        seconds: dict[tuple[str, int], float] = {}
+        step = fullest_step(self.job.order)
+        for position, places in places_along(self.job, kind):
+            entry = self.job.order[position]
+            moved = sum(
+                sizes.get(key, 0)
+                for key, place in places.items()
+                if before and {before[key], place} == {"host", "device"}
+            )
+            if entry.step == step:
+                seconds[entry.name, entry.chunk] = moved / self.gpu.host
+            before = places
+        return seconds
+
+
+def _one_rank_of_each_kind(job: PlannedJob) -> tuple[Placement, list[Kind]]:
+    """A placement with as many ranks as there are kinds of them, and the kind of each: roles overlap as in the job."""
+    distinct: dict[tuple[str, ...], Kind] = {}
+    for kind in job.kinds:
+        distinct.setdefault(kind.roles, kind)
+    kinds = [*distinct.values()]
+    ranks = {role: tuple(rank for rank, kind in enumerate(kinds) if role in kind.roles) for role in job.placement.roles}
+    return Placement(ranks, job.placement.given, len(kinds)), kinds
+
+
+def _measured_steps(job: PlannedJob) -> range:
+    """Steps in the middle of a run, behind those in which its order is not yet what it will be, in which everything
+    comes as often as it does in the run."""
+    first = job.shape.lead + job.config.schedule.sync_every + 1
+    return range(first, first + max(2, job.config.schedule.sync_every))

@@ -1,0 +1,114 @@
+"""Seconds of a forward pass, a backward pass and an optimizer step of a role's model."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from rltrain.cluster.grid import Grid
+from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.links import GridLinks
+from rltrain.estimate.memory import resident_bytes
+from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.shares import layers_of_stage, trained_elements
+from rltrain.estimate.workload import Workload
+from rltrain.models import Architecture
+from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops
+
+FP32 = 4
+COLLECTIVES_PER_LAYER = 2
+"""Of tensor parallelism in a pass through a layer, each of the layer's hidden states."""
+OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
+"""Per element of a rank's share: both moments read and written, the gradient read."""
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """Of `role`'s model on its grid."""
+
+    job: PlannedJob
+    role: str
+    gpu: Gpu
+    workload: Workload
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return self.job.architectures[self.role]
+
+    @cached_property
+    def grid(self) -> Grid:
+        return self.job.grids[self.role]
+
+    @cached_property
+    def links(self) -> GridLinks:
+        return GridLinks.of(self.grid, self.job.ranks_per_node, self.gpu)
+
+    def evaluating(self, share: float) -> float:
+        """`share` of a step's samples once through the model."""
+        return self._passes(share, 1, self._micro_batch(backward=False))
+
+    def accumulating(self, share: float) -> float:
+        """Gradients of `share` of a step's samples."""
+        return self._passes(share, self.job.config.batch.mini_batches, self._micro_batch(backward=True))
+
+    def optimizer_steps(self) -> float:
+        """Of all mini-batches of a step: gradients reduced, weights changed and gathered."""
+        settings = self.job.config.actor if self.role == "actor" else self.job.config.critic
+        item, master = self.job.item_bytes, 2 * FP32 + self.job.item_bytes if self.job.item_bytes < FP32 else 2 * FP32
+        slowest = 0.0
+        for stage in range(self.grid.pp):
+            held = trained_elements(self.architecture, self.grid, stage)
+            shared = 0.0
+            for elements, link in ((sum(held.dense), self.links.dp), (sum(held.experts), self.links.expert_dp)):
+                if settings.distributed_optimizer:
+                    shared += link.gather(elements * FP32) + link.gather(elements * item)
+                else:
+                    shared += link.all_reduce(elements * FP32)
+            optimized = resident_bytes(self.job, self.role, stage)["optimizer"] / (2 * FP32)
+            slowest = max(slowest, shared + optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory)
+        return self.job.config.batch.mini_batches * slowest
+
+    def _passes(self, share: float, times: int, micro_batch: tuple[float, float]) -> float:
+        """`share` of a step's samples in as many parts as `times` says, each by 1F1B: micro-batches, and the pipeline's
+        filling and emptying."""
+        seconds_per_token, seconds_each = micro_batch
+        tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
+        num, pp = self._num_micro_batches(tokens), self.grid.pp
+        return times * (num + pp - 1) / num * (tokens * seconds_per_token + num * seconds_each)
+
+    def _num_micro_batches(self, tokens: float) -> int:
+        settings = self.job.config.actor if self.role == "actor" else getattr(self.job.config, self.role)
+        return max(1, ceil(tokens / max(settings.micro_batch_tokens, self.workload.sample)))
+
+    def _micro_batch(self, *, backward: bool) -> tuple[float, float]:
+        """(seconds per token, seconds beside them) of the slowest pipeline stage, through it and back."""
+        costs = [self._stage(stage, backward) for stage in range(self.grid.pp)]
+        return max(per_token for per_token, _ in costs), max(each for _, each in costs)
+
+    def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
+        a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recompute
+        layers = layers_of_stage(a, self.grid.pp, stage)
+        experts = sum(layers) * expert_flops(a)
+        products = sum(layer_flops(a, sparse) for sparse in layers) - experts
+        head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
+        attention = len(layers) * attention_flops(a) * self.workload.sample / 2
+        times = 1 + BACKWARD if backward else 1
+        repeated = backward and recompute == "full"
+        of_layers = products / gpu.efficiency.matmul + experts / gpu.efficiency.experts
+        of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
+        at_peak = (times + repeated) * of_layers + times * head / gpu.efficiency.matmul + of_attention
+        per_token = at_peak / (gpu.flops(self.job.config.model.dtype) * self.grid.tp)
+        walks = 1 + backward + repeated
+        latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
+        each = walks * len(layers) * gpu.efficiency.layer_s + latencies
+        return per_token + walks * self._moved(layers), each
+
+    def _moved(self, layers: tuple[bool, ...]) -> float:
+        """Seconds per token in which hidden states go between ranks in one walk through a stage's layers."""
+        hidden, tp, ep = self.architecture.hidden_size * self.job.item_bytes, self.links.tp, self.links.ep
+        seconds = 2 * COLLECTIVES_PER_LAYER * len(layers) * hidden * (tp.size - 1) / tp.size / tp.bandwidth
+        if self.architecture.moe:
+            sent = 2 * self.architecture.moe.top_k * hidden / self.grid.tp  # there and back
+            seconds += sum(layers) * sent * (ep.size - 1) / ep.size / ep.bandwidth
+        if self.grid.pp > 1:
+            seconds += hidden / self.links.pp
+        return seconds

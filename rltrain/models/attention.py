@@ -1,0 +1,92 @@
+"""Attention by torch's kernels, for training and for engines. Apart from its siblings because it loads torch.
+
+cuDNN's is left out: torch prefers it on Hopper and newer GPUs, where it builds a plan for every new shape, which takes
+tens of milliseconds of the host's time, and packed batches have a new shape nearly every time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    PACKED_KERNEL = varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None
+except ImportError:
+    PACKED_KERNEL = None
+"""Of torch 2.12 and later; earlier ones lack what a model needs of it."""
+
+CAUSAL_WINDOW = (-1, 0)
+FLASH_DEVICE = "cuda"
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
+"""Elements of a head that the flash kernels take."""
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """queries [..., heads, n, head_dim], keys and values [..., kv_heads, m, head_dim] -> [..., heads, n, head_dim of
+    values]. `bias` is added to the scores; their `scale` is 1 / sqrt(head_dim) unless given."""
+    grouped = queries.size(-3) != keys.size(-3)
+    with _without_cudnn():
+        return F.scaled_dot_product_attention(
+            queries, keys, values, bias, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+
+def attends_packed(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `attend_packed` takes these: on a GPU, in half precision, all heads of one size, a recent torch."""
+    head_dim = queries.size(-1)
+    return (
+        queries.device.type == FLASH_DEVICE
+        and queries.dtype in FLASH_DTYPES
+        and keys.size(-1) == values.size(-1) == head_dim <= FLASH_LARGEST_HEAD
+        and head_dim % FLASH_HEAD_MULTIPLE == 0
+        and PACKED_KERNEL is not None
+    )
+
+
+def attend_packed(
+    queries: Tensor, keys: Tensor, values: Tensor, boundaries: Tensor, longest: int, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention within each of several sequences that lie end to end, in one launch without any padding.
+
+    queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+    `boundaries` [sequences + 1] int32 are where sequences start and the last one ends; `longest` of them in tokens.
+    """
+    assert PACKED_KERNEL is not None
+    attended = PACKED_KERNEL(
+        queries,
+        keys,
+        values,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=CAUSAL_WINDOW,
+        enable_gqa=queries.size(1) != keys.size(1),
+    )
+    assert isinstance(attended, Tensor), "nothing else was asked for"
+    return attended
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

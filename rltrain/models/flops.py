@@ -1,0 +1,92 @@
+"""Floating-point operations of a model, counted from its architecture. A multiply-add is two.
+
+What is counted are matrix products, as in Kaplan et al. 2020 (arXiv:2001.08361, section 2.1: 2 per parameter and token
+forward, twice as many backward) and in the definition of model FLOPs utilisation in PaLM (Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B): projections, experts that a token visits, attention's two products, the head. Norms,
+rotary embeddings, softmax and the embedding's look-up are left out. Attention counts the positions that a causal kernel
+reads, half of what PaLM counts: a token at position i attends to i + 1. Latent attention (DeepSeek-V2,
+arXiv:2405.04434, section 2.1) is counted as training computes it, keys and values of all heads made from the latent.
+
+Recomputation is that of Korthikanti et al. 2022 (arXiv:2205.05198): "selective" repeats attention's two products,
+"full" the forward pass of all layers. Utilisation by convention leaves it out (MFU); with it, it is that of the
+hardware (HFU).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from rltrain.models.architecture import Architecture
+from rltrain.models.canonical import layer_of, sizes, table_of
+from rltrain.models.table import Row
+
+BACKWARD = 2
+"""A backward pass over a forward pass: each product has two gradients, each a product of the same size."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Of one token in a forward pass through the whole model.
+
+    `layers` and `head` are for its projections, `attention` for each position that it attends to, itself among them,
+    over all layers.
+    """
+
+    layers: int
+    attention: int
+    head: int
+
+    def forward(self, lengths: Collection[int]) -> int:
+        """Of sequences of `lengths` tokens, each attending to itself alone."""
+        return sum(lengths) * (self.layers + self.head) + positions_read(lengths) * self.attention
+
+    def training(self, lengths: Collection[int], *, recompute: str = "none") -> int:
+        """Forward and backward of sequences of `lengths` tokens. `recompute` is model.recompute; "none" for MFU."""
+        attention = positions_read(lengths) * self.attention
+        repeated = {"none": 0, "selective": attention, "full": attention + sum(lengths) * self.layers}
+        return (1 + BACKWARD) * self.forward(lengths) + repeated[recompute]
+
+    def of_token(self, context: float) -> float:
+        """Forward, of one token that attends to `context` positions."""
+        return self.layers + self.head + context * self.attention
+
+
+@lru_cache(maxsize=64)
+def forward_flops(architecture: Architecture) -> ForwardFlops:
+    """What a forward pass costs, with the head that the model has: the vocabulary's, or a value's."""
+    return ForwardFlops(
+        layers=sum(layer_flops(architecture, sparse) for sparse in architecture.sparse_layers),
+        attention=architecture.num_layers * attention_flops(architecture),
+        head=2 * _elements(architecture, (table_of(architecture).head,)),
+    )
+
+
+def layer_flops(architecture: Architecture, sparse: bool) -> int:
+    """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits."""
+    once = 2 * _elements(architecture, layer_of(architecture, sparse).rows)
+    return once + expert_flops(architecture) if sparse else once
+
+
+def expert_flops(architecture: Architecture) -> int:
+    """Of one token in the experts that it visits in one layer, of the model's that every token shares apart."""
+    moe = architecture.moe
+    return 2 * moe.top_k * _elements(architecture, layer_of(architecture, sparse=True).experts) if moe else 0
+
+
+def attention_flops(architecture: Architecture) -> int:
+    """Of one token in one layer for each position that it attends to: a score and a weighted value of every head."""
+    value_head_dim = architecture.mla.value_head_dim if architecture.mla else architecture.head_dim
+    return 2 * architecture.num_heads * (architecture.head_dim + value_head_dim)
+
+
+def positions_read(lengths: Collection[int]) -> int:
+    """Pairs of a token and a position that it attends to, in sequences of `lengths` tokens."""
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
+def _elements(architecture: Architecture, rows: tuple[Row, ...]) -> int:
+    """Of the matrices in `rows`; vectors are multiplied with nothing but themselves."""
+    size = sizes(architecture)
+    shapes = [[size[dimension] for dimension in part.dimensions] for row in rows for part in row.parts]
+    return sum(prod(shape) for shape in shapes if len(shape) == 2)

@@ -1,0 +1,195 @@
+"""Attention of decode steps over keys and values that lie in blocks."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rltrain.models.attention import attend
+from rltrain.rollout.embedded.kv_cache import rounded
+
+_RECORDED_SIZES = 4
+"""Of numbers of blocks read, from each power of two up to the next."""
+
+
+class Blocks(Protocol):
+    """What attention reads and writes; all of it stays where it is from step to step."""
+
+    block_tokens: int
+    capacity: int
+    """Positions of the longest sample, in whole blocks."""
+    layers: list[tuple[Tensor, Tensor]]
+    """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim]."""
+    table: Tensor
+    """[slots, capacity / block_tokens] int32: the blocks of each slot."""
+    offsets: Tensor
+    """[max(slots, capacity) + 1] int32: 0, 1, 2, ..."""
+
+
+class BlockAttention:
+    """Stores one new token in each of the first `len(positions)` slots, where it stands. Subclasses attend."""
+
+    name: str
+    block_tokens: int
+
+    def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
+        size = blocks.block_tokens
+        holding = blocks.table[: len(positions)].gather(1, (positions // size)[:, None])[:, 0]
+        self._written = holding * size + positions % size
+        self._layers = blocks.layers
+
+    @staticmethod
+    def recorded_length(blocks: Blocks, num_positions: int) -> int:
+        """As KvCache says."""
+        raise NotImplementedError
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
+            stored.flatten(0, 1).index_copy_(0, self._written, new)
+        return self._attend(*self._layers[layer], queries)
+
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        """[tokens, heads * head_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
+        raise NotImplementedError
+
+
+class GatheredBlocks(BlockAttention):
+    """Copies each slot's blocks, up to the longest, into rows of their own first: on every device, in every dtype."""
+
+    name = "blocks that are gathered first"
+    block_tokens = 32
+    """A sample wastes half a block; a copy moves whole ones, which should be no shorter than a few lines of memory."""
+
+    def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
+        super().__init__(blocks, positions, num_positions)
+        num_read = min(-(-num_positions // blocks.block_tokens), blocks.table.shape[1])
+        self._read = blocks.table[: len(positions), :num_read].reshape(-1)
+        beyond = blocks.offsets[: num_read * blocks.block_tokens] > positions[:, None]
+        zero = blocks.layers[0][0].new_zeros(())
+        self._bias = zero.masked_fill(beyond, -torch.inf)[:, None, None]
+
+    @staticmethod
+    def recorded_length(blocks: Blocks, num_positions: int) -> int:
+        return rounded(-(-num_positions // blocks.block_tokens), _RECORDED_SIZES) * blocks.block_tokens
+
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        num_slots, num_kv_heads = len(queries), keys.shape[2]
+        shape = (num_slots, -1, num_kv_heads, keys.shape[3])
+        k, v = (stored.index_select(0, self._read).view(shape).transpose(1, 2) for stored in (keys, values))
+        q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
+        return attend(q, k, v, self._bias).reshape(num_slots, -1)
+
+
+class VarlenBlocks(BlockAttention):
+    """torch's flash attention over sequences of various lengths, which follows block tables and reads no more."""
+
+    name = "blocks, by flash attention (torch.nn.attention.varlen)"
+    block_tokens = 256
+    """FlashAttention 2 takes multiples of this alone."""
+
+    def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
+        super().__init__(blocks, positions, num_positions)
+        from torch.nn.attention.varlen import varlen_attn  # not in every torch
+
+        num_slots = len(positions)
+        self._attention: Callable[..., Any] = varlen_attn
+        self._table = blocks.table[:num_slots]
+        self._lengths = (positions + 1).int()
+        self._first_queries = blocks.offsets[: num_slots + 1]
+        self._first_keys = self._first_queries * blocks.capacity
+        self._capacity = blocks.capacity
+
+    @staticmethod
+    def recorded_length(blocks: Blocks, num_positions: int) -> int:
+        return blocks.capacity
+
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        attended: Tensor = self._attention(
+            queries,
+            keys,
+            values,
+            self._first_queries,
+            self._first_keys,
+            1,
+            self._capacity,
+            enable_gqa=queries.shape[1] != keys.shape[2],
+            seqused_k=self._lengths,
+            block_table=self._table,
+            num_splits=1,  # other numbers of splits leave rows out where keys lie in blocks (pytorch#194167)
+        )
+        return attended.reshape(len(queries), -1)
+
+
+class KernelBlocks(BlockAttention):
+    """rltrain's own kernel, for any torch that comes with Triton and for float32 too; it reads no more either."""
+
+    name = "blocks, by a Triton kernel of rltrain's own"
+    block_tokens = 64
+    """What a program of the kernel holds at a time."""
+
+    def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
+        super().__init__(blocks, positions, num_positions)
+        from rltrain.rollout.embedded.block_kernel import attend_blocks  # not without Triton
+
+        self._attention: Callable[..., Tensor] = attend_blocks
+        self._table, self._positions = blocks.table[: len(positions)], positions
+
+    @staticmethod
+    def recorded_length(blocks: Blocks, num_positions: int) -> int:
+        return blocks.capacity
+
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        return self._attention(queries, keys, values, self._table, self._positions).view(len(queries), -1)
+
+
+class _Sample:
+    """Blocks of a few short sequences, to try an attention on."""
+
+    def __init__(self, kind: type[BlockAttention], num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+        self.block_tokens = kind.block_tokens
+        self.capacity = 2 * kind.block_tokens
+        shape = (7, kind.block_tokens, num_kv_heads, head_dim)
+        generator = torch.Generator().manual_seed(0)
+        keys, values = torch.randn(2, *shape, generator=generator).to(like)
+        self.layers = [(keys, values)]
+        self.table = torch.tensor([[3, 5], [1, 6], [4, 2]], dtype=torch.int32, device=like.device)
+        self.offsets = torch.arange(self.capacity + 1, dtype=torch.int32, device=like.device)
+
+
+@torch.inference_mode()
+def difference(kind: type[BlockAttention], num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> float:
+    """The largest one between what `kind` and GatheredBlocks give for random numbers of the dtype and device of `like`.
+    Raises whatever `kind` does."""
+    positions = torch.tensor([0, kind.block_tokens, 2 * kind.block_tokens - 7], device=like.device)
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(like)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    found, expected = (
+        attention(_Sample(kind, num_kv_heads, head_dim, like), positions, 2 * kind.block_tokens)(0, q, k, v)
+        for attention in (kind, GatheredBlocks)
+    )
+    return float((found.float() - expected.float()).abs().max().nan_to_num(torch.inf))
+
+
+def choose_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor
+) -> tuple[type[BlockAttention], str]:
+    """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
+    of `like`, and is tried."""
+    reasons: list[str] = []
+    for kind in (VarlenBlocks, KernelBlocks) if like.is_cuda else ():
+        reason = _why_not(kind, num_heads, num_kv_heads, head_dim, like)
+        if not reason:
+            return kind, "; not ".join([kind.name, *reasons])
+        reasons.append(f"{kind.name}: {reason}")
+    return GatheredBlocks, "; not ".join([GatheredBlocks.name, *reasons])
+
+
+def _why_not(kind: type[BlockAttention], num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> str:
+    """Empty where `kind` works."""
+    try:
+        error = difference(kind, num_heads, num_kv_heads, head_dim, like)
+    except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
+        return f"{type(refusal).__name__}: {refusal}".split("\n")[0]
+    return "" if error < 0.05 else f"it is off by {error:.3g}"

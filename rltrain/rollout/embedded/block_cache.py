@@ -1,0 +1,175 @@
+"""Keys and values of the running samples in blocks, within a budget."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.errors import ConfigError
+from rltrain.rollout.embedded.block_attention import BlockAttention
+from rltrain.rollout.embedded.block_tables import BlockTables, blocks_of
+from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, Head, Keeper, PrefillAttention
+from rltrain.rollout.sample import Sample
+
+
+class BlockCache:
+    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives.
+
+    Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
+    entry is finite, written or not, so that a masked one contributes exactly zero. `agree` gives the least of the
+    numbers of the engine's ranks.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_slots: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        budget: KvBudget,
+        attention: type[BlockAttention],
+        agree: Callable[[int], int],
+    ) -> None:
+        self.block_tokens = attention.block_tokens
+        self.capacity = blocks_of(max_positions, self.block_tokens) * self.block_tokens
+        self._max_slots, self._max_positions = max_slots, max_positions
+        self._budget, self._attention, self._agree = budget, attention, agree
+        self.table = torch.zeros(max_slots, self.capacity // self.block_tokens, dtype=torch.int32, device=device)
+        self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
+        self._shape = (num_layers, 0, self.block_tokens, num_kv_heads, head_dim)
+        self._hold(torch.zeros(self._shape, dtype=dtype, device=device))
+        self._tables: BlockTables | None = None
+        self._shown: np.ndarray = np.zeros(())
+        """What `table` has."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers."""
+        num_layers, _, *sizes = self._shape
+        return 2 * num_layers * int(np.prod(sizes)) * self._keys.itemsize
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self._keys, self._values
+
+    def addresses(self) -> tuple[int, ...]:
+        return self._keys.data_ptr(), self._values.data_ptr()
+
+    def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
+        """Bring the device's table up to date."""
+        rows = self._taken().rows
+        if not np.array_equal(rows, self._shown):
+            self._shown = rows.copy()
+            self.table.copy_(torch.from_numpy(self._shown))
+
+    def release(self) -> None:
+        self._tables, self._shown = None, np.zeros(())
+        self._hold(self._keys.new_zeros(self._shape))
+
+    def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
+        return self._taken().num_admissible(waiting, num_wanted, num_running, version)
+
+    def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> dict[Head, list[Keeper]]:
+        keepers: dict[Head, list[Keeper]] = {}
+        copies: list[tuple[int, int]] = []
+        entries = self._taken().enter(first_slot, samples, version)
+        for slot, (sample, entry) in enumerate(zip(samples, entries, strict=True), start=first_slot):
+            if entry.is_computed:
+                keepers.setdefault(sample.context[:-1], []).append((slot, entry.first))
+            elif entry.copy is not None:
+                copies.append(entry.copy)
+        if copies:
+            sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
+            for layer in self.layers:
+                for buffer in layer:  # one by one, so that little more memory is needed
+                    buffer.index_copy_(0, destinations, buffer.index_select(0, sources))
+        return keepers
+
+    def extend(self, slot: int, position: int) -> int:
+        return self._taken().extend(slot, position)
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
+        for source, destination in zip(sources, destinations, strict=True):
+            self._taken().move(source, destination)
+
+    def free(self, first: int, end: int) -> None:
+        if self._tables is not None:
+            for slot in range(first, end):
+                self._tables.free(slot)
+
+    def prefill_attention(
+        self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
+    ) -> PrefillAttention:
+        read, written = [], []
+        for row, (kept, length) in enumerate(zip(keepers, lengths, strict=True)):
+            for slot, first in kept:
+                positions = np.arange(first, length)
+                blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
+                read.append(row * width + positions)
+                written.append(blocks * self.block_tokens + positions % self.block_tokens)
+        moved = torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)]))
+        return _PrefillAttention(self, moved.to(self.table.device), width)
+
+    def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
+        return self._attention(self, positions, num_positions)
+
+    def recorded_length(self, num_positions: int) -> int:
+        return self._attention.recorded_length(self, num_positions)
+
+    def metrics(self) -> dict[str, float]:
+        if self._tables is None:
+            return {"rollout/kv_cache_peak": 0.0}
+        pool = self._tables.pool
+        peak, pool.most_used = pool.most_used, pool.num_used
+        return {"rollout/kv_cache_peak": peak / (pool.num_blocks - 1)}
+
+    def num_blocks(self) -> int:
+        """Blocks that the budget has now; ConfigError where it cannot hold the longest sample.
+
+        Collective over: the engine's tensor-parallel group.
+        """
+        return num_blocks(
+            self._budget,
+            self._agree(self._budget.num_bytes()),
+            block_bytes=self.block_bytes,
+            block_tokens=self.block_tokens,
+            max_context_tokens=self._max_positions,
+            max_running_requests=self._max_slots,
+        )
+
+    def _taken(self) -> BlockTables:
+        """The tables, once the memory is there."""
+        if self._tables is None:
+            count = self.num_blocks()
+            num_layers, _, *sizes = self._shape
+            try:
+                self._hold(self._keys.new_zeros(num_layers, count, *sizes))
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"rollout.kv_cache_gb: got {self._budget.given}, of which {count * self.block_bytes / 1e9:.3g} GB "
+                    f"are needed; expected as much to be free when the engine begins. Lower it. ({error})"
+                ) from error
+            self._tables = BlockTables(count, self.block_tokens, self._max_slots, self._max_positions)
+        return self._tables
+
+    def _hold(self, keys: Tensor) -> None:
+        self._keys, self._values = keys, torch.zeros_like(keys)
+        self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
+
+
+class _PrefillAttention(PrefillAttention):
+    """`moved` [2, stored tokens]: which token of the padded heads goes where in the flattened blocks."""
+
+    def __init__(self, cache: BlockCache, moved: Tensor, width: int) -> None:
+        super().__init__(width)
+        self._layers = cache.layers
+        self._read, self._written = moved.unbind()
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for buffer, new in zip(self._layers[layer], (keys, values), strict=True):
+            buffer.flatten(0, 1).index_copy_(0, self._written, new.index_select(0, self._read))

@@ -1,0 +1,62 @@
+"""How many blocks of keys and values a rank may have."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rltrain.errors import ConfigError
+from rltrain.rollout.embedded.block_tables import blocks_of
+
+GB = 10**9
+_SHARE_OF_FREE = 0.9
+"""The rest is for what a step computes: activations of a prefill, logits, and recorded steps."""
+
+
+@dataclass(frozen=True)
+class KvBudget:
+    """`num_bytes` is asked whenever the memory is taken; `given` is rollout.kv_cache_gb."""
+
+    given: float | str
+    num_bytes: Callable[[], int]
+
+
+def budget_of(given: float | str, device: torch.device) -> KvBudget | None:
+    """What rollout.kv_cache_gb means on `device`: "auto" is no limit where the device is the host."""
+    if not isinstance(given, str):
+        num_bytes = int(given * GB)
+        return KvBudget(given, lambda: num_bytes)
+    return KvBudget(given, lambda: free_bytes(device)) if device.type == "cuda" else None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of what is free on a CUDA device now, the share that keys and values may have."""
+    torch.cuda.empty_cache()  # what the allocator keeps for others lies in pieces
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _SHARE_OF_FREE)
+
+
+def num_blocks(
+    budget: KvBudget,
+    num_bytes: int,
+    *,
+    block_bytes: int,
+    block_tokens: int,
+    max_context_tokens: int,
+    max_running_requests: int,
+) -> int:
+    """Blocks that `num_bytes` hold, no more than all running samples can fill, one for idle slots included.
+
+    ConfigError where they do not hold the longest sample.
+    """
+    longest = blocks_of(max_context_tokens, block_tokens)
+    found = num_bytes // block_bytes
+    if found < longest + 1:
+        raise ConfigError(
+            f"rollout.kv_cache_gb: got {budget.given}, which is {num_bytes / GB:.3g} GB here: {found} blocks of "
+            f"{block_tokens} tokens, {block_bytes / GB:.3g} GB each; expected at least {longest + 1}, or "
+            f"{(longest + 1) * block_bytes / GB:.3g} GB, for one sample of rollout.max_context_tokens = "
+            f"{max_context_tokens} and one block for idle slots. Raise rollout.kv_cache_gb, lower "
+            "rollout.max_context_tokens, or give the engine more ranks (rollout.parallel.tp)."
+        )
+    return min(found, max_running_requests * longest + 1)

@@ -1,0 +1,191 @@
+"""Keys and values of the running samples, one slot each, and attention over them: memory grows with what is needed."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, Head, Keeper, PrefillAttention, rounded
+from rltrain.rollout.sample import Sample
+
+_LENGTH_MULTIPLE = 8
+_MIN_READ = 16
+"""Positions: shorter rows than a vector make softmax and products several times slower on CPU."""
+_RECORDED_SIZES = 4
+"""Of lengths, from each power of two up to the next."""
+
+
+class SlotCache:
+    """Implements `KvCache`: [layers, slots, kv_heads, capacity, head_dim].
+
+    Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
+    many more or more (what is read lies denser than after doubling), up to `max_slots` and `max_positions`. Every
+    entry is finite, written or not, so that a masked one contributes exactly zero. `mask` [slots, kv_heads, capacity]
+    is what attention adds to scores: 0 where a slot holds a token, else -inf.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_slots: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self._max_slots = max_slots
+        self._max_positions = round_up(max_positions)
+        self.keys = torch.zeros(num_layers, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._allocate(0, 0)
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def addresses(self) -> tuple[int, ...]:
+        return self.keys.data_ptr(), self.values.data_ptr(), *self.mask.shape
+
+    def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
+        """Make room for `num_positions` in each of `num_slots`; what the first `num_used` slots hold stays."""
+        num_slots = min(num_slots, self._max_slots)
+        num_positions = min(read_length(num_positions), self._max_positions)
+        if num_slots <= self.num_slots and num_positions <= self.capacity:
+            return
+        if not num_used:
+            num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
+            self.release()  # first, so that old and new memory never exist together
+        keys, values, mask = self.keys, self.values, self.mask
+        self._allocate(
+            _grown(num_slots, self.num_slots, 2 * self.num_slots, self._max_slots),
+            _grown(num_positions, self.capacity, round_up(self.capacity * 3 // 2), self._max_positions),
+        )
+        for new, old in ((self.keys, keys), (self.values, values)):
+            new[:, :num_used, :, : old.shape[3]] = old[:, :num_used]
+        self.mask[:num_used, :, : mask.shape[2]] = mask[:num_used]
+
+    def release(self) -> None:
+        self._allocate(0, 0)
+
+    def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
+        return len(waiting)
+
+    def enter(self, first_slot: int, samples: Sequence[Sample], version: int) -> dict[Head, list[Keeper]]:
+        keepers: dict[Head, list[Keeper]] = {}
+        for slot, sample in enumerate(samples, start=first_slot):
+            keepers.setdefault(sample.context[:-1], []).append((slot, 0))
+        num_tokens = torch.tensor([len(sample.prompt) + len(sample.tokens) - 1 for sample in samples])
+        beyond = torch.arange(self.capacity, device=self.mask.device) >= num_tokens.to(self.mask.device)[:, None, None]
+        self.mask[first_slot : first_slot + len(samples)] = self.mask.new_zeros(()).masked_fill(beyond, -torch.inf)
+        return keepers
+
+    def extend(self, slot: int, position: int) -> int:
+        return self._max_positions
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
+        to, by = torch.tensor([destinations, sources], device=self.mask.device)
+        for cache in (self.keys, self.values):
+            cache[:, to, :, :num_positions] = cache[:, by, :, :num_positions]
+        self.mask[to, :, :num_positions] = self.mask[by, :, :num_positions]
+
+    def free(self, first: int, end: int) -> None:
+        """A slot's memory stays for whoever comes next."""
+
+    def prefill_attention(
+        self, keepers: Sequence[Sequence[Keeper]], lengths: Sequence[int], width: int
+    ) -> PrefillAttention:
+        slots = [(slot, row) for row, kept in enumerate(keepers) for slot, _ in kept]
+        return _PrefillAttention(self, torch.tensor(slots, device=self.keys.device), width)
+
+    def decode_attention(self, positions: Tensor, num_positions: int) -> DecodeAttention:
+        return _DecodeAttention(self, positions, num_positions)
+
+    def recorded_length(self, num_positions: int) -> int:
+        return rounded(num_positions, _RECORDED_SIZES)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def _allocate(self, num_slots: int, capacity: int) -> None:
+        num_layers, _, num_kv_heads, _, head_dim = self.keys.shape
+        self.keys = self.keys.new_zeros(num_layers, num_slots, num_kv_heads, capacity, head_dim)
+        self.values = torch.zeros_like(self.keys)
+        self.mask = self.keys.new_full((num_slots, num_kv_heads, capacity), -torch.inf)
+        rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
+        self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
+        """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
+        shape = (num_layers, len(rows) * capacity, head_dim)
+        self.rows = tuple(buffer.view(shape).unbind() for buffer in (self.keys, self.values))
+        """Keys and values of each layer, flattened so."""
+
+
+def _grown(wanted: int, present: int, enough: int, limit: int) -> int:
+    return present if wanted <= present else min(max(wanted, enough), limit)
+
+
+def round_up(num_positions: int) -> int:
+    """The next length whose rows stay aligned for vector units and attention kernels."""
+    return -(-num_positions // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+
+
+def read_length(num_positions: int) -> int:
+    """How many positions decoding reads where `num_positions` are needed: capacity for them lets it."""
+    return round_up(max(num_positions, _MIN_READ))
+
+
+class _PrefillAttention(PrefillAttention):
+    """`slots` [copies, 2] names a slot and the head it receives: samples with equal contexts share one."""
+
+    def __init__(self, cache: SlotCache, slots: Tensor, width: int) -> None:
+        super().__init__(width)
+        self._cache = cache
+        self._slots, self._heads = slots.unbind(-1)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for cache, new in ((self._cache.keys, keys), (self._cache.values, values)):
+            cache[layer][self._slots, :, : self._width] = self._by_head(new)[self._heads]
+
+
+class _DecodeAttention:
+    """Reads all slots up to the same position, `num_positions` or a few more."""
+
+    def __init__(self, cache: SlotCache, positions: Tensor, num_positions: int) -> None:
+        num_slots = len(positions)
+        num_positions = min(read_length(num_positions), cache.capacity)
+        self._written = (cache.first_positions[:num_slots] + positions[:, None]).view(-1)
+        cache.mask.view(-1).index_fill_(0, self._written, 0)
+        self._bias = cache.mask[:num_slots].flatten(0, 1)[:, None, :num_positions]
+        self._stores = cache.rows
+        buffers = (cache.keys, cache.values)
+        self._reads = [buffer[:, :num_slots].flatten(1, 2)[:, :, :num_positions].unbind() for buffer in buffers]
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        head_dim = queries.shape[-1]
+        for stores, new in zip(self._stores, (keys, values), strict=True):
+            stores[layer].index_copy_(0, self._written, new.reshape(-1, head_dim))
+        k, v = (reads[layer] for reads in self._reads)
+        q = queries.reshape(len(k), -1, head_dim)
+        return _attend(q, k, v, self._bias).view(len(queries), -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of q [n, group, head_dim] over k, v [n, positions, head_dim]; the heads that share a KV head are rows.
+
+    `bias` [n, 1, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
+    pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
+    """
+    scale = q.shape[-1] ** -0.5
+    if q.dtype != torch.float32:
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], bias[:, None], scale=scale)[:, 0]
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+    return torch.bmm(torch.softmax(scores, -1), v)

@@ -1,0 +1,101 @@
+"""The metrics that tasks report."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    unit: str
+    meaning: str
+
+
+UPDATE = (
+    Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
+    Metric("train/pg_loss", "", "its policy-gradient part: the clipped surrogate"),
+    Metric("train/kl_loss", "nats", "its KL part before the coefficient, with loss.kl.where: loss"),
+    Metric("train/ppo_kl", "nats", "mean of old minus current log-prob over response tokens"),
+    Metric("train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back"),
+    Metric("train/ratio_max", "", "largest ratio of current to old probability"),
+    Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, where a reference is placed"),
+    Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
+    Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
+    Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
+    Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
+    Metric("train/lr", "", "learning rate"),
+    Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
+    Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.tis_clip"),
+    Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.tis_clip cuts"),
+    Metric("train/staleness_mean", "steps", "mean of step less policy version over the response tokens trained on"),
+    Metric("train/staleness_max", "steps", "the largest of them"),
+    Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),
+    Metric("train/stale_tokens", "tokens", "response tokens staler than schedule.max_staleness"),
+    Metric(
+        "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
+    ),
+    Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
+)
+UPDATE_CRITIC = (
+    Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),
+    Metric("critic/value_mean", "", "mean value of response tokens"),
+    Metric("critic/value_clipfrac", "fraction", "response tokens whose value critic.value_clip holds back"),
+    Metric("critic/return_mean", "", "mean return: what the values should have been"),
+    Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
+    Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
+    Metric("critic/lr", "", "the critic's learning rate"),
+)
+GENERATE = (
+    Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
+    Metric(
+        "rollout/preemptions",
+        "samples",
+        "samples that waited again for room for keys and values, on the reporting engine",
+    ),
+    Metric(
+        "rollout/kv_cache_peak", "fraction", "most of rollout.kv_cache_gb that was used at once, on the same engine"
+    ),
+    Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
+    Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
+    Metric("perf/rollout_tokens_per_gpu_s", "tokens/s", "the same per rank of the rollout"),
+)
+SCORE = (
+    Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
+    Metric("rollout/reward_std", "", "their standard deviation"),
+    Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
+    Metric("rollout/response_length_max", "tokens", "length of the longest response"),
+    Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
+    Metric(
+        "rollout/reward_errors",
+        "samples",
+        "samples with reward 0 because the reward function raised or returned no number",
+    ),
+    Metric("rollout/reward_timeouts", "samples", "samples with reward 0 because it ran past reward.timeout_s"),
+)
+SCORE_EVALUATION = (
+    Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
+    Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+)
+WEIGHT_SYNC = (
+    Metric("perf/weight_sync_bytes", "bytes", "bytes that the weight sync moved between ranks"),
+    Metric("perf/weight_sync_local_bytes", "bytes", "bytes that it copied within ranks"),
+    Metric("perf/weight_sync_node_bytes", "bytes", "of the bytes moved, those between ranks of a node"),
+    Metric("perf/weight_sync_network_bytes", "bytes", "of the bytes moved, those between nodes"),
+    Metric(
+        "perf/weight_sync_network_ratio",
+        "",
+        "bytes between nodes over the least possible, each node getting what it lacks once",
+    ),
+    Metric(
+        "perf/weight_sync_gb_per_s",
+        "GB/s",
+        "bytes moved over the seconds from when all ranks had come to when all were done, 1 GB = 1e9 bytes",
+    ),
+    Metric("perf/weight_sync_copy_s", "s", "local copies, on the reporting rank as all of the following"),
+    Metric("perf/weight_sync_pack_s", "s", "filling buffers to send from"),
+    Metric("perf/weight_sync_wire_s", "s", "having messages on the wire; overlaps with the others"),
+    Metric("perf/weight_sync_unpack_s", "s", "emptying buffers received into"),
+    Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
+    Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb, in shared memory of 4 MiB"),
+    Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
+    Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
+)

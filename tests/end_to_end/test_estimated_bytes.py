@@ -1,0 +1,68 @@
+"""What the dry run foretells of every role's memory is what the role holds in a real job."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.loader import load_config
+from rltrain.estimate.memory import resident_bytes
+from rltrain.estimate.planned import plan_job
+from rltrain.models.of_roles import role_architectures
+from tests.end_to_end.jobs import REPOSITORY, train
+
+GRPO, PPO = REPOSITORY / "configs/quickstart.yaml", REPOSITORY / "configs/quickstart_ppo.yaml"
+COMMON = [
+    "steps=1",
+    "checkpoint.save_hf=false",
+    "evaluation.interval=0",
+    "data.eval=null",
+    "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
+    "rollout.sampling.max_response_tokens=40",
+    "rollout.max_context_tokens=56",
+    "rollout.max_running_requests=16",
+]
+JOBS = {
+    "tp": (GRPO, ["actor.parallel={tp: 2}"]),
+    "dp, engines in FP8": (GRPO, ["actor.parallel={tp: 1}", "rollout.dtype=fp8"]),
+    "dp, whole optimizer": (GRPO, ["actor={parallel: {tp: 1}, distributed_optimizer: false}"]),
+    "bf16": (GRPO, ["actor.parallel={tp: 1}", "model.dtype=bfloat16"]),
+    "bf16, whole optimizer": (
+        GRPO,
+        ["actor={parallel: {tp: 2}, distributed_optimizer: false}", "model.dtype=bfloat16"],
+    ),
+    "pp": (GRPO, ["actor.parallel={tp: 1, pp: 2}"]),
+    "tp, pp, an engine of two ranks": (
+        GRPO,
+        ["placement={'actor, rollout, reference, reward': all}", "actor.parallel={tp: 2, pp: 2}"]
+        + ["rollout.parallel.tp=2"],
+    ),
+    "dp of four, bf16": (
+        GRPO,
+        ["placement={'actor, rollout, reference, reward': all}", "actor.parallel={tp: 1}", "model.dtype=bfloat16"],
+    ),
+    "tp with sequences split": (GRPO, ["actor.parallel={tp: 2, sequence_parallel: true}"]),
+    "a critic": (PPO, ["critic.critic_warmup_steps=0"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_within_five_per_cent(name: str, quickstart_files: Path, tmp_path: Path) -> None:
+    path, chosen = JOBS[name]
+    files = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]
+    overrides = [*files, *COMMON, f"output_dir={tmp_path}", *chosen]
+    (record,) = [record for record in train(path, *overrides) if "perf/step_time_s" in record]
+    config = load_config(path, overrides)
+    placement = resolve_placement(config.placement, 4, 4)
+    job = plan_job(config, placement, role_architectures(config, placement.roles), 4)
+    measured = {
+        name.removeprefix("memory/").removesuffix("_resident_bytes"): value
+        for name, value in record.items()
+        if name.endswith("_resident_bytes")
+    }
+    assert measured.keys() == {"actor", "rollout", "reference", "critic"} & set(placement.roles)
+    for role, held in measured.items():
+        stage = job.grids[role].pp - 1  # a role's leader, which reports, is on its last stage
+        parts = resident_bytes(job, role, stage)
+        assert sum(parts.values()) == pytest.approx(held, rel=0.05), f"{role}: {parts}"

@@ -1,0 +1,80 @@
+"""Keys and values in blocks on a GPU: flash attention over block tables, graphs, and a budget of what is free."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltrain.rollout.embedded.block_attention import KernelBlocks, choose_attention, difference
+from rltrain.rollout.embedded.kv_budget import budget_of
+from rltrain.rollout.embedded.recording import CudaGraphs
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
+from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+SAMPLED = SamplingParams(1.0, 1.0, 0, 60, (3, 4, 5))
+MODEL = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", max_position_embeddings=1024, **MODEL)
+
+
+def samples(count: int = 40) -> list[Sample]:
+    """Groups of four; the longest prompts have more than a block."""
+    prompts = [sample.prompt for sample in ragged_requests(160)][:: 640 // count]
+    return [Sample(number, prompts[number // 4], seed=number) for number in range(count)]
+
+
+def test_what_is_chosen_gives_what_gathering_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    kind, words = choose_attention(32, 8, 128, like)
+    with capsys.disabled():
+        print(f"\ntorch {torch.__version__}: {words}")
+    for num_heads, num_kv_heads, head_dim in ((32, 8, 128), (16, 16, 64), (8, 1, 128)):
+        assert difference(kind, num_heads, num_kv_heads, head_dim, like) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (16, 16, 64), (8, 1, 256), (8, 2, 80)]
+)
+def test_the_kernel_gives_what_gathering_gives(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    like = torch.empty(0, dtype=dtype, device="cuda")
+    limit = 1e-5 if dtype == torch.float32 else 0.03
+    assert difference(KernelBlocks, num_heads, num_kv_heads, head_dim, like) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_tokens", [1600, 100_000])
+def test_graphs_over_blocks_give_the_bits_of_eager_steps(checkpoint: Path, dtype: torch.dtype, kv_tokens: int) -> None:
+    options = {"dtype": dtype, "device": "cuda", "max_context_tokens": 1024, "kv_tokens": kv_tokens}
+    replayed, _ = load_engine(checkpoint, record=CudaGraphs(), **options)
+    eager, _ = load_engine(checkpoint, record=lambda step: step, **options)
+    for _ in range(3):
+        found, expected = (engine.generate(samples(), SAMPLED) for engine in (replayed, eager))
+        assert [(done.tokens, done.logprobs) for done in found] == [(done.tokens, done.logprobs) for done in expected]
+
+
+def test_a_tight_budget_gives_what_none_gives(checkpoint: Path) -> None:
+    options = {"device": "cuda", "max_context_tokens": 1024}
+    expected = load_engine(checkpoint, **options)[0].generate(samples(), SAMPLED)
+    engine, _ = load_engine(checkpoint, kv_tokens=1600, **options)
+    for done, other in zip(engine.generate(samples(), SAMPLED), expected, strict=True):
+        assert done.tokens == other.tokens
+        assert done.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_auto_takes_most_of_what_is_free_and_no_more() -> None:
+    budget = budget_of("auto", torch.device("cuda"))
+    assert budget is not None
+    held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    before = budget.num_bytes()
+    del held
+    assert 0.85 * 2**30 < budget.num_bytes() - before < 0.95 * 2**30
+    assert 0.85 < budget.num_bytes() / torch.cuda.mem_get_info()[0] < 0.95

@@ -1,0 +1,170 @@
+"""Bytes of roles by formula, where the parts come and go, and what is said where they are too many."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+from rltrain.estimate.changes import best_changes
+from rltrain.estimate.hardware import GB, GPUS, gpu_named
+from rltrain.estimate.memory import kv_bytes, resident_bytes
+from rltrain.estimate.peak import largest, rank_memories
+from rltrain.estimate.planned import plan_job
+from rltrain.estimate.shares import served_bytes, stage_layers
+from rltrain.models import canonical_tensors, quantizable_tensors
+from tests.model_shards import tiny_architecture
+from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
+
+H100 = GPUS["h100"]
+PARAMETERS_8B = 8.19e9
+"""Of Qwen3-8B, as its model card says."""
+
+
+def anything(job):
+    return True
+
+
+def job_of(architecture, placement, world_size, *, ranks_per_node=8, **sections):
+    values = {
+        "steps": 10,
+        "placement": placement,
+        "model": {"path": "m"},
+        "data": {"train": {"path": "t"}},
+        "loss": {"old_logprobs": "rollout"},
+    }
+    config = Config.model_validate(values | sections)
+    placed = resolve_placement(config.placement, world_size, ranks_per_node)
+    architectures = {
+        role: architecture.value_model() if role == "critic" else architecture for role in ("actor", *placed.roles)
+    }
+    return plan_job(config, placed, architectures, ranks_per_node)
+
+
+def test_a_trained_model_holds_what_mixed_precision_takes():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    alone = resident_bytes(job_of(qwen3_8b(), {"actor": 0, "rollout, reward": 1}, 2), "actor", 0)
+    assert alone["weights"] == pytest.approx(2 * PARAMETERS_8B, rel=0.01)
+    assert alone["gradients"] == pytest.approx(4 * PARAMETERS_8B, rel=0.01)
+    assert alone["optimizer"] == pytest.approx(8 * PARAMETERS_8B, rel=0.01)
+    assert alone["master_weights"] == pytest.approx(4 * PARAMETERS_8B, rel=0.01)
+    shared = resident_bytes(job_of(qwen3_8b(), apart, 16), "actor", 0)
+    assert shared["gradients"] == pytest.approx(alone["gradients"], rel=0.001)
+    assert shared["optimizer"] == pytest.approx(alone["optimizer"] / 8, rel=0.001)
+    halved = resident_bytes(job_of(qwen3_8b(), apart, 16, actor={"parallel": {"tp": 2}}), "actor", 0)
+    assert halved["weights"] == pytest.approx(shared["weights"] / 2, rel=0.001)
+
+
+def test_experts_are_shared_out_apart_from_the_rest():
+    placement = {"actor": "0-63", "rollout, reward": "64-71"}
+    job = job_of(qwen3_30b_a3b(), placement, 72, actor={"parallel": {"ep": 8}})
+    held = resident_bytes(job, "actor", 0)["weights"]
+    dense, experts = 1.54e9, 29.0e9
+    assert held == pytest.approx(2 * (dense + experts / 8), rel=0.02)
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(61, 8), (61, 16), (36, 4), (7, 7)])
+def test_layers_that_do_not_divide_are_dealt_out_all_the_same(layers, pp):
+    counts = stage_layers(layers, pp)
+    assert sum(counts) == layers and len(counts) == pp and max(counts) - min(counts) <= 1
+
+
+def test_keys_and_values_are_those_that_a_rank_holds():
+    per_token = kv_bytes(qwen3_8b(), 1)
+    assert per_token == 36 * 2 * 8 * 128 * 2
+    assert kv_bytes(qwen3_8b(), 10, tp=4) == 10 * per_token / 4
+    assert kv_bytes(qwen3_8b(), 1, tp=16) == per_token / 8, "a rank holds at least one head"
+    assert kv_bytes(deepseek_v3(), 1, tp=8) == 61 * (512 + 64) * 2, "the latent is whole on every rank"
+
+
+def test_engines_in_fp8_hold_about_half():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    plain, in_fp8 = (
+        resident_bytes(job_of(qwen3_8b(), apart, 16, rollout={"dtype": dtype}), "rollout", 0)["weights"]
+        for dtype in ("auto", "fp8")
+    )
+    embeddings = 2 * 2 * 151936 * 4096
+    assert in_fp8 == pytest.approx(embeddings + (plain - embeddings) / 2, rel=0.001)
+
+
+def test_more_micro_batches_are_under_way_in_a_pipelines_first_stages():
+    job = job_of(qwen3_8b(), {"actor": "0-3", "rollout, reward": "4-7"}, 8, actor={"parallel": {"pp": 4}})
+    stages = [memory for memory in rank_memories(job, H100) if "actor" in memory.kind.roles]
+    activations = [stage.peak.bytes_of["activations"] for stage in stages]
+    assert activations == sorted(activations, reverse=True) and activations[0] > 3 * activations[-1]
+    assert [stage.ranks for stage in stages] == [(0,), (1,), (2,), (3,)]
+    assert "logits" in stages[-1].peak.bytes_of and "logits" not in stages[0].peak.bytes_of
+
+
+def test_recomputation_keeps_less():
+    placement = {"actor": "0-7", "rollout, reward": "8-15"}
+    kept = {
+        recompute: rank_memories(job_of(qwen3_8b(), placement, 16, model={"path": "m", "recompute": recompute}), H100)[
+            0
+        ].peak.bytes_of["activations"]
+        for recompute in ("none", "selective", "full")
+    }
+    assert kept["full"] < kept["selective"] / 5 < kept["none"] / 5
+
+
+def test_roles_that_take_turns_do_not_add_up():
+    together = {"actor, rollout, reward": "0-7"}
+    turns = largest(rank_memories(job_of(qwen3_8b(), together, 8), H100))
+    beside = job_of(qwen3_8b(), together, 8, actor={"offload": False}, rollout={"offload": False})
+    both = largest(rank_memories(beside, H100))
+    assert both.peak.total > turns.peak.total + resident_bytes(beside, "rollout", 0)["kv_cache"] / 2
+    assert turns.host["offloaded"] >= resident_bytes(beside, "actor", 0)["optimizer"]
+
+
+def test_changes_are_named_with_the_peak_that_they_make():
+    job = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward": "8-15"}, 16)
+    assert not largest(rank_memories(job, H100)).fits(H100)
+    changes = best_changes(job, H100, anything)
+    peaks = [change.memory.peak.total for change in changes]
+    assert len(changes) == 3 and peaks == sorted(peaks)
+    assert peaks[0] < largest(rank_memories(job, H100)).peak.total
+    assert best_changes(job, H100, lambda job: False) == []
+
+
+def test_a_devices_figures_may_come_from_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(H100.model_copy(update={"memory_gb": 40.0}).model_dump_json())
+    assert gpu_named(str(path)).usable_bytes == 40 * GB * 0.95
+    path.write_text("{memory_gb: big}")
+    with pytest.raises(ConfigError, match="memory_gb.*expected one of a100"):
+        gpu_named(str(path))
+    with pytest.raises(ConfigError, match="--gpu: h1000"):
+        gpu_named("h1000")
+
+
+def test_ranks_that_are_alike_are_told_of_once():
+    job = job_of(replace(qwen3_8b(), num_layers=4), {"actor": "0-2047", "rollout, reward": "2048-4095"}, 4096)
+    assert [len(memory.ranks) for memory in rank_memories(job, H100)] == [2048, 2048]
+
+
+def test_a_server_takes_no_more_than_it_is_left():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    rollout = {"max_running_requests": 1024, "max_context_tokens": 8192, "sampling": {"max_response_tokens": 7000}}
+    batch = {"prompts_per_step": 4096, "samples_per_prompt": 8}
+    peaks = {}
+    for engine in ("embedded", "sglang"):
+        job = job_of(qwen3_8b(), apart, 16, rollout={**rollout, "engine": engine}, batch=batch)
+        peaks[engine] = rank_memories(job, H100)[-1]
+    assert not peaks["embedded"].fits(H100)
+    assert peaks["sglang"].fits(H100)
+    assert sum(peaks["sglang"].parts.values()) == pytest.approx(0.85 * 84.9 * GB, rel=0.001)
+
+
+def test_weights_in_fp8_are_foretold_with_their_scales() -> None:
+    architecture = tiny_architecture(hidden_size=256, ffn_hidden_size=512, vocab_size=128)
+    tensors, in_fp8 = canonical_tensors(architecture), quantizable_tensors(architecture)
+    elements = [math.prod(shape) for shape in tensors.shapes]
+    scales = [math.prod(-(-size // 128) for size in shape) for shape in tensors.shapes]
+    expected = sum(
+        size + 4 * blocks if quantised else 2 * size
+        for size, blocks, quantised in zip(elements, scales, in_fp8, strict=True)
+    )
+    assert served_bytes(architecture, 1, "bfloat16", fp8=True) == expected
+    assert served_bytes(architecture, 1, "bfloat16", fp8=False) == 2 * sum(elements)

@@ -1,0 +1,140 @@
+"""Seconds of tasks and steps: what they follow from, how orders overlap them, and what a measured run changes."""
+
+import json
+
+import pytest
+
+from rltrain.errors import ConfigError, DataError
+from rltrain.estimate.calibration import factors_of
+from rltrain.estimate.hardware import GPUS
+from rltrain.estimate.peak import cache_bytes, rank_memories
+from rltrain.estimate.rollout_time import decode_step, generation, weights_read
+from rltrain.estimate.search import proposals
+from rltrain.estimate.step_time import Clock
+from rltrain.estimate.sync_time import PlannedSync, least_sync_s
+from rltrain.estimate.workload import Workload
+from rltrain.observability.run_logs import write_job
+from tests.unit.test_estimated_memory import anything, job_of
+from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
+from tools.make_tiny_model import Size, qwen3_config
+
+H100 = GPUS["h100"]
+WORKLOAD = Workload(prompt=500, response=1000, longest_response=2000)
+APART = {"actor": "0-7", "rollout, reward": "8-15"}
+AHEAD = {"mode": "asynchronous", "max_staleness": 1}
+LONG = {
+    "batch": {"prompts_per_step": 64, "samples_per_prompt": 8},
+    "rollout": {"max_context_tokens": 4096, "sampling": {"max_response_tokens": 2000}},
+}
+
+
+def step_of(placement=APART, world_size=16, workload=WORKLOAD, **sections):
+    job = job_of(qwen3_8b(), placement, world_size, **(LONG | sections))
+    return Clock(job, H100, workload).step()
+
+
+def test_a_step_by_step_run_takes_its_tasks_one_after_another():
+    step = step_of()
+    assert step.step_s == pytest.approx(sum(step.tasks.values()), rel=1e-6)
+    assert step.busy["actor"] + step.busy["rollout"] == pytest.approx(1 + _both(step), rel=0.05)
+
+
+def _both(step):
+    """The share of a step in which actor and rollout work together."""
+    return sum(seconds for (_, roles), seconds in step.tasks.items() if len(roles) > 1) / step.step_s
+
+
+def test_generation_ahead_is_hidden_behind_training_or_the_other_way():
+    sequential, ahead = step_of(), step_of(schedule=AHEAD)
+    generate = sequential.tasks["generate", ("rollout",)]
+    update = sequential.tasks["update", ("actor",)]
+    assert ahead.step_s == pytest.approx(sequential.step_s - min(generate, update), rel=0.05)
+    assert ahead.tokens_per_s > sequential.tokens_per_s
+
+
+def test_moved_memory_is_counted_where_roles_take_turns():
+    together = step_of({"actor, rollout, reward": "0-7"}, 8)
+    assert together.moves_s > 0 and step_of().moves_s == 0
+    assert together.step_s == pytest.approx(sum(together.tasks.values()) + together.moves_s, rel=1e-6)
+
+
+def test_twice_the_ranks_train_in_half_the_time():
+    one = step_of({"actor": "0-7", "rollout, reward": "8-15"})
+    two = step_of({"actor": "0-15", "rollout, reward": "16-23"}, 24)
+    key = "update", ("actor",)
+    assert two.tasks[key] == pytest.approx(one.tasks[key] / 2, rel=0.15)
+
+
+def test_decoding_reads_weights_until_products_take_longer():
+    job = job_of(qwen3_8b(), APART, 16, **LONG)
+    few, some, many = (decode_step(job, H100, WORKLOAD, running) for running in (1, 2, 4096))
+    assert some < 1.05 * few and many > 10 * few
+    made = generation(job, H100, WORKLOAD, cache_bytes(rank_memories(job, H100)))
+    assert made.num_steps >= WORKLOAD.longest_response
+    assert made.running * made.num_steps == pytest.approx(64 * WORKLOAD.response)
+
+
+def test_few_tokens_visit_few_experts():
+    model = qwen3_30b_a3b()
+    one, many = weights_read(model, 1, 1), weights_read(model, 1, 10_000)
+    assert one == pytest.approx(3.0e9, rel=0.1), "3 billion are active"
+    assert many == pytest.approx(30.2e9, rel=0.02)
+
+
+def test_the_plan_of_a_sync_takes_no_less_than_any_could():
+    job = job_of(qwen3_8b(), APART, 16, actor={"parallel": {"tp": 4}}, **LONG)
+    sync = PlannedSync(job)
+    assert sync.prediction(H100).network >= sync.prediction(H100).network_bound
+    assert least_sync_s(job, H100) <= sync.seconds(H100) * 1.01
+
+
+def test_lengths_are_halves_of_the_limits_unless_given():
+    config = job_of(qwen3_8b(), APART, 16, **LONG).config
+    assert Workload.of(config) == Workload(512, 1000, 2000)
+    assert Workload.of(config, 100, 300) == Workload(100, 300, 2000)
+    with pytest.raises(ConfigError, match="--response-tokens.*2000"):
+        Workload.of(config, None, 2001)
+
+
+def make_run(folder, took):
+    """An output_dir with metrics of three steps in which tasks took `took` times what is foretold."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(qwen3_config(Size(), 512, 0, 0)))
+    job = job_of(qwen3_8b(), {"actor": 0, "rollout, reward": 1}, 2, model={"path": str(model)}, output_dir=str(folder))
+    write_job(job.config, 2, 2)
+    return job.config
+
+
+def test_a_measured_run_gives_the_factor_of_every_task(tmp_path):
+    config = make_run(tmp_path, 1)
+    line = {"step": 3, "perf/step_time_s": 1.0, "rollout/response_length_mean": 100, "rollout/response_length_max": 300}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/update_s": 0.0}) + "\n")
+    assert factors_of(tmp_path, H100) == {"update": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 7.0}) + "\n")
+    factor = factors_of(tmp_path, H100)["generate"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 14.0}) + "\n")
+    assert factors_of(tmp_path, H100)["generate"] == pytest.approx(2 * factor)
+    assert config.steps == 10
+
+
+def test_a_task_that_was_not_measured_takes_the_factor_of_those_alike():
+    job = job_of(qwen3_8b(), APART, 16, **{**LONG, "loss": {"old_logprobs": "actor"}})
+    plain, slow = Clock(job, H100, WORKLOAD), Clock(job, H100, WORKLOAD, {"reference_logprobs": 3.0, "update": 5.0})
+    assert slow.task("actor_logprobs", "actor") == pytest.approx(3 * plain.task("actor_logprobs", "actor"))
+    assert slow.task("generate", "rollout") == plain.task("generate", "rollout")
+
+
+def test_a_folder_that_no_run_left_is_refused(tmp_path):
+    with pytest.raises(DataError, match="--calibrate.*job.json"):
+        factors_of(tmp_path, H100)
+
+
+def test_search_proposes_what_fits_fastest_first():
+    job = job_of(qwen3_8b(), {"actor, rollout, reward": "0-7"}, 8, **LONG)
+    found = proposals(job, H100, WORKLOAD, {}, anything)
+    again = proposals(job, H100, WORKLOAD, {}, anything)
+    assert found and [made.keys for made in found] == [made.keys for made in again]
+    steps = [made.step.step_s for made in found]
+    assert steps == sorted(steps) and all(made.memory.fits(H100) for made in found)
+    assert proposals(job, H100, WORKLOAD, {}, lambda job: False) == []

@@ -1,0 +1,64 @@
+"""Operations counted from an architecture equal those that torch counts while a model runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rltrain.models import read_architecture
+from rltrain.models.flops import forward_flops, positions_read
+from tests.distributed.family_checkpoints import CHECKPOINTS
+from tests.distributed.tiny_checkpoints import SHAPE
+from tests.model_shards import tiny_architecture
+
+LENGTH = 24
+COUNTED = ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight")
+
+
+def counted_flops(model, *, backward):
+    """By torch, which counts all of attention's products, masked or not."""
+    tokens = torch.randint(model.config.vocab_size, (1, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        loss = model(tokens).logits.sum()
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_equal_to_torchs_count(name, tmp_path):
+    import transformers
+
+    family, settings = CHECKPOINTS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    config.save_pretrained(tmp_path)
+    flops = forward_flops(read_architecture(tmp_path))
+    expected = LENGTH * flops.of_token(LENGTH)
+    assert counted_flops(model, backward=False) == pytest.approx(expected, rel=0.005), "but for rotary frequencies"
+    assert counted_flops(model, backward=True) == pytest.approx(3 * expected, rel=0.005)
+
+
+def test_a_causal_token_reads_the_positions_up_to_itself():
+    assert positions_read([4, 1]) == (1 + 2 + 3 + 4) + 1
+    flops = forward_flops(tiny_architecture())
+    assert flops.forward([4, 1]) == sum(flops.of_token(context) for context in (1, 2, 3, 4, 1))
+
+
+def test_recomputation_repeats_what_it_says():
+    flops = forward_flops(tiny_architecture())
+    lengths = [5, 9]
+    training = flops.training(lengths)
+    assert training == 3 * flops.forward(lengths)
+    assert flops.training(lengths, recompute="selective") - training == positions_read(lengths) * flops.attention
+    assert flops.training(lengths, recompute="full") - training == flops.forward(lengths) - sum(lengths) * flops.head
+
+
+def test_a_value_head_has_one_row():
+    architecture = tiny_architecture()
+    assert forward_flops(architecture.value_model()).head == 2 * architecture.hidden_size
+    assert forward_flops(architecture).head == 2 * architecture.hidden_size * architecture.vocab_size
+    assert forward_flops(replace(architecture, tied_embeddings=True)).head == forward_flops(architecture).head

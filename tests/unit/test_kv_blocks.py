@@ -1,0 +1,372 @@
+"""Keys and values in blocks within a budget: what holds which block, and responses that do not depend on the budget."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.errors import ConfigError
+from rltrain.residency.device_memory import DeviceMemory
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.residency import Residency
+from rltrain.rollout.embedded import EmbeddedEngine, build
+from rltrain.rollout.embedded.block_attention import GatheredBlocks
+from rltrain.rollout.embedded.block_tables import BlockTables, blocks_of
+from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
+from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample
+from rltrain.schedule.order import Order
+from rltrain.tasks.roles import TRAINED_PARTS
+from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.unit.recorded_steps import Recorder
+from tests.unit.test_residency import FakeSaver, order_of
+
+SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
+GREEDY = SamplingParams(0.0, 1.0, 0, 30, ())
+CONTEXT = 60
+"""Tokens of the longest sample in these tests: 15 blocks of 4."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def unlimited(qwen3: Path) -> list[Sample]:
+    """What samples of three groups give without a budget."""
+    return load_engine(qwen3)[0].generate(groups(3, 3), SAMPLED)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
+
+
+def groups(num_groups: int = 3, num_samples: int = 4) -> list[Sample]:
+    """Samples of prompts of 5, 11, 17, ... tokens."""
+    prompts = [sample.prompt for sample in ragged_requests(3 * num_groups)][2::3]
+    return [
+        Sample(10 * group + number, prompt, seed=100 * group + number)
+        for group, prompt in enumerate(prompts)
+        for number in range(num_samples)
+    ]
+
+
+def assert_same(done: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    for one, other in zip(done, expected, strict=True):
+        assert (one.id, one.tokens, one.status) == (other.id, other.tokens, other.status)
+        assert one.policy_versions == other.policy_versions
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def drain(engine: EmbeddedEngine) -> list[Sample]:
+    done = []
+    while engine.num_unfinished:
+        done += engine.step()
+    return sorted(done, key=lambda sample: sample.id)
+
+
+# Tables.
+
+
+def pending(prompt_tokens: int, response_tokens: int, kind: int) -> Sample:
+    drawn = (0,) * response_tokens
+    return Sample(0, (kind,) * prompt_tokens, 0).drawn(drawn, (0.0,) * response_tokens, drawn)
+
+
+def assert_sound(tables: BlockTables, samples: Sequence[Sample | None], lengths: Sequence[int]) -> None:
+    pool, size = tables.pool, tables.block_tokens
+    held = [0] * pool.num_blocks
+    for slot, sample in enumerate(samples):
+        row = tables.rows[slot]
+        if sample is None:
+            assert not row.any()
+            continue
+        count = blocks_of(lengths[slot], size)
+        assert row[:count].all() and not row[count:].any()
+        for index, block in enumerate(row[:count]):
+            held[block] += 1
+            writes = (index + 1) * size > len(sample.prompt) - 1
+            assert not writes or pool.num_holders[block] == 1, "a block with two writers"
+    assert held[0] == 0
+    assert held == pool.num_holders
+    assert pool.num_used == sum(count > 0 for count in held) <= pool.num_blocks - 1
+
+
+@given(data=st.data(), num_blocks=st.integers(9, 40))
+@settings(max_examples=60, deadline=None)
+def test_blocks_stay_within_the_budget_and_have_one_writer(data: st.DataObject, num_blocks: int) -> None:
+    num_slots, size, longest = 6, 4, 32
+    tables = BlockTables(num_blocks, size, num_slots, longest)
+    samples: list[Sample | None] = [None] * num_slots
+    lengths = [0] * num_slots
+    for action in data.draw(st.lists(st.sampled_from(["enter", "enter", "extend", "extend", "free", "move"]))):
+        running = [slot for slot in range(num_slots) if samples[slot] is not None]
+        if action == "enter" and len(running) < num_slots:
+            first = max(running, default=-1) + 1
+            waiting = [
+                pending(prompt, response, kind)
+                for prompt, response, kind in data.draw(
+                    st.lists(
+                        st.tuples(st.sampled_from([1, 4, 5, 9, 14]), st.integers(0, 9), st.integers(0, 1)), max_size=4
+                    )
+                )
+            ][: num_slots - first]
+            version = data.draw(st.integers(0, 1))
+            for slot, sample in enumerate(
+                waiting[: tables.num_admissible(waiting, 1, len(running), version)], start=first
+            ):
+                samples[slot], lengths[slot] = sample, len(sample.prompt) + len(sample.tokens)
+            entered = [sample for sample in samples[first:] if sample is not None]
+            tables.enter(first, entered, version)
+        elif action == "extend" and running:
+            slot = data.draw(st.sampled_from(running))
+            if lengths[slot] < longest and tables.extend(slot, lengths[slot]) > lengths[slot]:
+                lengths[slot] += 1
+        elif action == "free" and running:
+            slot = data.draw(st.sampled_from(running))
+            tables.free(slot)
+            samples[slot] = None
+        elif action == "move" and running:
+            source, destination = max(running), data.draw(st.integers(0, max(running)))
+            if source != destination:
+                tables.move(source, destination)
+                samples[destination], samples[source] = samples[source], None
+                lengths[destination] = lengths[source]
+        assert_sound(tables, samples, lengths)
+    for slot in range(num_slots):
+        tables.free(slot)
+    assert tables.pool.num_used == 0 and not any(tables.pool.num_holders)
+
+
+def test_a_groups_prompt_is_held_once_and_what_follows_by_each() -> None:
+    tables = BlockTables(100, 4, 8, 40)
+    first = tables.enter(0, [Sample(0, (7,) * 10, 0), Sample(1, (7,) * 10, 1)], version=3)
+    assert [(entry.is_computed, entry.first, entry.copy) for entry in first] == [(True, 0, None), (True, 8, None)]
+    assert tables.rows[0, :2].tolist() == tables.rows[1, :2].tolist()
+    assert tables.rows[0, 2] != tables.rows[1, 2]
+    assert tables.pool.num_used == 4
+    [later] = tables.enter(2, [Sample(2, (7,) * 10, 2)], version=3)
+    assert (later.is_computed, later.copy) == (False, (tables.rows[0, 2], tables.rows[2, 2]))
+    assert tables.pool.num_used == 5
+    [renewed] = tables.enter(3, [Sample(3, (7,) * 10, 3)], version=4)
+    assert renewed.is_computed and renewed.first == 0, "new weights, new keys and values"
+    for slot in (0, 1, 2):
+        tables.free(slot)
+    [again] = tables.enter(0, [Sample(4, (7,) * 10, 4)], version=3)
+    assert again.is_computed, "nobody held them any more"
+
+
+def test_few_start_only_where_much_is_free() -> None:
+    tables = BlockTables(101, 4, 8, 400)
+    tables.enter(0, [Sample(0, (1,) * 200, 0)], version=0)
+    waiting = [Sample(n, (2 + n,) * 60, n) for n in range(4)]
+    assert tables.num_admissible(waiting, 4, 1, version=0) == 3, "of 50 blocks 15 each, and one for each of four"
+    tables.enter(1, [Sample(9, (9,) * 152, 0)], version=0)
+    assert tables.pool.num_free == 12
+    short = [Sample(10 + n, (20 + n,), n) for n in range(9)]
+    assert tables.num_admissible(short, 5, 2, version=0) == 5
+    assert tables.num_admissible(short, 6, 2, version=0) == 0, "better six at once, later"
+    assert tables.num_admissible([Sample(0, (1,) * 400, 0)], 1, 0, version=5) == 1, "where nothing runs one starts"
+
+
+# The engine.
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, SamplingParams(0.8, 0.9, 5, 30, (3,))])
+def test_a_tight_budget_gives_what_none_gives(qwen3: Path, sampling: SamplingParams) -> None:
+    samples = groups()
+    expected = load_engine(qwen3, max_context_tokens=CONTEXT)[0].generate(samples, sampling)
+    assert len({len(done.tokens) for done in expected}) > 1 or not sampling.stop_token_ids
+    preemptions = []
+    for num_tokens in (64, 100, 200, 4000):
+        engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=num_tokens)
+        assert_same(engine.generate(samples, sampling), expected)
+        assert_same(engine.generate(samples, sampling), expected)
+        metrics = engine.cache_metrics()
+        preemptions.append(metrics["rollout/preemptions"])
+        assert 0 < metrics["rollout/kv_cache_peak"] <= 1
+        assert engine.cache_metrics() == {"rollout/kv_cache_peak": 0.0, "rollout/preemptions": 0}
+        keys, values = engine.cache_tensors()
+        assert keys.nbytes + values.nbytes <= num_tokens * 2 * 2 * 2 * 8 * 4, "layers, both, heads, size, bytes"
+    assert preemptions[1] > 0 and preemptions[-1] == 0
+
+
+def test_the_smallest_budget_runs_samples_one_after_the_other(qwen3: Path) -> None:
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=CONTEXT + 4)
+    expected = load_engine(qwen3, max_context_tokens=CONTEXT)[0].generate(groups(1), GREEDY)
+    engine.submit(groups(1), GREEDY)
+    assert_same(drain(engine), expected)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.kv_cache_gb: got .*15 blocks.*at least 16.*max_context_tokens = 60"
+    ):
+        load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=CONTEXT + 3)
+
+
+def test_no_more_is_taken_than_all_samples_fill() -> None:
+    options = {"block_bytes": 10, "block_tokens": 4, "max_context_tokens": 18, "max_running_requests": 3}
+    assert num_blocks(KvBudget("auto", lambda: 0), 10**6, **options) == 3 * 5 + 1
+    assert num_blocks(KvBudget("auto", lambda: 0), 99, **options) == 9
+
+
+def test_a_prompt_is_computed_once_however_its_samples_start(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    fill_cache = EngineModel.fill_cache
+    monkeypatch.setattr(
+        EngineModel,
+        "fill_cache",
+        lambda self, tokens, *rest: (computed.append(len(tokens)), fill_cache(self, tokens, *rest)),
+    )
+    samples = groups(1, 6)
+    assert len(samples[0].prompt) % 4, "the last of its blocks is copied"
+    expected = load_engine(qwen3)[0].generate(samples, GREEDY)
+    computed.clear()
+    engine, _ = load_engine(qwen3, kv_tokens=4000)
+    for sample in samples:
+        engine.submit([sample], GREEDY)
+        engine.step()
+    assert computed == [len(samples[0].prompt) - 1]
+    assert_same(drain(engine), expected)
+
+
+def test_preempted_samples_keep_their_tokens_and_versions_and_their_turn(qwen3: Path) -> None:
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=100)
+    samples = groups(3, 2)
+    sampling = replace(GREEDY, max_response_tokens=25)
+    engine.submit(samples, sampling)
+    done: list[Sample] = []
+    seen: dict[int, Sample] = {}
+    for version in range(300):
+        engine.policy_version = version
+        done += engine.step()
+        if version == 12:
+            taken = engine.suspend()
+            assert [sample.id for sample in taken] == [s.id for s in samples if s.id not in {d.id for d in done}]
+            seen = {sample.id: sample for sample in taken}
+            engine.submit(taken, sampling)
+        if not engine.num_unfinished:
+            break
+    assert engine.cache_metrics()["rollout/preemptions"] > 0
+    assert [sample.id for sample in done] == [sample.id for sample in samples], "first in, first out"
+    expected = load_engine(qwen3)[0].generate(samples, sampling)
+    for one, other in zip(done, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert list(one.policy_versions) == sorted(set(one.policy_versions)), "each step draws one"
+        before = seen.get(one.id, one)
+        assert one.policy_versions[: len(before.tokens)] == before.policy_versions
+        assert one.logprobs[: len(before.tokens)] == before.logprobs
+
+
+class LetterTokenizer:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def test_no_slot_is_free_for_more_while_samples_wait_for_room(qwen3: Path) -> None:
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=80)
+    engine.submit(groups(4), GREEDY)
+    assert engine.num_free_slots == 64 - 16
+    engine.step()
+    assert engine.num_free_slots == 0
+    while engine.num_unfinished > 1:
+        engine.step()
+    assert engine.num_free_slots == 64 - 1
+
+
+def test_a_stop_string_is_found_across_a_preemption(qwen3: Path) -> None:
+    samples = groups(2, 3)
+    free = load_engine(qwen3)[0].generate(samples, GREEDY)
+    stops = tuple(
+        LetterTokenizer().decode(done.tokens)[at : at + 3] for at, done in zip((9, 17), free[::3], strict=True)
+    )
+    sampling = replace(GREEDY, stop=stops)
+    expected = load_engine(qwen3, tokenizer=LetterTokenizer())[0].generate(samples, sampling)
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=76, tokenizer=LetterTokenizer())
+    assert_same(engine.generate(samples, sampling), expected)
+    assert engine.cache_metrics()["rollout/preemptions"] > 0
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    actions=st.lists(st.sampled_from(["submit", "step", "step", "step", "suspend", "release"]), max_size=25),
+    num_tokens=st.integers(64, 200),
+    num_slots=st.integers(1, 9),
+)
+def test_no_history_changes_a_response(
+    qwen3: Path, unlimited: list[Sample], actions: list[str], num_tokens: int, num_slots: int
+) -> None:
+    samples = groups(3, 3)
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=num_tokens, max_running_requests=num_slots)
+    waiting, done = list(samples), []
+    for action in [*actions, *["submit"] * len(samples)]:
+        if action == "submit" and waiting:
+            engine.submit([waiting.pop(0)], SAMPLED)
+        elif action == "step":
+            done += engine.step()
+        elif action in ("suspend", "release"):
+            suspended = engine.suspend()
+            if action == "release":
+                engine.release_cache()
+            engine.submit(suspended, SAMPLED)
+    done += drain(engine)
+    assert_same(sorted(done, key=lambda sample: sample.id), unlimited)
+
+
+def test_replayed_steps_draw_what_steps_draw(qwen3: Path) -> None:
+    samples, record = groups(2), Recorder()
+    expected = load_engine(qwen3)[0].generate(samples, SAMPLED)
+    engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=100, record=record)
+    for _ in range(2):
+        assert_same(engine.generate(samples, SAMPLED), expected)
+    assert record.num_replayed > record.num_recorded > 0
+
+
+def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_place(qwen3: Path) -> None:
+    samples, sampling, record = groups(1), replace(SAMPLED, max_response_tokens=9), Recorder()
+    engine, _ = load_engine(qwen3, kv_tokens=2000, record=record, cache_returns=lambda: kv_cache.memory.keeps_addresses)
+    kv_cache = MemoryPart(engine.cache_tensors, forget=lambda: (engine.suspend(), engine.release_cache())[1])
+    turns = Order.of(order_of(5, ("generate", "update")))
+    device, saver = DeviceMemory(torch.device("cpu")), FakeSaver()
+    residency = Residency(turns, {"actor": True, "rollout": True}, device, memory_saver=saver)
+    residency.admit("actor", {name: MemoryPart(list) for name in TRAINED_PARTS})
+    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": kv_cache})
+    expected, num_recorded = None, []
+    for turn in range(5):
+        residency.enter(2 * turn)
+        for _ in range(2):
+            done = engine.generate(samples, sampling)
+            expected = expected or done
+            assert_same(done, expected)
+        num_recorded.append(record.num_recorded)
+        engine.submit(samples, sampling)
+        engine.step()
+        residency.enter(2 * turn + 1)
+        assert kv_cache.place == "dropped" and engine.num_unfinished == 0
+    assert num_recorded[0] < num_recorded[1] < num_recorded[2] == num_recorded[3] == num_recorded[4]
+
+
+@pytest.mark.parametrize(
+    ("device", "leaves", "others"), [("cpu", False, ["actor"]), ("cuda", True, ["actor"]), ("cuda", False, [])]
+)
+def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, leaves: bool, others: list[str]) -> None:
+    def site(leaves: bool, others: list[str]) -> Any:
+        rollout = SimpleNamespace(kv_cache_gb="auto")
+        world = SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(config=SimpleNamespace(rollout=rollout), world=world, leaves=leaves, others=others)
+
+    budget = build.budget_within(site(leaves, others))
+    assert (budget is None) == (device == "cpu"), "a CPU has no limit"
+    if device == "cuda":
+        with pytest.raises(
+            ConfigError, match=r"rollout\.kv_cache_gb: got auto .* beside actor, critic.*rollout\.offload"
+        ):
+            build.budget_within(site(False, ["actor", "critic"]))
