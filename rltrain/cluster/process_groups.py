@@ -83,7 +83,7 @@ class ProcessGroups:
             self._reopenable[ranks].open(generations[ranks])
 
     def close(self, lists: Iterable[RankList]) -> None:
-        """Release the communicators of reopenable groups. Waits for nobody; their work must be done on the device."""
+        """Release the communicators of reopenable groups, as ReopenableGroup.close does."""
         for ranks in lists:
             self._reopenable[ranks].close()
 

@@ -50,8 +50,12 @@ class ReopenableGroup(dist.ProcessGroup):
         self.generation = generation
 
     def close(self) -> None:
-        """Destroy the communicator, if one is open. Waits for nobody: all its work must be done on the device, and what
-        is recorded of it forgotten, since NCCL waits until no CUDA graph holds a communicator."""
+        """Destroy the communicator, if one is open. All its work must be done on the device, and what is recorded of it
+        forgotten, since NCCL waits until no CUDA graph holds it.
+
+        On gloo this waits for nobody. Whether NCCL does not wait for the other ranks of the node, as some versions do
+        (github.com/NVIDIA/nccl/issues/863), was not tried: members close at places of their own in the order of tasks.
+        """
         if self._inner is None:
             return
         if self._backend == "nccl":

@@ -107,7 +107,7 @@ class Communicators:
         self._plan, self._groups = plan, groups
 
     def release(self, position: int) -> None:
-        """Before the task at `position` takes the device. Waits for nobody."""
+        """Before the task at `position` takes the device, once nothing that is recorded holds what is released."""
         self._groups.close(self._plan.to_close(position))
 
     def restore(self, position: int) -> None:

@@ -1,0 +1,36 @@
+"""What test_reopened_groups has done in a process of its own, which a communicator that is held would keep for ever."""
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.rollout.embedded.recording import CudaGraphs, Recordings
+
+RANKS = (0,)
+NUM_GENERATIONS = 3
+
+
+def main() -> None:
+    """Steps that reduce over a group are recorded, replayed and forgotten, and then the group is made anew."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    groups = ProcessGroups([RANKS], backend="nccl", timeout_s=60, reopenable=[RANKS])
+    recordings, values = Recordings(CudaGraphs()), torch.ones(4, device="cuda")
+    for generation in range(NUM_GENERATIONS):
+        groups.open({RANKS: generation})
+        for _ in range(3):
+            recordings.run(generation, lambda: _step(values, groups[RANKS]))
+        torch.cuda.synchronize()
+        recordings.forget()
+        groups.close([RANKS])
+    assert values.tolist() == [1.0 + 3 * NUM_GENERATIONS] * 4
+    dist.destroy_process_group()
+
+
+def _step(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(values, group=group)
+    values.add_(1)
+
+
+if __name__ == "__main__":
+    main()
