@@ -23,6 +23,8 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     dtype = getattr(torch, config.model.dtype)
     layout = whole_engine(config, site.architecture, site.grid).layout
     parameters = allocate_parameters(layout, world.rank, device=world.device)
+    # What is recorded of several ranks holds their communicator, which cannot be released before it is dropped.
+    keeps_communicators = len(site.ranks) == 1 or config.residency.communicators == "keep"
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
@@ -34,7 +36,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         tokenizer=site.tokenizer,
         matrices=quantized_matrices(layout, world.rank, parameters, dtype),
         kv_budget=budget,
-        cache_returns=lambda: kv_cache.memory.keeps_addresses,
+        cache_returns=lambda: keeps_communicators and kv_cache.memory.keeps_addresses,
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
