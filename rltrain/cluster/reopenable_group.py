@@ -5,9 +5,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType"})
+OWN = frozenset({"rank", "size", "shutdown", "abort", "boxed", "unbox", "BackendType", "send", "recv"})
 
 
 class ReopenableGroup(dist.ProcessGroup):
@@ -15,6 +16,7 @@ class ReopenableGroup(dist.ProcessGroup):
 
     Models, optimizers and schedules hold process groups in many places, so these cannot be replaced. Communicators
     have generations: members that open the same one meet, in a part of the store of its own, whatever they made before.
+    Who sends and receives by `batch_isend_irecv` gives it the `plain_group`.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], *, backend: str, timeout: timedelta) -> None:
@@ -27,7 +29,10 @@ class ReopenableGroup(dist.ProcessGroup):
         self._register()
 
     def open(self, generation: int) -> None:
-        """Have the communicator of this generation, closing an older one. Collective over: the ranks, if it is new."""
+        """Have the communicator of this generation, closing an older one. Collective over: the ranks, if it is new.
+
+        NCCL's is made in the first call, which all ranks must make.
+        """
         if generation == self.generation:
             return
         self.close()
@@ -45,7 +50,8 @@ class ReopenableGroup(dist.ProcessGroup):
         self.generation = generation
 
     def close(self) -> None:
-        """Destroy the communicator, if one is open. Waits for nobody: all its work must be done on the device."""
+        """Destroy the communicator, if one is open. Waits for nobody: all its work must be done on the device, and what
+        is recorded of it forgotten, since NCCL waits until no CUDA graph holds a communicator."""
         if self._inner is None:
             return
         if self._backend == "nccl":
@@ -60,6 +66,14 @@ class ReopenableGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.close()
 
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """As of any group; RuntimeError where messages have to be issued together."""
+        return self._for_single_messages(tensors[0]).send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """As of any group; RuntimeError where messages have to be issued together."""
+        return self._for_single_messages(tensors[0]).recv(tensors, peer, tag)
+
     @property
     def inner(self) -> dist.ProcessGroup:
         if self._inner is None:
@@ -69,6 +83,15 @@ class ReopenableGroup(dist.ProcessGroup):
             )
         return self._inner
 
+    def _for_single_messages(self, tensor: Tensor) -> dist.ProcessGroup:
+        if self.inner._get_backend(tensor.device).supports_coalescing:
+            raise RuntimeError(
+                f"a message over ranks {self._ranks} is issued on its own, where ranks that send to each other would "
+                "wait forever: torch takes messages together only on a plain ProcessGroup. Give batch_isend_irecv "
+                "plain_group(group) of rltrain/cluster/reopenable_group.py"
+            )
+        return self.inner
+
     def _register(self) -> None:
         """torch looks up what it knows of a group by the object that it is given."""
         world, inner = c10d._world, self.inner
@@ -76,6 +99,16 @@ class ReopenableGroup(dist.ProcessGroup):
         world.pg_group_ranks[self] = world.pg_group_ranks[inner]
         world.pg_backend_config[self] = world.pg_backend_config[inner]
         world.pg_names[self] = c10d.GroupName(self._name)
+
+
+def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same group for messages that are issued together, until it is released.
+
+    `batch_isend_irecv` asks for exactly the type ProcessGroup before it makes one call of NCCL of them. Of a subclass
+    each message goes alone, on a communicator of two ranks that is made for it, and two ranks that both send first
+    wait for each other.
+    """
+    return group.inner if isinstance(group, ReopenableGroup) else group
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

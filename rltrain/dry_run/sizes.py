@@ -18,8 +18,9 @@ def size(num_bytes: float) -> str:
 
 
 def sizes(bytes_of: Mapping[str, float]) -> str:
-    """Largest first, without what is nothing."""
-    ordered = sorted(((name, num_bytes) for name, num_bytes in bytes_of.items() if num_bytes), key=lambda x: -x[1])
+    """Largest first, of equal ones by name; without what is nothing."""
+    held = [item for item in bytes_of.items() if item[1]]
+    ordered = sorted(held, key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in ordered)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,8 +26,8 @@ WARM_UP_STEPS = 2
 Record = dict[str, Any]
 
 
-def factors_of(run: Path, gpu: Gpu) -> Factors:
-    """By task, the median of its seconds in `run`, an output_dir, over those foretold for that run's job on `gpu`.
+def factors_of(run: Path, gpu: Gpu, typical: Callable[[Iterable[float]], float] = median) -> Factors:
+    """By task, what is `typical` of its seconds in `run`, an output_dir, over those foretold for that run on `gpu`.
 
     Tasks that the run did not have are left out. DataError where the folder lacks what a run writes.
     """
@@ -37,7 +38,7 @@ def factors_of(run: Path, gpu: Gpu) -> Factors:
     for entry in tasks:
         foretold[entry.name] += max(clock.task(entry.name, role) for role in entry.roles)
     took = {task: values_of(records, f"perf/{task}_s") for task in foretold}
-    return {task: median(took[task]) / seconds for task, seconds in foretold.items() if seconds and took[task]}
+    return {task: typical(took[task]) / seconds for task, seconds in foretold.items() if seconds and took[task]}
 
 
 def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:

@@ -23,7 +23,7 @@ class Change:
 def best_changes(job: PlannedJob, gpu: Gpu, is_legal: Callable[[PlannedJob], bool]) -> list[Change]:
     """At most three, lowest peak first; only those that lower the highest peak."""
     found, before = [], largest(rank_memories(job, gpu)).peak.total
-    for text, config in _changed(job.config):
+    for text, config in _changed(job.config, gpu.memory_gb):
         try:
             changed = plan_job(config, job.placement, job.architectures, job.ranks_per_node)
         except (UserError, ValueError):
@@ -48,7 +48,7 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
     return section.model_copy(update={first: inner})
 
 
-def _changed(config: Config) -> Iterator[tuple[str, Config]]:
+def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
     """(what to write, the config with it)."""
     yield "model.recompute: full", with_keys(config, model__recompute="full")
     for role in ("actor", "critic", "reference"):
@@ -62,6 +62,9 @@ def _changed(config: Config) -> Iterator[tuple[str, Config]]:
         yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
     for role in ("actor", "critic", "reference", "rollout"):
         yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
+    if config.rollout.engine == "embedded":
+        quarter = round(gpu_memory_gb / 4, 1)
+        yield f"rollout.kv_cache_gb: {quarter}", with_keys(config, rollout__kv_cache_gb=quarter)
     for fewer in (config.rollout.max_running_requests // 2, config.rollout.max_running_requests // 4):
         yield f"rollout.max_running_requests: {fewer}", with_keys(config, rollout__max_running_requests=max(fewer, 1))
 

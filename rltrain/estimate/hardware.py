@@ -1,7 +1,8 @@
 """What a device can hold and do, and how much of that a job is taken to reach.
 
 Figures of `GPUS` are from NVIDIA's data sheets, without sparsity, per GPU and per direction: A100 80GB SXM, H100 SXM,
-H200 SXM, HGX B200, GB200 NVL72. Network is what DGX systems of that generation give every GPU.
+H200 SXM, HGX B200, GB200 NVL72. Memory is what the driver reports, which is more than the name says: an H100 of 80 GB
+has 79.1 x 2^30 bytes. Network is what DGX systems of that generation give every GPU.
 """
 
 import re
@@ -23,6 +24,8 @@ class Efficiency(Section):
 
     matmul: Fraction = 0.5
     """Of the dense peak, by the matrix products of training, evaluation and prefill."""
+    experts: Fraction = 0.3
+    """Of the same, by the products of experts, which are smaller and come with tokens being sorted."""
     attention: Fraction = 0.4
     """Of the same, by attention over long sequences."""
     memory: Fraction = 0.7
@@ -112,11 +115,11 @@ def _gpu(memory: float, bf16: float, fp8: float, fp32: float, hbm: float, node: 
 
 GPUS: Mapping[str, Gpu] = {
     #             GB   bf16  fp8  fp32   HBM  NVLink net  host  host GB
-    "a100": _gpu(80.0, 312.0, 0.0, 19.5, 2039.0, 300.0, 25.0, 32.0, 250.0),
-    "h100": _gpu(80.0, 989.0, 1979.0, 67.0, 3350.0, 450.0, 50.0, 64.0, 250.0),
-    "h200": _gpu(141.0, 989.0, 1979.0, 67.0, 4800.0, 450.0, 50.0, 64.0, 250.0),
-    "b200": _gpu(180.0, 2250.0, 4500.0, 75.0, 7700.0, 900.0, 50.0, 64.0, 250.0),
-    "gb200": _gpu(186.0, 2500.0, 5000.0, 80.0, 8000.0, 900.0, 50.0, 225.0, 240.0),
+    "a100": _gpu(85.0, 312.0, 0.0, 19.5, 2039.0, 300.0, 25.0, 32.0, 250.0),
+    "h100": _gpu(84.9, 989.0, 1979.0, 67.0, 3350.0, 450.0, 50.0, 64.0, 250.0),
+    "h200": _gpu(150.0, 989.0, 1979.0, 67.0, 4800.0, 450.0, 50.0, 64.0, 250.0),
+    "b200": _gpu(191.0, 2250.0, 4500.0, 75.0, 7700.0, 900.0, 50.0, 64.0, 250.0),
+    "gb200": _gpu(198.0, 2500.0, 5000.0, 80.0, 8000.0, 900.0, 50.0, 225.0, 240.0),
 }
 DEFAULT_GPU = "h100"
 

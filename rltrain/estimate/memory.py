@@ -18,6 +18,8 @@ POSITIONS_MULTIPLE = 8
 """Positions of the embedded engine's cache are a multiple of it."""
 WEIGHT_SYNC_BUFFERS = 4
 """Two that a rank packs and two that it receives into."""
+EMBEDDED_SHARE_OF_FREE = 0.9
+"""What rollout.kv_cache_gb: auto takes of what is free on a GPU."""
 SGLANG_STAGING_SLOTS = 2
 SGLANG_PREFILL_TOKENS = 8192
 """At a time: longer prompts, and more of them, are read in pieces."""
@@ -44,11 +46,11 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
     return num_tokens * architecture.num_layers * elements * item_bytes
 
 
-def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = None) -> dict[str, int]:
-    """Of each part of a role's memory, on a rank of one of its pipeline stages. An SGLang server's keys and values take
-    no more than it leaves them of `gpu`."""
+def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
+    """Of each part of a role's memory, on a rank of one of its pipeline stages. Keys and values are those that all
+    responses which run at once may need; `cache_on_gpu` tells what a device leaves them."""
     if role == "rollout":
-        return {"weights": job.served_bytes, "kv_cache": kv_cache_bytes(job, gpu)}
+        return {"weights": job.served_bytes, "kv_cache": _cache(job, _running(job) * _positions(job))}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
     if role == "reference":
@@ -67,26 +69,37 @@ def resident_bytes(job: PlannedJob, role: str, stage: int, gpu: Gpu | None = Non
     }
 
 
-def kv_cache_bytes(job: PlannedJob, gpu: Gpu | None) -> int:
-    """Of an engine's cache on one of its ranks: what all responses that run at once may need, and with SGLang what fits
-    beside the weights, but at least one context."""
-    rollout, architecture, tp = job.config.rollout, job.architectures["rollout"], job.grids["rollout"].tp
-    wanted = kv_bytes(architecture, kv_tokens(job), tp=tp, item_bytes=job.item_bytes)
-    if rollout.engine != "sglang" or gpu is None:
-        return wanted
-    fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
-    room = int(gpu.memory_gb * GB * fraction) - job.served_bytes
-    return max(kv_bytes(architecture, rollout.max_context_tokens, tp=tp, item_bytes=job.item_bytes), min(wanted, room))
-
-
-def kv_tokens(job: PlannedJob) -> int:
-    """Positions that an engine's cache may need: for as many responses as run at once the longest context each."""
+def cache_on_gpu(job: PlannedJob, gpu: Gpu, beside: int) -> int:
+    """Bytes of keys and values on a rank of an engine, where `beside` bytes of the device are taken when its turn
+    comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
+    context."""
     rollout = job.config.rollout
-    running = rollout.max_running_requests
-    if job.config.data.eval is None:
-        running = min(running, job.samples_per_replica("rollout"))
-    positions = -(-rollout.max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
-    return running * positions
+    memory = gpu.memory_gb * GB
+    if rollout.engine == "sglang":
+        fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
+        room = memory * fraction - job.served_bytes
+    elif isinstance(rollout.kv_cache_gb, str):
+        room = (memory - beside) * EMBEDDED_SHARE_OF_FREE
+    else:
+        room = rollout.kv_cache_gb * GB
+    wanted = _cache(job, rollout.max_running_requests * _positions(job))
+    return max(_cache(job, _positions(job)), min(wanted, int(room)))
+
+
+def _cache(job: PlannedJob, num_tokens: int) -> int:
+    tp = job.grids["rollout"].tp
+    return kv_bytes(job.architectures["rollout"], num_tokens, tp=tp, item_bytes=job.item_bytes)
+
+
+def _running(job: PlannedJob) -> int:
+    """Responses that run at once."""
+    running = job.config.rollout.max_running_requests
+    return running if job.config.data.eval else min(running, job.samples_per_replica("rollout"))
+
+
+def _positions(job: PlannedJob) -> int:
+    """Of the longest context."""
+    return -(-job.config.rollout.max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
 
 
 def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:

@@ -1,18 +1,17 @@
 """How much every kind of rank holds at most, during which task, and whether that fits."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rltrain.cluster.rank_lists import group_lists
 from rltrain.estimate.hardware import Gpu
-from rltrain.estimate.memory import MIB, host_bytes, resident_bytes, working_bytes
+from rltrain.estimate.memory import MIB, cache_on_gpu, host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import Kind, PlannedJob
 from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.schedule.steady import fullest_step
 from rltrain.tasks.declaration import Key
 
 COMMUNICATORS, CONTEXT = "communicators", "context"
+CACHE: Key = ("rollout", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,13 @@ class RankMemory:
 
 def rank_memories(job: PlannedJob, gpu: Gpu) -> list[RankMemory]:
     """One for each kind of rank with something on the device, in the order of their first ranks."""
-    found = [(kind, ranks) for kind, ranks in job.kinds.items() if kind.stages]
-    fixed = _fixed_bytes(job, gpu, {ranks[0] for _, ranks in found})
-    return [_memory(job, gpu, kind, ranks, fixed[ranks[0]]) for kind, ranks in found]
+    kinds = [(kind, ranks) for kind, ranks in job.kinds.items() if kind.stages]
+    return [_memory(job, gpu, kind, ranks, _fixed_bytes(job, gpu, ranks[0])) for kind, ranks in kinds]
+
+
+def cache_bytes(memories: Sequence[RankMemory]) -> int:
+    """Keys and values on the rank of an engine that has least room for them; 0 without engines."""
+    return min((memory.parts[CACHE] for memory in memories if CACHE in memory.parts), default=0)
 
 
 def largest(memories: Sequence[RankMemory]) -> RankMemory:
@@ -60,18 +63,23 @@ def largest(memories: Sequence[RankMemory]) -> RankMemory:
 
 def _memory(job: PlannedJob, gpu: Gpu, kind: Kind, ranks: tuple[int, ...], fixed: Mapping[str, int]) -> RankMemory:
     stages = dict(kind.stages)
-    parts = {
-        (role, part): size
-        for role, stage in kind.stages
-        for part, size in resident_bytes(job, role, stage, gpu).items()
-    }
+    held = {role: resident_bytes(job, role, stage) for role, stage in kind.stages}
+    parts = {(role, part): size for role, of_role in held.items() for part, size in of_role.items()}
+    step = _of_a_step(job, kind)
+    if CACHE in parts:
+        beside = [_on_device(parts, places) - parts[CACHE] for task, places in step if task == "generate"]
+        parts[CACHE] = cache_on_gpu(job, gpu, max(beside, default=parts["rollout", "weights"]) + sum(fixed.values()))
     rows, on_host = [], set[Key]()
-    for task, places in _of_a_step(job, kind):
+    for task, places in step:
         on_host |= {key for key, place in places.items() if place == "host" and key[0] not in job.guests}
         there = {".".join(key): parts[key] for key, place in places.items() if place == "device" and key in parts}
         rows.append(TaskMemory(task, {**there, **working_bytes(job, task, stages), **fixed}))
     rows = rows or [TaskMemory("start", {**{".".join(key): size for key, size in parts.items()}, **fixed})]
     return RankMemory(kind, ranks, parts, rows, host_bytes(job, stages, frozenset(on_host)))
+
+
+def _on_device(parts: Mapping[Key, int], places: Mapping[Key, Place]) -> int:
+    return sum(parts.get(key, 0) for key, place in places.items() if place == "device")
 
 
 def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place]]]:
@@ -94,19 +102,13 @@ def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]
     return found
 
 
-def _fixed_bytes(job: PlannedJob, gpu: Gpu, ranks: set[int]) -> dict[int, dict[str, int]]:
-    """By rank: the driver's context, of which an SGLang server has one more, and communicators."""
-    efficiency = gpu.efficiency
-    count = Counter(rank for group in _communicators(job) for rank in group if rank in ranks)
-    servers = set(job.placement.ranks("rollout")) if job.config.rollout.engine == "sglang" else set()
+def _fixed_bytes(job: PlannedJob, gpu: Gpu, rank: int) -> dict[str, int]:
+    """The driver's context, of which an SGLang server has one more, and communicators."""
+    efficiency, is_server = (
+        gpu.efficiency,
+        job.config.rollout.engine == "sglang" and "rollout" in job.placement.hosts(rank),
+    )
     return {
-        rank: {
-            COMMUNICATORS: int(count[rank] * efficiency.communicator_mb * MIB),
-            CONTEXT: int((1 + (rank in servers)) * efficiency.context_mb * MIB),
-        }
-        for rank in ranks
+        COMMUNICATORS: int(job.num_communicators[rank] * efficiency.communicator_mb * MIB),
+        CONTEXT: int((1 + is_server) * efficiency.context_mb * MIB),
     }
-
-
-def _communicators(job: PlannedJob) -> list[tuple[int, ...]]:
-    return [group for group in group_lists(job.grids) if len(group) > 1]

@@ -1,12 +1,13 @@
 """A job that is to be estimated, with what follows for it from its config; ranks that are alike are taken together."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, role_grids
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
@@ -76,6 +77,12 @@ class PlannedJob:
         for rank in sorted(roles):
             kinds[Kind(tuple(roles[rank]), tuple(stages[rank]))].append(rank)
         return {kind: tuple(ranks) for kind, ranks in kinds.items()}
+
+    @cached_property
+    def num_communicators(self) -> Counter[int]:
+        """[rank] of several ranks each, that it takes part in."""
+        lists = group_lists(self.grids)
+        return Counter(rank for ranks in lists if len(ranks) > 1 for rank in ranks)
 
     @property
     def item_bytes(self) -> int:

@@ -5,7 +5,7 @@ from math import ceil
 
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import kv_bytes, kv_cache_bytes
+from rltrain.estimate.memory import kv_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
 from rltrain.estimate.workload import Workload
@@ -24,14 +24,15 @@ class Generation:
     """Mean number of responses in a decode step."""
 
 
-def generation(job: PlannedJob, gpu: Gpu, workload: Workload) -> Generation:
-    """Of a step on the engine with most samples. All slots are taken while responses wait; at the end those that are
-    longer than the mean run on, fewer and fewer, unless they are left to the next step."""
+def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) -> Generation:
+    """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
+    taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
+    left to the next step."""
     architecture, grid = job.architectures["rollout"], job.grids["rollout"]
     num = float(job.samples_per_replica("rollout"))
     tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
     kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
-    slots = max(1.0, min(num, job.config.rollout.max_running_requests, kv_cache_bytes(job, gpu) / kept))
+    slots = max(1.0, min(num, job.config.rollout.max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
     running = num * workload.response / num_steps
     flops = forward_flops(architecture)

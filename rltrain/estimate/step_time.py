@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
 
 from rltrain.cluster.placement import Placement
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import TASK_ROLES, resident_bytes
-from rltrain.estimate.peak import places_along
+from rltrain.estimate.peak import cache_bytes, places_along, rank_memories
 from rltrain.estimate.planned import Kind, PlannedJob
 from rltrain.estimate.rollout_time import generation
 from rltrain.estimate.sync_time import PlannedSync, least_sync_s
@@ -20,7 +21,7 @@ from rltrain.schedule.steady import fullest_step, steady_order
 Factors = Mapping[str, float]
 """By task, what a measured run took over what was foretold of it."""
 
-IDLE_TASKS = ("decide_to_stop", "checkpoint", "save_hf")
+RARE_TASKS = ("decide_to_stop", "checkpoint", "save_hf")
 """Not of every step; their seconds are left out."""
 
 
@@ -50,6 +51,10 @@ class Clock:
         self._exact_sync = exact_sync
         self.sync = PlannedSync(job)
         self._seconds: dict[tuple[str, str], float] = {}
+
+    @cached_property
+    def _cache_bytes(self) -> int:
+        return cache_bytes(rank_memories(self.job, self.gpu))
 
     def task(self, name: str, role: str) -> float:
         """Of one entry of the order: a chunk, where steps have several."""
@@ -107,14 +112,14 @@ class Clock:
         if name == WEIGHT_SYNC:
             return self.sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, self.gpu)
         if name == "generate":
-            made = generation(self.job, self.gpu, self.workload)  # all prompts run, whichever make up a chunk
+            made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
             return share * (made.prefill_s + made.decode_s) + task_s
         if name == "score":
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s
         model_role, trains = TASK_ROLES.get(name, (None, False))
         if model_role is None:
-            return 0.0 if name in IDLE_TASKS or "evaluation" in name else task_s
+            return 0.0 if name in RARE_TASKS or "evaluation" in name else task_s
         model = TrainingTime(self.job, model_role, self.gpu, self.workload)
         if not trains:
             return model.evaluating(share) + task_s

@@ -12,7 +12,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
-from rltrain.models.flops import BACKWARD, attention_flops, forward_flops, layer_flops
+from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops
 
 FP32 = 4
 COLLECTIVES_PER_LAYER = 2
@@ -44,11 +44,11 @@ class TrainingTime:
 
     def evaluating(self, share: float) -> float:
         """`share` of a step's samples once through the model."""
-        return self._passes(share, self._micro_batch(backward=False))
+        return self._passes(share, 1, self._micro_batch(backward=False))
 
     def accumulating(self, share: float) -> float:
         """Gradients of `share` of a step's samples."""
-        return self._passes(share, self._micro_batch(backward=True))
+        return self._passes(share, self.job.config.batch.mini_batches, self._micro_batch(backward=True))
 
     def optimizer_steps(self) -> float:
         """Of all mini-batches of a step: gradients reduced, weights changed and gathered."""
@@ -67,12 +67,13 @@ class TrainingTime:
             slowest = max(slowest, shared + optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory)
         return self.job.config.batch.mini_batches * slowest
 
-    def _passes(self, share: float, micro_batch: tuple[float, float]) -> float:
-        """1F1B: as many micro-batches as there are, and the pipeline's filling and emptying."""
+    def _passes(self, share: float, times: int, micro_batch: tuple[float, float]) -> float:
+        """`share` of a step's samples in as many parts as `times` says, each by 1F1B: micro-batches, and the pipeline's
+        filling and emptying."""
         seconds_per_token, seconds_each = micro_batch
-        tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample
+        tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
         num, pp = self._num_micro_batches(tokens), self.grid.pp
-        return (num + pp - 1) / num * (tokens * seconds_per_token + num * seconds_each)
+        return times * (num + pp - 1) / num * (tokens * seconds_per_token + num * seconds_each)
 
     def _num_micro_batches(self, tokens: float) -> int:
         settings = self.job.config.actor if self.role == "actor" else getattr(self.job.config, self.role)
@@ -86,15 +87,16 @@ class TrainingTime:
     def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
         a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recompute
         layers = layers_of_stage(a, self.grid.pp, stage)
-        products = sum(layer_flops(a, sparse) for sparse in layers)
+        experts = sum(layers) * expert_flops(a)
+        products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
         attention = len(layers) * attention_flops(a) * self.workload.sample / 2
         times = 1 + BACKWARD if backward else 1
         repeated = backward and recompute == "full"
-        products = times * (products + head) + products * repeated
-        attention *= times + (backward and recompute != "none")
-        peak = gpu.flops(self.job.config.model.dtype) * self.grid.tp
-        per_token = products / (peak * gpu.efficiency.matmul) + attention / (peak * gpu.efficiency.attention)
+        of_layers = products / gpu.efficiency.matmul + experts / gpu.efficiency.experts
+        of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
+        at_peak = (times + repeated) * of_layers + times * head / gpu.efficiency.matmul + of_attention
+        per_token = at_peak / (gpu.flops(self.job.config.model.dtype) * self.grid.tp)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
         each = walks * len(layers) * gpu.efficiency.layer_s + latencies

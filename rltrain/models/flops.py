@@ -64,9 +64,14 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
 
 def layer_flops(architecture: Architecture, sparse: bool) -> int:
     """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits."""
-    layer, moe = layer_of(architecture, sparse), architecture.moe
-    visited = moe.top_k * _elements(architecture, layer.experts) if sparse and moe else 0
-    return 2 * (_elements(architecture, layer.rows) + visited)
+    once = 2 * _elements(architecture, layer_of(architecture, sparse).rows)
+    return once + expert_flops(architecture) if sparse else once
+
+
+def expert_flops(architecture: Architecture) -> int:
+    """Of one token in the experts that it visits in one layer, of the model's that every token shares apart."""
+    moe = architecture.moe
+    return 2 * moe.top_k * _elements(architecture, layer_of(architecture, sparse=True).experts) if moe else 0
 
 
 def attention_flops(architecture: Architecture) -> int:

@@ -72,13 +72,13 @@ class Residency:
 
         To be called before every task of this rank, in order.
         """
-        if self._communicators:
-            self._communicators.release(position)
         needs = self.plan.needs(position)
         parts = {key: self.parts[key] for key in needs.parts}
         self._note_residents()
         if parts:
             self._offload([key for key, part in self._on_device() if self._must_leave(key, part, parts)], position)
+            if self._communicators:  # after the parts: recorded steps hold communicators, and go with them
+                self._communicators.release(position)
             self._onload([key for key, part in parts.items() if part.place != "device"], position)
             self._note_residents()
         for key in needs.writes:

@@ -60,15 +60,15 @@ ORDER.append(Entry("save_hf", NUM_STEPS))
 
 def run_all_tasks() -> dict[str, Any]:
     """The number of reductions that were right, wrong, and of groups that were made anew, with and without an end."""
-    return {"whole": _run(stop_after=None), "stopped": _run(stop_after=STOP_AFTER)}
+    return {"whole": run(stop_after=None), "stopped": run(stop_after=STOP_AFTER)}
 
 
-def _run(stop_after: int | None) -> dict[str, int]:
+def run(stop_after: int | None, backend: str = "gloo") -> dict[str, int]:
     rank = dist.get_rank()
     lists = group_lists(GRIDS, WORLD_SIZE)
     always = {tuple(range(WORLD_SIZE))}
     released = [ranks for ranks in lists if ranks not in always]
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=30, reopenable=released)
+    groups = ProcessGroups(lists, backend=backend, timeout_s=30, reopenable=released)
     placement = Placement({role: grid.ranks for role, grid in GRIDS.items()}, {}, WORLD_SIZE)
     communicators = Communicators(CommunicatorPlan(Order.of(ORDER), placement, GRIDS, rank, lists=released), groups)
     generations: set[tuple[RankList, int]] = set()

@@ -111,7 +111,7 @@ def _reshard_all(settings: Settings, pairs: list[tuple[str, str]]) -> dict[str, 
     for placement, name in pairs:
         union = union_of(placement)
         if rank in union:
-            found = _reshard(ARCHITECTURES[name], *PLACEMENTS[placement], groups[union], settings)
+            found = reshard_twice(ARCHITECTURES[name], *PLACEMENTS[placement], groups[union], groups[union], settings)
             results[f"{placement}, {name}"] = found
     return results
 
@@ -122,13 +122,15 @@ def union_of(placement: str) -> tuple[int, ...]:
     return tuple(sorted({*actor[0], *rollout[0]}))
 
 
-def _reshard(
+def reshard_twice(
     architecture: Architecture,
     actor: tuple[tuple[int, ...], int, int],
     rollout: tuple[tuple[int, ...], int],
     group: dist.ProcessGroup,
+    cpu_group: dist.ProcessGroup,
     settings: Settings,
 ) -> dict[str, Any]:
+    """What this rank found."""
     rank, full = dist.get_rank(), full_tensors(architecture)
     source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
     source = megatron_layout(architecture, source_grid)
@@ -152,7 +154,7 @@ def _reshard(
     prepared = resharding.Resharding(
         plan(source, destination, rank, node),
         group=group,
-        cpu_group=group,
+        cpu_group=cpu_group,
         bucket_bytes=settings.bucket_bytes,
         device=torch.device("cpu"),
         ranks_per_node=node,

@@ -94,6 +94,7 @@ def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict
     arguments = ["tests/end_to_end/consecutive_jobs.py", "configs/quickstart.yaml", str(folder / "jobs.json")]
     done = run([*torchrun, *arguments], timeout_s=240)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert "cannot share" not in done.stderr, "ranks with equal weights keep one copy of the reference's"
     return {name: read_metrics(folder / name) for name in jobs}
 
 

@@ -7,6 +7,7 @@ import pytest
 from rltrain.errors import ConfigError, DataError
 from rltrain.estimate.calibration import factors_of
 from rltrain.estimate.hardware import GPUS
+from rltrain.estimate.peak import cache_bytes, rank_memories
 from rltrain.estimate.rollout_time import decode_step, generation, weights_read
 from rltrain.estimate.search import proposals
 from rltrain.estimate.step_time import Clock
@@ -68,7 +69,7 @@ def test_decoding_reads_weights_until_products_take_longer():
     job = job_of(qwen3_8b(), APART, 16, **LONG)
     few, some, many = (decode_step(job, H100, WORKLOAD, running) for running in (1, 2, 4096))
     assert some < 1.05 * few and many > 10 * few
-    made = generation(job, H100, WORKLOAD)
+    made = generation(job, H100, WORKLOAD, cache_bytes(rank_memories(job, H100)))
     assert made.num_steps >= WORKLOAD.longest_response
     assert made.running * made.num_steps == pytest.approx(64 * WORKLOAD.response)
 

@@ -376,27 +376,15 @@ def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, le
             build.budget_within(site(False, ["actor", "critic"]))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "communicators", "memory", "stays"),
-    [
-        ((0,), "release", PausedRegion(FakeSaver(), "kv"), True),
-        ((0, 1), "keep", PausedRegion(FakeSaver(), "kv"), True),
-        ((0, 1), "release", PausedRegion(FakeSaver(), "kv"), False),
-        ((0,), "keep", ResizedStorages(), False),
-    ],
-)
-def test_memory_is_left_to_who_takes_it_where_it_returns_and_nothing_else_is_released(
-    qwen3: Path, ranks: tuple[int, ...], communicators: str, memory: StorageMemory, stays: bool
+@pytest.mark.parametrize(("memory", "stays"), [(PausedRegion(FakeSaver(), "kv"), True), (ResizedStorages(), False)])
+def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
+    qwen3: Path, memory: StorageMemory, stays: bool
 ) -> None:
-    config = make_config(
-        model={"path": "m", "dtype": "float32"},
-        rollout={"max_context_tokens": CONTEXT, "kv_cache_gb": 0.001},
-        residency={"communicators": communicators},
-    )
+    limits = {"max_context_tokens": CONTEXT, "kv_cache_gb": 0.001}
     site = SimpleNamespace(
-        config=config,
+        config=make_config(model={"path": "m", "dtype": "float32"}, rollout=limits),
         world=SimpleNamespace(rank=0, device=torch.device("cpu")),
-        **{"ranks": ranks, "groups": {ranks: None}, "grid": Grid((0,)), "architecture": read_architecture(qwen3)},
+        **{"ranks": (0,), "grid": Grid((0,)), "architecture": read_architecture(qwen3)},
         **{"tokenizer": None, "leaves": True, "others": ("actor",)},
     )
     hosted = build.build_embedded(site, leave=lambda: None)  # type: ignore[arg-type]

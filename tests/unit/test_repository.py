@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "models": (*BASE, "cluster.grid"),
     "schedule": (*BASE, "cluster", "algorithms"),
     "residency": (*BASE, "schedule", "cluster", "system"),
-    "reshard": (*BASE, "models", "cluster.grid", "system", "liveness.task_clock"),
+    "reshard": (*BASE, "models", "cluster.grid", "cluster.reopenable_group", "system", "liveness.task_clock"),
     "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
     "rollout": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "liveness", "system", "data"),

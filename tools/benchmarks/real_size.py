@@ -23,6 +23,7 @@ most that its process held. The last line is one JSON object.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -166,6 +167,13 @@ def run(case: str, model: Path, folder: Path, overrides: list[str]) -> dict[str,
     }
 
 
+def keep_logs(run_folder: Path, logs: Path) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run_folder / "metrics.jsonl", logs)
+    if (run_folder / "trace").exists():
+        shutil.copytree(run_folder / "trace", logs / "trace", dirs_exist_ok=True)
+
+
 def measured(records: list[dict[str, float]]) -> dict[str, float]:
     """Of the steps after the first, in seconds and bytes."""
     later = records[1:]
@@ -204,6 +212,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", help="for checkpoints, which may be large; default: the system's for such")
+    parser.add_argument(
+        "--logs", type=Path, help="where every case leaves its metrics and, with logging.trace, its trace"
+    )
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -213,6 +224,8 @@ def main() -> None:
         for case in arguments.cases.split(","):
             overrides = [f"steps={arguments.steps}", f"model.dtype={arguments.dtype}", *arguments.overrides]
             found = run(case, folder / "model", folder / case, overrides)
+            if arguments.logs:
+                keep_logs(folder / case, arguments.logs / case)
             results[case] = found | {"must_gb": must_be_there(case, num_parameters, arguments.dtype)}
             print(case, json.dumps(results[case]), flush=True)
     print(

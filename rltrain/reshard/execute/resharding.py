@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.cluster.reopenable_group import plain_group
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.element_types import wire_types
 from rltrain.reshard.execute.agreement import Agreement
@@ -105,10 +106,6 @@ class Resharding:
         self._num_runs = 0
         self._streams = DeviceStreams(device)
         self._over_gloo = group is not None and dist.get_backend(group) == "gloo"
-        if group is not None and not self._over_gloo:
-            # NCCL sets a group up in its first call, which all its ranks must make; some may have nothing to send.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-            torch.cuda.synchronize(device)
 
     @torch.no_grad()
     def run(
@@ -123,6 +120,7 @@ class Resharding:
         Collective over: the ranks of both layouts, from their main threads.
         """
         self._agreement.meet()
+        self._connect()
         begin = time.perf_counter()
         launches = self._num_launches
         self._num_runs += 1
@@ -187,13 +185,19 @@ class Resharding:
         self._streams.finish()
         return wires
 
+    def _connect(self) -> None:
+        """Have NCCL set the group up: in its first call, which all its ranks must make, while some may have nothing to
+        send. The group may have been made anew since the last run. Collective over: the group."""
+        if self._group is not None and not self._over_gloo:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+
     def _wire(self, steps: StageSteps, memory: Memory, rounds_before: int) -> Wire | None:
         if self._group is None:
             return None
-        rank, stream = self.plan.rank, self._streams.wire
+        rank, stream, group = self.plan.rank, self._streams.wire, plain_group(self._group)
         if steps.kind.shared:
             return SharedWire(steps, rank, stream, self._node, rounds_before) if self._node else None
-        return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, self._group)
+        return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, group)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import rounded
 
 _RECORDED_SIZES = 4
@@ -78,7 +78,7 @@ class GatheredBlocks(BlockAttention):
         shape = (num_slots, -1, num_kv_heads, keys.shape[3])
         k, v = (stored.index_select(0, self._read).view(shape).transpose(1, 2) for stored in (keys, values))
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
-        return F.scaled_dot_product_attention(q, k, v, self._bias).reshape(num_slots, -1)
+        return attend(q, k, v, self._bias).reshape(num_slots, -1)
 
 
 class VarlenBlocks(BlockAttention):

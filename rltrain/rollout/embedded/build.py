@@ -23,8 +23,6 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     dtype = getattr(torch, config.model.dtype)
     layout = whole_engine(config, site.architecture, site.grid).layout
     parameters = allocate_parameters(layout, world.rank, device=world.device)
-    # What is recorded of several ranks holds their communicator, which cannot be released before it is dropped.
-    keeps_communicators = len(site.ranks) == 1 or config.residency.communicators == "keep"
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
@@ -36,7 +34,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         tokenizer=site.tokenizer,
         matrices=quantized_matrices(layout, world.rank, parameters, dtype),
         kv_budget=budget,
-        cache_returns=lambda: keeps_communicators and kv_cache.memory.keeps_addresses,
+        cache_returns=lambda: keeps_recordings(site, kv_cache),
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
@@ -44,6 +42,13 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     engine.begin_update()  # its weights are zeros until the first weight sync
     parts = {"weights": MemoryPart(parameters.values), "kv_cache": kv_cache}
     return HostedEngine(engine, parts, engine.cache_metrics)
+
+
+def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
+    """Whether steps that were recorded are valid when the engine has left and come back: what they read lies where it
+    was, and so do the communicators that they hold."""
+    released = site.config.residency.communicators == "release" and len(site.ranks) > 1
+    return kv_cache.memory.keeps_addresses and not released
 
 
 def budget_within(site: EngineSite) -> KvBudget | None:

@@ -168,7 +168,8 @@ class EmbeddedEngine:
             self._release()
 
     def close(self) -> None:
-        """Nothing outlives this process's memory."""
+        """Forget what is recorded: communicators can only be destroyed once no recorded step holds them."""
+        self._decoder.forget()
 
     def cache_metrics(self) -> dict[str, float]:
         """Since the last call: how full the KV cache was and how many samples it made wait; none without a budget."""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from rltrain.models.attention import attend
 from rltrain.rollout.sample import Sample
 
 Head = tuple[int, ...]
@@ -24,7 +24,7 @@ class PrefillAttention:
         """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
         self.store(layer, keys, values)
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        attended = attend(q, k, v, causal=True)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Steps that are recorded once and replayed, which saves the host's work of launching each of their kernels."""
 
 from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,14 +55,22 @@ def recorder(device: torch.device, group: dist.ProcessGroup | None) -> Record | 
 
 
 class CudaGraphs:
-    """Records CUDA graphs, which share the memory of their intermediate results: they never run at one time."""
+    """Records CUDA graphs, which share the memory of their intermediate results: they never run at one time.
+
+    A pool ends with its last graph, and torch refuses to record into one that has ended while anything still lies in
+    it, as cuBLAS's workspace does. So the first graph of all, and the first after the last one is gone, gets a new one.
+    """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._pool: Any = None
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may go on using the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             step()
+        self._graphs.add(graph)
         return graph.replay

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
 from rltrain.training.megatron.model import LanguageModel
@@ -78,7 +79,7 @@ def run_schedule(
     if groups.pp.size() == 1:
         return forward_backward_no_pipelining(**arguments)
     return forward_backward_pipelining_without_interleaving(
-        **arguments, p2p_communicator=P2PCommunicator(groups.pp, config)
+        **arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config)
     )
 
 

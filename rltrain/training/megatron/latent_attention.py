@@ -40,10 +40,9 @@ class ExplicitLatentAttention(MLASelfAttention):
     ) -> None:
         with_group = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         super().__init__(config, replace(submodules, linear_q_proj=with_group), pg_collection=pg_collection, **settings)
-        for projection in (getattr(self, "linear_q_up_proj", None), self.linear_kv_up_proj):
-            if projection is not None and hasattr(
-                projection, "eps"
-            ):  # Transformer Engine's, which has the latent's norm inside
+        for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            projection: Any = getattr(self, name, None)
+            if hasattr(projection, "eps"):  # Transformer Engine's, which has the latent's norm inside
                 projection.eps = LATENT_NORM_EPS
 
 

@@ -1,0 +1,181 @@
+"""What ranks do in test_nccl_rules: reshards, pipelines and reopened groups under NCCL's rules; and breaches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.cluster.reopenable_group import plain_group
+from rltrain.reshard.execute import resharding
+from rltrain.reshard.execute.resharding import Resharding
+from tests.distributed import cases_communicators, cases_training
+from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice
+from tests.stand_ins import nccl_rules
+from tests.stand_ins.cuda_graphs import RuleBrokenError
+
+WORLD = (0, 1, 2, 3)
+PIPELINES = {"pp2": Grid((1, 2), pp=2), "pp4": Grid(WORLD, pp=4)}
+NUM_MICRO_BATCH_TOKENS = 60
+RANK_1_HAS_NOTHING_TO_SEND = ((0, 1, 2), 1, 1), ((0, 3), 1)
+"""With two ranks to a node: rank 3 is fed by rank 2."""
+
+
+def all_cases(checkpoint: str) -> dict[str, Any]:
+    """Every check, by name; a rank reports those in which it took part."""
+    nccl_rules.install()
+    results: dict[str, Any] = {}
+    for kept in ("kept", "reopened"):
+        results[f"reshard/{kept}"] = reshards(reopened=kept == "reopened")
+    results["communicators"] = cases_communicators.run(stop_after=None, backend="nccl")
+    for name, grid in PIPELINES.items():
+        expected = losses(checkpoint, name, grid, "gloo", reopened=False)
+        for kept in ("kept", "reopened"):
+            results[f"{name}/{kept}"] = losses(checkpoint, name, grid, "nccl", reopened=kept == "reopened")
+        results[f"{name}/gloo"] = expected
+    return results
+
+
+def reshards(*, reopened: bool) -> dict[str, Any]:
+    """Every placement, in many rounds; `reopened`: the group is made anew before each run."""
+    cases = [(ARCHITECTURES[name], PLACEMENTS[placement], Settings(2048)) for placement, name in pairs_of("one bucket")]
+    cases.append((ARCHITECTURES["llama"], RANK_1_HAS_NOTHING_TO_SEND, Settings(2048, ranks_per_node=2)))
+    unions = [tuple(sorted({*actor[0], *rollout[0]})) for _, (actor, rollout), _ in cases]
+    lists = sorted({*unions})
+    groups = ProcessGroups(lists, backend="nccl", timeout_s=60, reopenable=lists if reopened else ())
+    run, found = Resharding.run, []
+    for union, (architecture, places, settings) in zip(unions, cases, strict=True):
+        if dist.get_rank() not in union:
+            continue
+
+        def run_anew(self: Resharding, *tensors: Any, union: tuple[int, ...] = union) -> Any:
+            if reopened:
+                following = groups[union].generation + 1  # type: ignore[attr-defined]
+                groups.close([union])
+                groups.open({union: following})
+            return run(self, *tensors)
+
+        with (
+            mock.patch.object(resharding, "LARGE_BYTES", None),
+            mock.patch.object(Resharding, "run", run_anew),
+        ):
+            found.append(reshard_twice(architecture, *places, groups[union], groups.cpu[union], settings))
+    return {
+        "wrong": [name for case in found for name in case["wrong"]],
+        "compared": sum(case["compared"] for case in found),
+        "num_rounds": max(case["num_rounds"] for case in found),
+        "idle": sum(not case["sent_to"] and not case["compared"] for case in found),
+    }
+
+
+def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bool) -> list[float]:
+    """Of three updates of one model; `reopened`: its groups are made anew before each of them."""
+    lists = group_lists({"actor": grid})
+    groups = ProcessGroups(lists, backend=backend, timeout_s=60, reopenable=lists if reopened else ())
+    if dist.get_rank() not in grid.ranks:
+        return []
+    path, found = Path(checkpoint), []
+    with mock.patch.dict(cases_training.GRIDS, {name: grid}):
+        trainable = cases_training.make_trainable(
+            cases_training.load_model(path, name, groups), max_tokens=NUM_MICRO_BATCH_TOKENS
+        )
+        experience = cases_training.share_of(cases_training.load_experience(path), name)
+        for step in range(cases_training.NUM_STEPS):
+            if reopened:
+                groups.close(groups.reopenable)
+                groups.open(dict.fromkeys(groups.reopenable, step + 1))
+            found.append(trainable.train_batch(experience, cases_training.negative_log_likelihood)["loss"])
+    return found
+
+
+def broken_rules() -> dict[str, str]:
+    """What each rank is told where NCCL would hang or move wrong bytes."""
+    nccl_rules.install(limit_s=2.0)
+    breaches = (
+        a_message_over_a_subclass,
+        both_send_first,
+        a_first_call_of_some,
+        sizes_that_differ,
+        collectives_out_of_order,
+        a_graph_that_is_left,
+    )
+    told = {}
+    for breach in breaches:
+        dist.barrier()
+        told[breach.__name__] = _told(breach)
+    return told
+
+
+def _told(breach: Callable[[], None]) -> str:
+    try:
+        breach()
+    except (RuleBrokenError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _exchange(group: dist.ProcessGroup, sent: int = 4, received: int = 4) -> None:
+    """Send to the other rank and receive from it, issued together."""
+    peer = WORLD[1 - dist.get_rank()]
+    operations = [
+        dist.P2POp(dist.isend, torch.zeros(sent), peer, group),
+        dist.P2POp(dist.irecv, torch.zeros(received), peer, group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _group_of(ranks: tuple[int, ...], *, reopenable: bool = False) -> dist.ProcessGroup | None:
+    groups = ProcessGroups([ranks], backend="nccl", timeout_s=60, reopenable=[ranks] if reopenable else ())
+    return groups[ranks] if dist.get_rank() in ranks else None
+
+
+def a_message_over_a_subclass() -> None:
+    group = _group_of((0, 1), reopenable=True)
+    if group is not None:
+        _exchange(plain_group(group))
+        _exchange(group)
+
+
+def both_send_first() -> None:
+    group = _group_of((0, 1))
+    if group is not None:
+        peer = 1 - dist.get_rank()
+        works = [dist.isend(torch.zeros(4), peer, group), dist.irecv(torch.zeros(4), peer, group)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+def a_first_call_of_some() -> None:
+    group = _group_of(WORLD)
+    if dist.get_rank() in (0, 1):
+        assert group is not None
+        _exchange(group)
+
+
+def sizes_that_differ() -> None:
+    group = _group_of((0, 1))
+    if group is not None:
+        _exchange(group, sent=4, received=8)
+
+
+def collectives_out_of_order() -> None:
+    group = _group_of((0, 1))
+    if group is not None:
+        calls = [lambda: dist.all_reduce(torch.zeros(4), group=group), lambda: dist.barrier(group=group)]
+        for call in calls if dist.get_rank() else reversed(calls):
+            call()
+
+
+def a_graph_that_is_left() -> None:
+    groups = ProcessGroups([(0, 1)], backend="nccl", timeout_s=60, reopenable=[(0, 1)])
+    if dist.get_rank() in (0, 1):
+        graph = mock.Mock()
+        nccl_rules.COMMUNICATORS[plain_group(groups[0, 1])].holders.add(graph)
+        groups.close([(0, 1)])

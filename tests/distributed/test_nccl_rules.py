@@ -1,0 +1,62 @@
+"""What moves over NCCL on GPUs, under its rules on the CPU: tests/stand_ins/nccl_rules.py."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_nccl_rules import PIPELINES
+from tests.distributed.tiny_checkpoints import make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    path = make_checkpoints(folder, ["qwen3"], num_hidden_layers=4)["qwen3"]
+    return run_distributed("tests.distributed.cases_nccl_rules:all_cases", 4, {"checkpoint": path}, timeout_s=240)
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    return run_distributed("tests.distributed.cases_nccl_rules:broken_rules", 4, timeout_s=60)
+
+
+@pytest.mark.parametrize("group", ["kept", "reopened"])
+def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: list[dict[str, Any]], group: str) -> None:
+    for rank in ranks:
+        assert rank[f"reshard/{group}"]["wrong"] == [] and rank[f"reshard/{group}"]["num_rounds"] > 4
+    assert sum(rank[f"reshard/{group}"]["compared"] for rank in ranks) > 300
+    assert ranks[1][f"reshard/{group}"]["idle"], "a rank that has nothing to send or to receive"
+
+
+@pytest.mark.parametrize("group", ["kept", "reopened"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_pipelines_train_as_over_gloo(ranks: list[dict[str, Any]], pipeline: str, group: str) -> None:
+    for number in PIPELINES[pipeline].ranks:
+        found, expected = ranks[number][f"{pipeline}/{group}"], ranks[number][f"{pipeline}/gloo"]
+        assert len(expected) == 3 and found == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["communicators"]["wrong"] == 0 and rank["communicators"]["right"] > 20
+        assert rank["communicators"]["generations"] > 12
+
+
+@pytest.mark.parametrize(
+    ("breach", "rank", "error"),
+    [
+        ("a_message_over_a_subclass", 0, r"RuntimeError: a message over ranks \(0, 1\) is issued on its own"),
+        ("both_send_first", 1, "send of 16 bytes to rank 0, by rank 1, meets a send of 16 bytes: expected a receive"),
+        ("a_first_call_of_some", 0, r"rank 0 waits for ranks \[2, 3\] in the first call on it, send of 16 bytes to 1"),
+        ("sizes_that_differ", 0, "send of 16 bytes to rank 1, by rank 0, meets a receive of 32 bytes"),
+        ("collectives_out_of_order", 1, "call 1 on .*: allreduce of 16 bytes by rank 1, barrier by rank 0"),
+        ("a_graph_that_is_left", 0, "is destroyed while 1 recorded graphs hold it"),
+    ],
+)
+def test_what_hangs_on_nccl_is_an_error_that_names_it(
+    told: list[dict[str, str]], breach: str, rank: int, error: str
+) -> None:
+    assert re.search(error, told[rank][breach]), told[rank][breach]

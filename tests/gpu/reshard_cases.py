@@ -1,0 +1,48 @@
+"""What two ranks on one device do in test_two_ranks: gloo is between them, since NCCL takes one rank per device."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.planner import plan
+from rltrain.rollout.layout import engine_layout
+from tests.distributed.cases_reshard import tensors
+from tests.model_shards import PADDING, Place, engine_shard, full_tensors, megatron_shard, tiny_architecture
+
+NUM_SYNCS = 3
+
+
+def syncs(device: str, bucket_bytes: int) -> dict[str, Any]:
+    """From a shard each to all weights on both, several times with the same buffers; what is wrong afterwards."""
+    architecture, rank = tiny_architecture("qwen3", num_layers=4), dist.get_rank()
+    on, full = torch.device(device), full_tensors(architecture)
+    source = megatron_layout(architecture, Grid((0, 1), tp=2))
+    destination = engine_layout(architecture, Grid((0, 1)), dtype="bfloat16")
+    held = {name: tensor.to(on) for name, tensor in tensors(megatron_shard(architecture, full, Place(2, rank))).items()}
+    expected = tensors(engine_shard(architecture, full, Place(1, 0)))
+    wanted = {
+        name: torch.full_like(tensor, PADDING, dtype=torch.bfloat16, device=on) for name, tensor in expected.items()
+    }
+    group = dist.group.WORLD
+    resharding = Resharding(
+        plan(source, destination, rank, 2),
+        group=group,
+        cpu_group=group,
+        bucket_bytes=bucket_bytes,
+        device=on,
+        ranks_per_node=2,
+        share_memory=False,
+    )
+    wrong: list[str] = []
+    for number in range(NUM_SYNCS):
+        scale = 2.0**number  # exact in both types
+        report = resharding.run({name: tensor * scale for name, tensor in held.items()}, wanted)
+        for name, tensor in wanted.items():
+            real = expected[name] != PADDING
+            if not torch.equal(tensor.cpu()[real], (expected[name][real] * scale).to(torch.bfloat16)):
+                wrong.append(f"{name} in sync {number}")
+    return {"wrong": wrong, "rounds": report.num_rounds, "bytes": report.bytes_received}

@@ -1,0 +1,47 @@
+"""Attention over packed sequences by torch's flash kernel, and what cuDNN does not take part in."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from rltrain.models import attention
+from rltrain.training.megatron.attention import PackedAttention, packed_sequences
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [300, 5, 290, 140, 1, 150, 129]
+DEVICE = torch.device("cuda", 0)
+
+
+def attended(heads: tuple[int, int], head_dims: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
+    """(what attention gives, gradients of its inputs) of random bf16 rows."""
+    torch.manual_seed(0)
+    shapes = [(heads[0], head_dims[0]), (heads[1], head_dims[0]), (heads[1], head_dims[1])]
+    inputs = [
+        torch.randn(sum(LENGTHS), 1, *shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
+    packed = packed_sequences(LENGTHS, DEVICE)
+    output = PackedAttention(softmax_scale=None)(*inputs, None, packed_seq_params=packed)
+    return output, list(torch.autograd.grad(output.float().square().sum(), inputs))
+
+
+@pytest.mark.skipif(attention.PACKED_KERNEL is None, reason="this torch has no attention over packed rows")
+@pytest.mark.parametrize("kv_heads", [16, 4])
+def test_one_call_for_all_sequences_equals_padded_batches(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, gradients = attended((16, kv_heads), (128, 128))
+    monkeypatch.setattr(attention, "FLASH_DTYPES", ())
+    padded, expected = attended((16, kv_heads), (128, 128))
+    torch.testing.assert_close(output, padded, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=["plain", "latent"])
+def test_no_kernel_is_cudnns(head_dims: tuple[int, int]) -> None:
+    attended((16, 16), head_dims)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        attended((16, 16), head_dims)
+    names = {event.key for event in profiled.key_averages()}
+    assert any("attention" in name for name in names) and not any("cudnn" in name for name in names), names

@@ -1,0 +1,118 @@
+"""What a GPU machine has, and what of its software would cost or end a run before anything else does.
+
+    python tools/gpu_probe.py versions|graphs [--device cpu]
+
+versions   of packages, and how long attention takes for shapes that are new: by our choice of kernels, and by torch's
+graphs     two recordings of a product in the memory of one pool, the first dropped before the second: ends with torch's
+           internal assertion where that is not allowed
+
+The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from rltrain.models.attention import PACKED_KERNEL, attend, attend_packed  # noqa: E402
+
+PACKAGES = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "sglang", "numpy", "triton")
+NUM_SHAPES, HEADS, HEAD_DIM = 6, 16, 128
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    found = {name: _version(name) for name in PACKAGES}
+    sdpa = torch.backends.cuda
+    enabled = {
+        "flash": sdpa.flash_sdp_enabled(),
+        "memory_efficient": sdpa.mem_efficient_sdp_enabled(),
+        "cudnn": sdpa.cudnn_sdp_enabled(),
+    }
+    on_gpu = device.type == "cuda"
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "packages": found,
+        "attention_enabled": enabled,
+        "attention_packed": on_gpu and PACKED_KERNEL is not None,
+        "attention_new_shape_ms": {
+            "ours": _new_shapes(device, lambda q, k, v: attend(q, k, v, causal=True)),
+            "torchs": _new_shapes(
+                device, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            ),
+            **({"packed": _new_shapes(device, _packed)} if on_gpu and PACKED_KERNEL is not None else {}),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    boundaries = torch.tensor([0, len(rows[0])], dtype=torch.int32, device=q.device)
+    return attend_packed(rows[0], rows[1], rows[2], boundaries, len(rows[0]))
+
+
+def _new_shapes(device: torch.device, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[float]:
+    """Milliseconds of the first call with each of some lengths, the first of which loads what is loaded once."""
+    times = []
+    for number in range(NUM_SHAPES):
+        tokens = 200 + 24 * number
+        q, k, v = (
+            torch.randn(1, heads, tokens, HEAD_DIM, dtype=torch.bfloat16, device=device)
+            for heads in (HEADS, HEADS // 2, HEADS // 2)
+        )
+        _synchronize(device)
+        start = time.perf_counter()
+        attention(q, k, v)
+        _synchronize(device)
+        times.append(round(1e3 * (time.perf_counter() - start), 3))
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def graphs(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        raise SystemExit("graphs are CUDA's: there is nothing to be seen on the CPU")
+    x, pool = torch.randn(256, 256, device=device), torch.cuda.graph_pool_handle()
+    x @ x  # prepares cuBLAS
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            y = x @ x
+        graph.replay()
+        torch.cuda.synchronize(device)
+        del graph, y
+    return {"a pool can be used again": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("versions", "graphs"))
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    print(json.dumps({"versions": versions, "graphs": graphs}[arguments.what](torch.device(arguments.device))))
+
+
+if __name__ == "__main__":
+    main()
