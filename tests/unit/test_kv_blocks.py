@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.cluster.grid import Grid
 from rltrain.errors import ConfigError
+from rltrain.models import read_architecture
 from rltrain.residency.device_memory import DeviceMemory
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.residency import Residency
+from rltrain.residency.storage_memory import PausedRegion, ResizedStorages, StorageMemory
 from rltrain.rollout.embedded import EmbeddedEngine, build
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.embedded.block_tables import BlockTables, blocks_of
@@ -26,6 +29,7 @@ from rltrain.schedule.order import Order
 from rltrain.tasks.roles import TRAINED_PARTS
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
+from tests.unit.schedule_configs import make_config
 from tests.unit.test_residency import FakeSaver, order_of
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 30, (3,))
@@ -370,3 +374,24 @@ def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, le
             ConfigError, match=r"rollout\.kv_cache_gb: got auto .* beside actor, critic.*rollout\.offload"
         ):
             build.budget_within(site(False, ["actor", "critic"]))
+
+
+@pytest.mark.parametrize(("memory", "stays"), [(PausedRegion(FakeSaver(), "kv"), True), (ResizedStorages(), False)])
+def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
+    qwen3: Path, memory: StorageMemory, stays: bool
+) -> None:
+    limits = {"max_context_tokens": CONTEXT, "kv_cache_gb": 0.001}
+    site = SimpleNamespace(
+        config=make_config(model={"path": "m", "dtype": "float32"}, rollout=limits),
+        world=SimpleNamespace(rank=0, device=torch.device("cpu")),
+        **{"ranks": (0,), "grid": Grid((0,)), "architecture": read_architecture(qwen3)},
+        **{"tokenizer": None, "leaves": True, "others": ("actor",)},
+    )
+    hosted = build.build_embedded(site, leave=lambda: None)  # type: ignore[arg-type]
+    hosted.engine.end_update(0)
+    hosted.parts["kv_cache"].memory = memory
+    for _ in range(2):
+        hosted.engine.generate(groups(1, 1), GREEDY)
+        hosted.engine.release_cache()
+    assert (hosted.parts["kv_cache"].size_bytes > 0) == stays
+    assert hosted.metrics()["rollout/preemptions"] == 0

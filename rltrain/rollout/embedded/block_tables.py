@@ -8,6 +8,8 @@ import numpy as np
 
 from rltrain.rollout.sample import Sample
 
+_MOST_SPARED = 4
+"""No more than 1/4 of the blocks is kept free for samples that run: those that are about to end need none."""
 _ADMIT_FRACTION = 8
 """Once 1/8 of the blocks are free few samples may start too."""
 
@@ -97,7 +99,7 @@ class BlockTables:
             key = (version, sample.prompt[:-1])
             shared = len(key[1]) // self.block_tokens if key in counted or key in self._prefixes else 0
             num_free -= blocks_of(len(sample.prompt) + len(sample.tokens), self.block_tokens) - shared
-            if num_free < num_running + count + 1:
+            if num_free < min(num_running + count + 1, self.pool.num_blocks // _MOST_SPARED):
                 break
             counted.add(key)
             count += 1
