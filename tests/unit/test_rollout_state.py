@@ -36,7 +36,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines without a model."""
 
     def build(*_: Any) -> SimpleNamespace:
-        return SimpleNamespace(engine=ScriptedEngine(response_length), parts={})
+        return SimpleNamespace(engine=ScriptedEngine(response_length), parts={}, metrics=dict)
 
     monkeypatch.setattr(rollout_module, "build_engine", build)
     monkeypatch.setattr(Rollout, "_site", lambda self: None)
@@ -70,6 +70,7 @@ def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, r
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
         architecture=SimpleNamespace(eos_token_ids=(1,)),
+        operations=SimpleNamespace(add=lambda *counted, backward: None),
         resumed=resumed,
         first_step=resumed.step if resumed else 0,
     )

@@ -13,7 +13,9 @@ from rltrain.cluster.world import World
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.task_clock import TaskClock, TaskTime
 from rltrain.liveness.waiting import Waiter
+from rltrain.observability.role_work import RoleWork
 from rltrain.observability.trace import NullTrace, Trace
+from rltrain.roles.operations import Operations
 from rltrain.schedule.order import Entry
 from rltrain.tools.report.run_folder import read_run
 from rltrain.trainer import Trainer
@@ -126,7 +128,10 @@ def test_a_task_reports_its_work_and_its_waits_and_not_the_sync_that_an_engine_j
 
     trainer: Any = Trainer.__new__(Trainer)
     trainer.order, trainer.rank, trainer.hosted, trainer.trace = order, 0, {"rollout"}, NullTrace()
-    trainer.job = SimpleNamespace(heartbeat=job_store.heartbeat, world=job_store.world, leader_of=lambda role: 0)
+    trainer.job = SimpleNamespace(
+        heartbeat=job_store.heartbeat, world=job_store.world, leader_of=lambda role: 0, operations=Operations()
+    )
+    trainer.work = RoleWork()
     trainer.roles, trainer.joint_tasks = {"rollout": SimpleNamespace(generate=generate)}, {"weight_sync": weight_sync}
     trainer.residency = SimpleNamespace(enter=lambda position: None, changed=lambda role, part: None)
     trainer.in_flight = SimpleNamespace(announce=lambda: None)
