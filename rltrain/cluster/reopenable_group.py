@@ -48,6 +48,9 @@ class ReopenableGroup(dist.ProcessGroup):
         )
         c10d._world.pg_group_ranks[self._inner] = {rank: index for index, rank in enumerate(self._ranks)}
         self.generation = generation
+        if self._backend == "gloo":
+            # A member has its own connections before others have theirs, which would break off were it to close now.
+            self._inner.barrier().wait()
 
     def close(self) -> None:
         """Destroy the communicator, if one is open. All its work must be done on the device, and what is recorded of it

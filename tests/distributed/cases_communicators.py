@@ -109,6 +109,17 @@ def use_one_group() -> list[Any]:
     return answers
 
 
+def release_at_once() -> int:
+    """How often a group of all ranks was made anew and given back by each as soon as it had it."""
+    ranks = tuple(range(WORLD_SIZE))
+    groups = ProcessGroups([ranks], backend="gloo", timeout_s=30, reopenable=[ranks])
+    num_generations = 30
+    for generation in range(1, num_generations + 1):
+        groups.open({ranks: generation})
+        groups.close([ranks])
+    return num_generations
+
+
 def _answers(group: dist.ProcessGroup, rank: int, ranks: RankList) -> list[Any]:
     """Every kind of call that the models and schedules make."""
     peer = ranks[1 - ranks.index(rank)]

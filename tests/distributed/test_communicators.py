@@ -30,3 +30,10 @@ def test_a_group_answers_as_before_when_it_was_made_again():
         assert answers[:3] == [[numbers, index, 2, "gloo"]] * 3
         assert "over ranks (0, 2) was released" in answers[3]
     assert middle == []
+
+
+def test_a_group_may_be_released_while_others_are_still_making_it():
+    """A member that has no use for it goes on at once."""
+    assert (
+        run_distributed("tests.distributed.cases_communicators:release_at_once", WORLD_SIZE, timeout_s=90) == [30] * 4
+    )
