@@ -14,6 +14,7 @@ case ${1:-} in
     shift
     prepare_sglang
     export RLTRAIN_SGLANG_PYTHON=$sglang_python
-    if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi ;;
+    if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi
+    set -- -n 0 "$@" ;; # a server takes both cores
 esac
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py

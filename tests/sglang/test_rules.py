@@ -13,6 +13,8 @@ from rltrain.rollout.sglang.weights.payload import payload
 from tests.sglang.servers import call
 from tests.sglang_rules import Refused, SchedulerDied, ServerRules
 
+pytestmark = pytest.mark.slow  # servers of its own, which others would have to wait for
+
 NOTHING = {
     "serialized_named_tensors": [payload("{}")],
     "load_format": LOADER,

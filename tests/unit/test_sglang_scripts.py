@@ -37,7 +37,8 @@ PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reord
 OF_CI = [
     ["-m", "slow and not alone"],
     ["-n", "0", "-m", "slow and alone"],
-    ["tests/sglang", "-m", "slow or not slow"],
+    ["-n", "0", "tests/sglang"],
+    ["-n", "0", "tests/sglang", "-m", "slow"],
 ]
 
 
@@ -108,9 +109,9 @@ def with_sglang_python(environment: dict[str, str], folder: Path, *, installed: 
 @pytest.mark.parametrize(
     ("given", "to_pytest"),
     [
-        (["--sglang"], ["tests/sglang"]),
-        (["--sglang", "-m", "slow"], ["tests/sglang", "-m", "slow"]),
-        (["--sglang", "tests/sglang/test_process.py", "-x"], ["tests/sglang/test_process.py", "-x"]),
+        (["--sglang"], ["-n", "0", "tests/sglang"]),
+        (["--sglang", "-m", "slow"], ["-n", "0", "tests/sglang", "-m", "slow"]),
+        (["--sglang", "tests/sglang/test_process.py", "-x"], ["-n", "0", "tests/sglang/test_process.py", "-x"]),
         (["tests/unit"], ["tests/unit"]),
         ([], []),
     ],
@@ -153,21 +154,21 @@ def test_ci_runs_the_tests_with_sglang_too(environment: dict[str, str], tmp_path
 def test_ci_says_where_sglang_cannot_be_installed(environment: dict[str, str], tmp_path: Path) -> None:
     done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert tested == [[], *OF_CI[:-1]]
+    assert tested == [[], *OF_CI[:-2]]
     reason, said = done.stderr.splitlines()[-2:]
     assert "has no sglang" in reason and "the tests with SGLang were not run" in said
 
 
 @pytest.mark.parametrize(
     ("call", "stage"),
-    [("tests/sglang", "tests with SGLang"), ("lint.py", "lint"), ("not alone", "slow tests")],
+    [("tests/sglang -m slow", "learning with SGLang"), ("lint.py", "lint"), ("not alone", "slow tests")],
 )
 def test_ci_runs_everything_and_names_what_failed(
     environment: dict[str, str], tmp_path: Path, call: str, stage: str
 ) -> None:
     environment = with_sglang_python(environment, tmp_path, installed=True)
     done, tested = run_ci(environment | {"FAKE_FAIL_AT": call}, tmp_path)
-    assert done.returncode == 1 and len(tested) == 4
+    assert done.returncode == 1 and len(tested) == 5
     assert done.stderr.splitlines()[-1] == f"failed: {stage}"
 
 
