@@ -11,13 +11,12 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
+from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order
 from rltrain.tasks.roles import device_roles
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class PlannedJob:
     @property
     def item_bytes(self) -> int:
         """Of an element of the weights."""
-        return ITEM_BYTES[self.config.model.dtype]
+        return int(ITEM_BYTES[ElementType[self.config.model.dtype.upper()]])
 
     @property
     def served_bytes(self) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters, save_checkpoint
 from rltrain.cluster.grid import Grid
@@ -122,6 +123,20 @@ def union_of(placement: str) -> tuple[int, ...]:
     return tuple(sorted({*actor[0], *rollout[0]}))
 
 
+def shards(
+    architecture: Architecture, source: Grid, destination: Grid
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    """What this rank holds of the source, and is to hold of the destination."""
+    rank, full, held, expected = dist.get_rank(), full_tensors(architecture), None, None
+    if rank in source.ranks:
+        at = source.coordinates(rank)
+        held = tensors(megatron_shard(architecture, full, Place(source.tp, at.tp, source.pp, at.pp)))
+    if rank in destination.ranks:
+        at = destination.coordinates(rank)
+        expected = tensors(engine_shard(architecture, full, Place(destination.tp, at.tp)))
+    return held, expected
+
+
 def reshard_twice(
     architecture: Architecture,
     actor: tuple[tuple[int, ...], int, int],
@@ -131,19 +146,13 @@ def reshard_twice(
     settings: Settings,
 ) -> dict[str, Any]:
     """What this rank found."""
-    rank, full = dist.get_rank(), full_tensors(architecture)
+    rank = dist.get_rank()
     source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
     source = megatron_layout(architecture, source_grid)
     destination = engine_layout(architecture, destination_grid, dtype=settings.dtype)
-    held, wanted, expected = None, None, {}
-    if rank in source.ranks:
-        at = source_grid.coordinates(rank)
-        held = tensors(megatron_shard(architecture, full, Place(actor[1], at.tp, actor[2], at.pp)))
-    if rank in destination.ranks:
-        at = destination_grid.coordinates(rank)
-        expected = tensors(engine_shard(architecture, full, Place(rollout[1], at.tp)))
-        dtype = getattr(torch, settings.dtype)
-        wanted = {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
+    held, expected = shards(architecture, source_grid, destination_grid)
+    dtype = getattr(torch, settings.dtype)
+    wanted = expected and {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
     node, met = settings.ranks_per_node, list[float]()
 
     @contextmanager
@@ -166,15 +175,29 @@ def reshard_twice(
     came = time.perf_counter()
     report = prepared.run(held, wanted)
     worked = time.perf_counter() - met[-1]
-    wrong = [name for name in expected if not torch.equal(wanted[name], expected[name].to(wanted[name].dtype))]
-    moved = traffic(source, destination, node)
+    wrong = [name for name, tensor in (expected or {}).items() if not torch.equal(wanted[name], tensor.to(dtype))]
     return {
         "wrong": wrong,
-        "compared": len(expected),
+        "compared": len(expected or {}),
+        **counts(report, prepared, traffic(source, destination, node), settings),
+        "again": replace(first, **_seconds(report)) == report,
+        "came": came,
+        "met": met[-1],
+        "without_the_wait": report.seconds <= worked,
+        "bandwidth": report.bandwidth_bytes_per_s,
+        "seconds": all(0 <= seconds <= report.seconds for seconds in _seconds(report).values()),
+    }
+
+
+def counts(
+    report: SyncReport, prepared: resharding.Resharding, moved: dict[tuple[int, int], int], settings: Settings
+) -> dict[str, Any]:
+    """Of rounds, messages and bytes; `moved` is what goes from rank to rank by the layouts."""
+    rank, node = dist.get_rank(), settings.ranks_per_node
+    return {
         "num_rounds": report.num_rounds,
         "sent": report.bytes_sent == sum(n for (s, d), n in moved.items() if s == rank != d),
         "received": report.bytes_received == sum(n for (s, d), n in moved.items() if d == rank != s),
-        "again": replace(first, **_seconds(report)) == report,
         "in_place": sum(len(stage.sends_in_place) for stage in prepared.steps.stages),
         "fanned_out": sum(len(sent) for stage in prepared.steps.stages if stage.kind.fans_out for sent in stage.sends),
         "sharing": [any(stage.sends) for stage in prepared.steps.stages if stage.kind.shared],
@@ -187,11 +210,6 @@ def reshard_twice(
         "network": report.bytes_network == sum(n for (s, d), n in moved.items() if s // node != d // node),
         "moved": report.bytes_moved == sum(n for (s, d), n in moved.items() if s != d),
         "local": report.bytes_local == sum(n for (s, d), n in moved.items() if s == d),
-        "came": came,
-        "met": met[-1],
-        "without_the_wait": report.seconds <= worked,
-        "bandwidth": report.bandwidth_bytes_per_s,
-        "seconds": all(0 <= seconds <= report.seconds for seconds in _seconds(report).values()),
     }
 
 

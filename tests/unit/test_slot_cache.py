@@ -2,12 +2,13 @@
 
 import torch
 
+from rltrain.rollout.embedded.kv_cache import CacheShape
 from rltrain.rollout.embedded.slot_cache import SlotCache
 
 
 def small_cache() -> SlotCache:
     """Two layers and heads, at most 12 slots of 48 positions."""
-    return SlotCache(2, 2, 4, max_slots=12, max_positions=48, dtype=torch.float32, device=torch.device("cpu"))
+    return SlotCache(CacheShape(2, 2, 4, 12, 48, torch.float32, torch.device("cpu")))
 
 
 def shape_of(cache: SlotCache) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from rltrain.errors import ConfigError
 from rltrain.rollout.embedded.block_attention import BlockAttention
 from rltrain.rollout.embedded.block_tables import BlockTables, blocks_of
 from rltrain.rollout.embedded.kv_budget import KvBudget, num_blocks
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, Head, Keeper, PrefillAttention
+from rltrain.rollout.embedded.kv_cache import CacheShape, DecodeAttention, Head, Keeper, PrefillAttention
 from rltrain.rollout.sample import Sample
 
 
@@ -24,26 +24,21 @@ class BlockCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_slots: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        shape: CacheShape,
         *,
         budget: KvBudget,
         attention: type[BlockAttention],
         agree: Callable[[int], int],
     ) -> None:
         self.block_tokens = attention.block_tokens
-        self.capacity = blocks_of(max_positions, self.block_tokens) * self.block_tokens
-        self._max_slots, self._max_positions = max_slots, max_positions
+        self.capacity = blocks_of(shape.max_positions, self.block_tokens) * self.block_tokens
+        max_slots, device = shape.max_slots, shape.device
+        self._max_slots, self._max_positions = max_slots, shape.max_positions
         self._budget, self._attention, self._agree = budget, attention, agree
         self.table = torch.zeros(max_slots, self.capacity // self.block_tokens, dtype=torch.int32, device=device)
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
-        self._shape = (num_layers, 0, self.block_tokens, num_kv_heads, head_dim)
-        self._hold(torch.zeros(self._shape, dtype=dtype, device=device))
+        self._shape = (shape.num_layers, 0, self.block_tokens, shape.num_kv_heads, shape.head_dim)
+        self._hold(torch.zeros(self._shape, dtype=shape.dtype, device=device))
         self._tables: BlockTables | None = None
         self._shown: np.ndarray = np.zeros(())
         """What `table` has."""

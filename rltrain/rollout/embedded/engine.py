@@ -15,7 +15,7 @@ from rltrain.rollout.embedded.block_cache import BlockCache
 from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.generation import Generation
 from rltrain.rollout.embedded.kv_budget import KvBudget
-from rltrain.rollout.embedded.kv_cache import KvCache
+from rltrain.rollout.embedded.kv_cache import CacheShape, KvCache
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import Matrix
@@ -181,14 +181,14 @@ class EmbeddedEngine:
 
     def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
         model = self._model
-        shape = (model.num_layers, model.num_kv_heads, model.head_dim)
-        limits = (self._max_running_requests, self._max_context_tokens)
+        sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
+        shape = CacheShape(*sizes, self._max_running_requests, self._max_context_tokens, dtype, self._device)
         if budget is None:
-            return SlotCache(*shape, *limits, dtype, self._device)
+            return SlotCache(shape)
         like = torch.empty(0, dtype=dtype, device=self._device)
         attention, self.decodes_by = choose_attention(model.num_heads, model.num_kv_heads, model.head_dim, like)
         agree = partial(self._tensor_parallel.least, device=self._device)
-        cache = BlockCache(*shape, *limits, dtype, self._device, budget=budget, attention=attention, agree=agree)
+        cache = BlockCache(shape, budget=budget, attention=attention, agree=agree)
         if budget.given != "auto":
             cache.num_blocks()  # refused now rather than at the first step
         return cache

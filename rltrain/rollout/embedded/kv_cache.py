@@ -1,8 +1,9 @@
 """Keys and values of running samples, as the rest of the engine knows them: memory per slot, or blocks in a budget."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from rltrain.models.attention import attend
@@ -12,6 +13,18 @@ Head = tuple[int, ...]
 """All but the last token of a context: what is cached before a sample's first decode step."""
 Keeper = tuple[int, int]
 """A slot, and the position from which on it has a head's keys and values stored."""
+
+
+class CacheShape(NamedTuple):
+    """What a cache is to hold at most, and where."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_slots: int
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class PrefillAttention:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, Head, Keeper, PrefillAttention, rounded
+from rltrain.rollout.embedded.kv_cache import CacheShape, DecodeAttention, Head, Keeper, PrefillAttention, rounded
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -20,26 +20,17 @@ class SlotCache:
     """Implements `KvCache`: [layers, slots, kv_heads, capacity, head_dim].
 
     Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
-    many more or more (what is read lies denser than after doubling), up to `max_slots` and `max_positions`. Every
-    entry is finite, written or not, so that a masked one contributes exactly zero. `mask` [slots, kv_heads, capacity]
-    is what attention adds to scores: 0 where a slot holds a token, else -inf.
+    many more or more (what is read lies denser than after doubling), up to what `shape` says. Every entry is finite,
+    written or not, so that a masked one contributes exactly zero. `mask` [slots, kv_heads, capacity] is what attention
+    adds to scores: 0 where a slot holds a token, else -inf.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_slots: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self._max_slots = max_slots
-        self._max_positions = round_up(max_positions)
-        self.keys = torch.zeros(num_layers, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+    def __init__(self, shape: CacheShape) -> None:
+        self.num_layers, self.num_kv_heads = shape.num_layers, shape.num_kv_heads
+        self._max_slots = shape.max_slots
+        self._max_positions = round_up(shape.max_positions)
+        sizes = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
+        self.keys = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
         self._allocate(0, 0)
 
     @property
