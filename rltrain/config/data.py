@@ -1,0 +1,28 @@
+"""The config section data: files of rows."""
+
+from typing import Literal
+
+from rltrain.config.section import Count, Section
+
+
+class PromptFile(Section):
+    path: str
+    """JSONL or Parquet."""
+    prompt_key: str = "prompt"
+    """Column with a string, or with a list of chat messages."""
+    label_key: str | None = "label"
+    """null: the rows have no labels, and no reward function takes one."""
+    response_key: str = "response"
+    """Column with the demonstration, for algorithm: sft."""
+    max_rows: Count | None = None
+
+
+class Data(Section):
+    train: PromptFile
+    eval: PromptFile | None = None
+    chat_template: Literal["auto", "never"] = "auto"
+    """auto applies the tokenizer's chat template to message lists, and to plain prompts if the tokenizer has one."""
+    system_prompt: str | None = None
+    shuffle: bool = True
+    max_prompt_tokens: Count = 1024
+    on_bad_row: Literal["refuse", "skip"] = "refuse"

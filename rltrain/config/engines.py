@@ -1,0 +1,66 @@
+"""The config section rollout: what draws responses, and how."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rltrain.config.episodes import Endpoint
+from rltrain.config.models import Offload, Parallel
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+
+
+class Sampling(Section):
+    temperature: NonNegative = 1.0
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Strings that end a response, beside the checkpoint's end-of-sequence tokens."""
+    max_response_tokens: Count = 1024
+
+
+class SGLang(Section):
+    """An engine is a server of its own, a child of the engine's first rank."""
+
+    python: str | None = None
+    """Interpreter of an environment that has SGLang, which pins a torch of its own; null: the one that runs rltrain."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for the server, by their long names with underscores, such as {attention_backend: fa3}. Checked
+    against the installed version; what rltrain sets itself is refused."""
+    staging_mb: Positive = 512.0
+    """Weights reach an engine's process through two slots of this size per rank."""
+    start_timeout_s: Positive = 1800.0
+    """For a server that starts; runs only while nothing is added to its log."""
+    hang_timeout_s: Positive = 300.0
+    """A server that has requests and draws no token for so long is started anew."""
+    max_restarts: NonNegativeInt = 3
+    """Per engine and run; after as many the job ends."""
+    keep_weights: bool = True
+    """Keep a copy of each engine's weights on the host, for an engine that has to be started anew or comes back to a
+    device that it shares. Without it such an engine ends the job."""
+
+    @property
+    def heeds_seeds(self) -> bool:
+        """Whether the server draws a response by its request's seed; on CPUs no server does."""
+        return bool(self.args.get("enable_deterministic_inference"))
+
+
+class Rollout(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SGLang = SGLang()
+    endpoint: Endpoint = Endpoint()
+    dtype: Literal["auto", "fp8"] = "auto"
+    """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every
+    block of 128 x 128, quantised by the weight sync; the rest in model.dtype. The actor's log-probs then differ from
+    the engine's: see loss.tis_clip."""
+    parallel: Parallel = Parallel()
+    sampling: Sampling = Sampling()
+    max_running_requests: Count = 256
+    """Sequences decoded at once per engine, at most."""
+    max_context_tokens: Count = 4096
+    """Prompt and response together."""
+    kv_cache_gb: Literal["auto"] | Positive = "auto"
+    """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
+    room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
+    a GPU nine tenths of what is free when the engine has its turn; on a CPU no limit."""
+    offload: Offload = "auto"

@@ -1,0 +1,44 @@
+"""The config sections of what is learned from samples, and how: batch, advantages and loss."""
+
+from typing import Literal
+
+from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section, Share
+
+
+class Batch(Section):
+    prompts_per_step: Count = 32
+    samples_per_prompt: Count = 8
+    mini_batches: Count = 1
+    """Optimizer steps per rollout batch: each takes some samples of every prompt, or all samples of some prompts."""
+
+
+class Kl(Section):
+    """Penalty that keeps the actor near the reference."""
+
+    coef: NonNegative = 0.0
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    where: Literal["loss", "reward"] = "loss"
+
+
+class Loss(Section):
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+    normalization: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
+    entropy_coef: NonNegative = 0.0
+    old_logprobs: Literal["rollout", "actor"] = "actor"
+    """The ratio's denominator: the engine's own log-probs, or the actor's recomputed before the first update."""
+    tis_clip: Positive | None = None
+    """Truncated importance sampling with old_logprobs: actor: every token's loss is weighed by its probability under
+    the actor over that under the engine that drew it, cut at this; null: no weights."""
+    kl: Kl = Kl()
+
+
+class Advantages(Section):
+    normalize_std: bool = True
+    """grpo: divide group-centred rewards by the group's standard deviation."""
+    gamma: Fraction = 1.0
+    """ppo: discount per token."""
+    gae_lambda: Share = 0.95
+    """ppo: 0 trusts the critic's next value, 1 the rewards alone."""
+    whiten: bool = True
+    """ppo: advantages of a step's response tokens get mean 0 and standard deviation 1."""

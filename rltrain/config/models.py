@@ -1,0 +1,86 @@
+"""The config sections of the models that the training backend holds."""
+
+from typing import Literal
+
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+
+Offload = Literal["auto"] | bool
+"""Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
+and the device is not the host."""
+
+
+class Parallel(Section):
+    """Parallel sizes of one role; data parallelism is what its ranks leave over."""
+
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    sequence_parallel: bool = False
+
+
+class Model(Section):
+    path: str
+    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
+    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation, in Megatron's terms."""
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay."""
+
+    lr: Positive = 1e-6
+    min_lr: NonNegative = 0.0
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps (mini-batches) of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegative = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    clip_grad: NonNegative = 1.0
+
+
+class Trained(Section):
+    """What the roles with an optimizer have in common."""
+
+    optimizer: Optimizer = Optimizer()
+    micro_batch_tokens: Count = 16384
+    """Sequences are packed into micro-batches of at most this many tokens (one longer sequence stands alone)."""
+    distributed_optimizer: bool = True
+    """Shard optimizer states over data-parallel ranks."""
+    overlap: Literal["auto"] | bool = "auto"
+    """Reduce gradients over data parallelism while backward runs and, with distributed_optimizer, gather weights while
+    the next mini-batch's forward does. auto: on GPUs."""
+    gradient_bucket_mb: Positive | None = None
+    """With overlap: gradients, in fp32, that are reduced at once. null: Megatron's choice, 160 MB, and from 40 replicas
+    on 4 MB for each."""
+    offload: Offload = "auto"
+
+
+class Actor(Trained):
+    parallel: Parallel = Parallel()
+
+
+class Critic(Trained):
+    parallel: Parallel | None = None
+    """None: the actor's."""
+    path: str | None = None
+    """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
+    actor's starting checkpoint."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """First steps in which the critic learns and the actor stays as it is."""
+    value_clip: Positive | None = 0.2
+    """How far a value may move from the one that advantages were made from before its loss is cut; null: no limit."""
+
+
+class Reference(Section):
+    parallel: Parallel | None = None
+    """None: the actor's."""
+    path: str | None = None
+    """None: the actor's starting checkpoint."""
+    micro_batch_tokens: Count = 16384
+    offload: Offload = "auto"
