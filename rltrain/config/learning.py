@@ -2,14 +2,27 @@
 
 from typing import Literal
 
-from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section, Share
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section, Share
 
 
 class Batch(Section):
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     mini_batches: Count = 1
-    """Optimizer steps per rollout batch: each takes some samples of every prompt, or all samples of some prompts."""
+    """Parts of a step's samples, for each of which there is an optimizer step."""
+    mini_batches_by: Literal["samples", "prompts"] = "samples"
+    """What a mini-batch takes. samples: some samples of every prompt, or of as many prompts as can be. prompts: all
+    samples of some prompts, as verl and SkyRL have it."""
+    epochs: Count = 1
+    """Passes over a step's samples, each through all mini-batches in the same order."""
+
+
+class OnDivergence(Section):
+    """An optimizer step whose loss or gradient norm is not finite changes nothing, and is counted."""
+
+    max_skipped: NonNegativeInt = 3
+    """So many in a row, of actor or critic, are left out; one more ends the run, and 0 lets the first end it. A run
+    that goes on from a checkpoint begins to count anew."""
 
 
 class Kl(Section):

@@ -15,6 +15,7 @@ from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import OnDivergence as OnDivergence
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Model as Model
@@ -110,6 +111,7 @@ class Config(Section):
     batch: Batch = Batch()
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
+    on_divergence: OnDivergence = OnDivergence()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()
     checkpoint: Checkpoint = Checkpoint()

@@ -23,6 +23,7 @@ UPDATE = (
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
+    Metric("train/skipped_updates", "", "optimizer steps left out because loss or gradient norm was not finite"),
     Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
     Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.tis_clip"),
     Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.tis_clip cuts"),
@@ -31,7 +32,9 @@ UPDATE = (
     Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),
     Metric("train/stale_tokens", "tokens", "response tokens staler than schedule.max_staleness"),
     Metric(
-        "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
+        "perf/train_tokens_per_s",
+        "tokens/s",
+        "tokens (prompt and response) trained on per second, in every pass, all ranks together",
     ),
     Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
 )
@@ -43,6 +46,7 @@ UPDATE_CRITIC = (
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
     Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
     Metric("critic/lr", "", "the critic's learning rate"),
+    Metric("critic/skipped_updates", "", "as train/skipped_updates, of the critic"),
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
