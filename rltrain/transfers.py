@@ -11,7 +11,7 @@ from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
-from rltrain.tasks.roles import TRANSFERS, trained_roles
+from rltrain.tasks.roles import SCORED_SAMPLES, TRANSFERS, trained_roles
 
 
 class Transfers:
@@ -95,6 +95,10 @@ class Transfers:
             for later, e in self.order.of_step(entry.step)
         )
 
+    def _fields(self, transfer: str) -> tuple[str, ...]:
+        is_scored = transfer == "samples" and self.job.shape.selects_groups
+        return SCORED_SAMPLES if is_scored else TRANSFERS[transfer]
+
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
         source, destination = entry.roles
@@ -103,7 +107,7 @@ class Transfers:
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
-            fields=TRANSFERS[entry.name],
+            fields=self._fields(entry.name),
             position=posted,
             num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
         )

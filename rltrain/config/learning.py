@@ -1,8 +1,23 @@
 """The config sections of what is learned from samples, and how: batch, advantages and loss."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section, Share
+
+
+class DynamicSampling(Section):
+    """Which prompt groups a step is made of, once their rewards are known: others are drawn in the place of those that
+    are dropped."""
+
+    filter: str = "rewards_differ"
+    """rewards_differ drops groups whose samples all have one reward, from which algorithms that compare them learn
+    nothing. Or a function (prompt, responses, rewards, label) as "file.py:function" or "module:function", which returns
+    true for a group that counts, and false or the reason, a string, for one that does not."""
+    max_drawn: Annotated[float, Field(ge=1)] = 4.0
+    """Groups for a step, as a multiple of batch.prompts_per_step: when as many are finished as this leaves to be
+    dropped, all others count, so that the step ends."""
 
 
 class Batch(Section):
@@ -13,6 +28,8 @@ class Batch(Section):
     mini_batches_by: Literal["samples", "prompts"] = "samples"
     """What a mini-batch takes. samples: some samples of every prompt, or of as many prompts as can be. prompts: all
     samples of some prompts, as verl and SkyRL have it."""
+    dynamic_sampling: DynamicSampling | None = None
+    """null: every group counts. Rewards have to be known where groups are drawn: role reward on the rollout's ranks."""
     epochs: Count = 1
     """Passes over a step's samples, each through all mini-batches in the same order."""
 

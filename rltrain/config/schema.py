@@ -13,6 +13,7 @@ from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
+from rltrain.config.learning import DynamicSampling as DynamicSampling
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import Loss as Loss
 from rltrain.config.learning import OnDivergence as OnDivergence

@@ -10,6 +10,9 @@ from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
+FILTER = "dynamic_filter/"
+DROPPED, ALL_DROPPED = f"{FILTER}drop_", f"{FILTER}dropped"
+
 Record = Mapping[str, Any]
 """What JSON can write of a rank's statistics."""
 
@@ -52,6 +55,11 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
+    def add_dropped(self, groups: Mapping[str, int]) -> None:
+        """Numbers of groups that were drawn and do not count, by reason."""
+        self.sums.update({f"{DROPPED}{reason}": number for reason, number in groups.items()})
+        self.sums[ALL_DROPPED] += sum(groups.values())
+
     def _add_mean(self, name: str, total: float, count: int) -> None:
         before, num_before = self.means.get(name, (0.0, 0))
         self.means[name] = (before + total, num_before + count)
@@ -84,7 +92,7 @@ class RewardStatistics:
         sums = cls.sums_of(records)
         count = sums["samples"]
         mean = sums["rewards"] / count
-        counted = {name: number for name, number in sums.items() if name.startswith("reward_")}
+        counted = {name: number for name, number in sums.items() if name.startswith(("reward_", FILTER))}
         return {
             "reward_mean": mean,
             "reward_std": max(sums["squares"] / count - mean * mean, 0.0) ** 0.5,

@@ -20,6 +20,8 @@ class RunShape:
     """Whether engines may have responses under way when weights come: in flight, or where partial rollouts go on."""
     shares_prompts: bool
     """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
+    selects_groups: bool
+    """Whether finished groups count only once their rewards are known, and not all of them."""
     num_chunks: int
     """Parts of a step that travel on their own."""
     samples_per_group: int
@@ -57,6 +59,7 @@ class RunShape:
             syncs_in_flight=syncs_in_flight,
             draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
+            selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
             samples_per_group=algorithm.samples_per_group(),
             prompt_blocks=prompt_blocks,

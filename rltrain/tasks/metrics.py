@@ -106,6 +106,13 @@ SCORE = (
     Metric("rollout/reward_<name>", "", "mean of one of reward.functions, over the samples that it is for"),
     Metric("rollout/reward_<name>_errors", "samples", "samples that this one failed on; _timeouts alike"),
     Metric("rollout/reward_<key>", "", "mean of a number beside the score; of reward.functions reward_<name>_<key>"),
+    Metric("rollout/dynamic_filter/dropped", "groups", "drawn in the step and left out, with batch.dynamic_sampling"),
+    Metric(
+        "rollout/dynamic_filter/drop_<reason>",
+        "groups",
+        "of these: zero_std_<reward> (all samples have this one), failed (no reward function could tell), or what the "
+        "filter said",
+    ),
 )
 OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 """What none of reward.functions and of their numbers can be called: rollout/reward_<one of these> is of them all."""

@@ -1,0 +1,102 @@
+"""Rewards of prompt groups as an engine finishes them, while it goes on with others: those groups count that a filter
+keeps."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rltrain.data.experience import Experience
+from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.group_filter import GroupFilter
+from rltrain.rewards.scorable import Scorable
+from rltrain.rewards.scorer import PendingScores
+from rltrain.roles.reward_statistics import RewardStatistics
+from rltrain.roles.sample_log import SampleLog
+from rltrain.roles.scorables import at_turn_ends
+from rltrain.rollout.sample import SampleGroup
+from rltrain.rollout.stream.packing import pack_groups
+from rltrain.rollout.stream.selection import Verdict
+
+
+@dataclass
+class HandedOver:
+    """What this engine drew for a chunk: each group that counts with its scores, and how many it dropped by reason."""
+
+    groups: list[tuple[Experience, CombinedScores]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def add_to(self, statistics: RewardStatistics) -> None:
+        for experience, scores in self.groups:
+            statistics.add(experience, scores)
+        statistics.add_dropped(self.dropped)
+
+
+class GroupScoring:
+    """On an engine's first rank: implements `rollout.stream.selection.GroupFilter`, by the role reward there.
+
+    Reward functions work in processes of their own; a trusted one is called at once, so that what it says of a group
+    is known before the next decode step.
+    """
+
+    def __init__(
+        self,
+        scorer: CombinedScorer,
+        scorables: Callable[[Experience, int], list[Scorable]],
+        dropped_for: GroupFilter,
+        log: SampleLog | None,
+    ) -> None:
+        """`log` gets the ids of samples that were dropped."""
+        self.scorer, self.scorables, self.dropped_for, self.log = scorer, scorables, dropped_for, log
+        self.handed_over: dict[tuple[int, int], HandedOver] = {}
+        """By step and chunk, for the task that reports of them."""
+        self._pending: dict[int, tuple[list[Scorable], Sequence[PendingScores]]] = {}
+        """By position."""
+        self._dropped: Counter[str] = Counter()
+
+    def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> list[Verdict]:
+        for position, group in groups.items():
+            if position not in self._pending:
+                samples = self.scorables(pack_groups([group], [position]), step)
+                self._pending[position] = samples, self.scorer.begin(samples)
+        known = [position for position in groups if all(scores.is_done for scores in self._pending[position][1])]
+        return [self._verdict(position) for position in known]
+
+    def _verdict(self, position: int) -> Verdict:
+        samples, pending = self._pending.pop(position)
+        scores = self.scorer.wait(pending)
+        return Verdict(position, self.dropped_for(samples, scores), json.dumps(scores.record()))
+
+    def drop(self, group: SampleGroup, step: int, reason: str) -> None:
+        self._dropped[reason] += 1
+        if self.log is not None:
+            ids = [sample.id for sample in group.samples]
+            self.log.append({"step": step, "reason": reason, "sample_ids": ids})
+
+    def hand_over(
+        self, step: int, chunk: int, experience: Experience, groups: Iterable[tuple[SampleGroup, str]]
+    ) -> Experience:
+        """`experience` of these groups, one after the other, with the rewards that their records have."""
+        handed_over = HandedOver(dropped=self._dropped)
+        self._dropped, first = Counter(), 0
+        for group, record in groups:
+            scores = CombinedScores.of_record(json.loads(record))
+            own = experience.select(torch.arange(first, first + len(group.samples)))
+            handed_over.groups.append((_with_rewards(own, scores), scores))
+            first += len(group.samples)
+        self.handed_over[step, chunk] = handed_over
+        none = [experience.with_fields(rewards=torch.zeros(0))]
+        parts = [scored for scored, _ in handed_over.groups] or none
+        return experience.with_fields(
+            rewards=torch.cat([part.rewards for part in parts]),
+            turn_rewards=torch.cat([part.turn_rewards for part in parts]),
+        )
+
+
+def _with_rewards(experience: Experience, scores: CombinedScores) -> Experience:
+    return experience.with_fields(
+        rewards=torch.tensor(scores.rewards, dtype=torch.float32),
+        turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+    )
