@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.rewards.group_filter import REWARDS_DIFFER
+from rltrain.tasks.roles import informing
 
 
 def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
@@ -24,6 +25,13 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
             f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, where no group has "
             "rewards that differ; expected at least 2 samples per prompt, or a function"
         )
+    for role, _ in informing("reward", "samples"):
+        if role in placement.roles:
+            yield (
+                f"placement.{role}: placed with batch.dynamic_sampling, which selects groups before that has said "
+                f"anything of them; expected rewards by functions or environments alone, without {role}, or "
+                "batch.dynamic_sampling: null"
+            )
     if "rollout" in grids and "reward" in placement.roles:
         yield from _placement_problems(placement, grids["rollout"])
 

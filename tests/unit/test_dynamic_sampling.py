@@ -19,7 +19,7 @@ from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAss
 from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.stream.selection import DropCount, Selection, Verdict
 from rltrain.rollout.stream.stream_rules import StreamRules
-from tests.unit.shared_store import ShortPatience, on_ranks, open_store
+from tests.unit.shared_store import Jobs, ShortPatience, open_store
 from tests.unit.test_groups import prompt_groups
 
 NUM_SAMPLES = 2
@@ -89,7 +89,7 @@ class Setting:
         selection.filter = ScriptedFilter(self.drops, self.lag)
         return loop, selection.filter
 
-    def run(self, store: dist.TCPStore) -> list[tuple[list[Chunk], GenerationLoop, ScriptedFilter]]:
+    def run(self, jobs: Jobs) -> list[tuple[list[Chunk], GenerationLoop, ScriptedFilter]]:
         """By engine."""
 
         def engine(rank: int, own: dist.Store) -> Any:
@@ -97,39 +97,39 @@ class Setting:
             chunks = [loop.run(step, chunk) for step in range(self.num_steps) for chunk in range(self.num_chunks)]
             return chunks, loop, scripted
 
-        return on_ranks(store, engine, self.num_engines)
+        return jobs.run(engine, self.num_engines)
 
 
-@pytest.fixture
-def store() -> Iterator[dist.TCPStore]:
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
     with open_store() as store:
-        yield store
+        yield Jobs(store, num_ranks=2)
 
 
 def positions(groups: Iterable[Finished | SampleGroup]) -> list[int]:
     return [group.position for group in groups]
 
 
-def test_others_are_drawn_in_the_place_of_those_that_are_dropped(store):
+def test_others_are_drawn_in_the_place_of_those_that_are_dropped(jobs):
     """Odd ones are dull; nothing is begun that the step does not take, so the weights that draw it are the step's."""
-    ((chunks, loop, scripted),) = Setting(lambda position: position % 2 == 1).run(store)
+    ((chunks, loop, scripted),) = Setting(lambda position: position % 2 == 1).run(jobs)
     assert [positions(drawn) for _, drawn in chunks] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     assert sorted(scripted.dropped) == [((p + 1) // 8, p) for p in range(1, 23, 2)]
     assert not loop.groups.begun and not loop.selection.undecided
     assert loop.consumed.num_dropped == 11 and loop.consumed.num_handed_over == 12
 
 
-def test_a_step_ends_though_every_group_is_dull(store):
+def test_a_step_ends_though_every_group_is_dull(jobs):
     """After the limit it takes what there is."""
-    ((chunks, loop, scripted),) = Setting(lambda position: True, limit=3).run(store)
+    ((chunks, loop, scripted),) = Setting(lambda position: True, limit=3).run(jobs)
     assert [len(drawn) for _, drawn in chunks] == [4, 4, 4]
     assert Counter(step for step, _ in scripted.dropped) == {0: 3, 1: 3, 2: 3}
     assert loop.selection.drops.total == 9
 
 
-def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(store):
+def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(jobs):
     setting = Setting(lambda position: position == 1, ahead=4)
-    loop, _ = setting.loop(0, store)
+    loop, _ = setting.loop(0, jobs.start(1)[0])
     _, drawn = loop.run(0, 0)
     assert {position: loop.selection.records[position] for position in positions(drawn)} == {
         position: f"of {position}" for position in positions(drawn)
@@ -137,7 +137,7 @@ def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(store):
     assert loop.selection.records.keys() == {*positions(drawn), *loop.drawn}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sets(st.integers(0, 40), max_size=25),
     st.sampled_from([0, 2, 100]),
@@ -147,17 +147,12 @@ def test_what_is_known_of_a_group_is_kept_until_it_is_handed_over(store):
     st.sampled_from([0, 4]),
     st.sampled_from([1, 2]),
 )
-def test_every_group_is_handed_over_dropped_or_still_there(dull, limit, num_engines, shared, lag, ahead, num_chunks):
-    with open_store() as store:
-        by_engine = Setting(
-            dull.__contains__,
-            limit,
-            num_engines=num_engines,
-            shared=shared,
-            lag=lag,
-            ahead=ahead,
-            num_chunks=num_chunks,
-        ).run(store)
+def test_every_group_is_handed_over_dropped_or_still_there(
+    jobs, dull, limit, num_engines, shared, lag, ahead, num_chunks
+):
+    by_engine = Setting(
+        dull.__contains__, limit, num_engines=num_engines, shared=shared, lag=lag, ahead=ahead, num_chunks=num_chunks
+    ).run(jobs)
     (finished, *others) = [[entries for entries, _ in chunks] for chunks, _, _ in by_engine]
     assert all(other == finished for other in others), "all engines agree"
     assert [len(entries) for entries in finished] == [4 // num_chunks] * 3 * num_chunks
@@ -184,29 +179,26 @@ def test_every_group_is_handed_over_dropped_or_still_there(dull, limit, num_engi
     assert consumed.num_dropped == len(dropped) - len(unseen)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(0, 40), max_size=25), st.sampled_from([0, 4]), st.sampled_from([0, 1]), st.integers(1, 3))
-def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(dull, ahead, lag, cut):
+def test_a_run_that_goes_on_from_a_checkpoint_takes_what_it_would_have_taken(jobs, dull, ahead, lag, cut):
     """With one engine, at the same decode steps; what counts already is not asked for again."""
     setting = Setting(dull.__contains__, limit=3, ahead=ahead, lag=lag, num_steps=4)
-    with open_store() as store:
-        ((expected, _, whole),) = setting.run(store)
-    with open_store() as store:
-        loop, before = setting.loop(0, store)
-        found = [loop.run(step, 0) for step in range(cut)]
-        state = RolloutState.from_contents(loop.state().contents())
+    ((expected, _, whole),) = setting.run(jobs)
+    loop, before = setting.loop(0, jobs.start(1)[0])
+    found = [loop.run(step, 0) for step in range(cut)]
+    state = RolloutState.from_contents(loop.state().contents())
     (start,) = share_out([state], 1)
     assert start.state.consumed.num_handed_over == 4 * cut
-    with open_store() as store:
-        resumed, after = setting.loop(0, store, start, first_step=cut)
-        found += [resumed.run(step, 0) for step in range(cut, 4)]
+    resumed, after = setting.loop(0, jobs.start(1)[0], start, first_step=cut)
+    found += [resumed.run(step, 0) for step in range(cut, 4)]
     assert [positions(drawn) for _, drawn in found] == [positions(drawn) for _, drawn in expected]
     assert [drawn for _, drawn in found] == [drawn for _, drawn in expected]
     assert before.dropped + after.dropped == whole.dropped
     assert not {p for p in before.told if p in state.records} & after.told.keys()
 
 
-def test_engines_of_another_number_go_on_with_what_was_dropped(store):
+def test_engines_of_another_number_go_on_with_what_was_dropped(jobs):
     setting = Setting(lambda position: position % 3 == 0, num_engines=2, ahead=2, num_steps=4)
 
     def first(rank: int, own: dist.Store) -> Any:
@@ -214,12 +206,11 @@ def test_engines_of_another_number_go_on_with_what_was_dropped(store):
         chunks = [loop.run(step, 0) for step in range(2)]
         return [chunk for chunk, _ in chunks], scripted.dropped, loop.state()
 
-    by_engine = on_ranks(store, first, 2)
+    by_engine = jobs.run(first, 2)
     (start,) = share_out([state for _, _, state in by_engine], 1)
     alone = Setting(setting.drops, num_steps=4, ahead=2)
-    with open_store() as other:
-        loop, scripted = alone.loop(0, other, start, first_step=2)
-        later = [loop.run(step, 0)[0] for step in (2, 3)]
+    loop, scripted = alone.loop(0, jobs.start(1)[0], start, first_step=2)
+    later = [loop.run(step, 0)[0] for step in (2, 3)]
     handed_over = [entry.position for entries in (*by_engine[0][0], *later) for entry in entries]
     dropped = [p for _, of_engine, _ in by_engine for _, p in of_engine] + [p for _, p in scripted.dropped]
     held = [*loop.groups.begun, *loop.drawn, *loop.selection.undecided]

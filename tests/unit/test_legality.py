@@ -197,6 +197,13 @@ REFUSED = {
 }
 
 
+def test_groups_are_not_selected_by_what_a_model_says_later(monkeypatch):
+    monkeypatch.setattr("rltrain.legality.dynamic_sampling.informing", lambda role, transfer: [("critic", None)])
+    placement = {"actor,critic": 0, "rollout,reward": 1}
+    message = refusal(algorithm="ppo", placement=placement, batch={"dynamic_sampling": {}})
+    assert message.startswith("placement.critic: placed with batch.dynamic_sampling, which selects groups before")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_with_its_reason(case):
     sections, reason, _ = REFUSED[case]
