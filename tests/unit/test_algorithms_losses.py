@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.algorithms.correction import summarize
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, sample_index, token_weights
-from rltrain.algorithms.policy import clipped_policy_loss, policy_loss
+from rltrain.algorithms.policy import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
 MAX_RESPONSE_TOKENS = 7
+TIS = schema.Correction(high=1.1)
 
 
 def make_experience(seed: int, prompt_lengths: list[int], response_lengths: list[int]) -> Experience:
@@ -70,8 +72,8 @@ def plain_policy_loss(
     mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
     totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
     totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}
-    totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0}
-    all_tokens = sum(mask)
+    totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0, "ess": 0.0}
+    all_tokens, cap = sum(mask), loss.correction.high
     for start, end in zip(offsets, offsets[1:], strict=False):
         positions = [i for i in range(start, end) if mask[i]]
         divisor = {
@@ -84,7 +86,7 @@ def plain_policy_loss(
             ratio = math.exp(new - old_i)
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
             probability_ratio = math.exp(old_i - rollout)
-            weight = 1.0 if loss.tis_clip is None else min(probability_ratio, loss.tis_clip)
+            weight = 1.0 if cap is None else min(probability_ratio, cap)
             objective = weight * min(ratio * advantage, clipped * advantage)
             kl = plain_k(loss.kl.estimator, new, reference)
             penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
@@ -92,7 +94,8 @@ def plain_policy_loss(
             totals["pg_loss"] -= objective / divisor
             totals["kl_loss"] += kl / divisor
             totals["tis_weight"] += weight / all_tokens
-            totals["tis_clipped"] += (probability_ratio > (loss.tis_clip or math.inf)) / all_tokens
+            totals["ess"] += weight**2 / all_tokens
+            totals["tis_clipped"] += (probability_ratio > (cap or math.inf)) / all_tokens
             totals["ppo_kl"] += (old_i - new) / all_tokens
             totals["pg_clipfrac"] += (clipped * advantage < ratio * advantage) / all_tokens
             totals["entropy"] += ent / all_tokens
@@ -100,7 +103,8 @@ def plain_policy_loss(
             totals["train_rollout_logprob_abs_diff"] += abs(new - rollout) / all_tokens
             totals["abs_diff_max"] = max(totals["abs_diff_max"], abs(new - rollout))
             totals["ratio_max"] = max(totals["ratio_max"], ratio)
-    return totals
+    totals["ess"] = totals["tis_weight"] ** 2 / totals["ess"]
+    return totals | {"rejected_tokens": 0.0, "rejected_sequences": 0.0}
 
 
 LOSSES = [
@@ -111,8 +115,8 @@ LOSSES = [
     schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
-    schema.Loss(tis_clip=1.1),
-    schema.Loss(tis_clip=2.0, normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
+    schema.Loss(correction=TIS),
+    schema.Loss(correction=schema.Correction(high=2.0), normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
 ]
 
 
@@ -122,7 +126,7 @@ def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]
     result = {"loss": sum(o.loss.item() for o in outputs) / divisor}
     result |= {name: sum(o.sums[name].item() for o in outputs) / divisor for name in outputs[0].sums}
     result |= {name: sum(o.token_sums[name].item() for o in outputs) / num_tokens for name in outputs[0].token_sums}
-    return result | {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima}
+    return summarize(result | {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima})
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
@@ -135,21 +139,10 @@ def test_policy_loss_equals_plain_python(loss: schema.Loss) -> None:
     names |= {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
     if loss.kl.coef and loss.kl.where == "loss":
         names.add("kl_loss")
-    if loss.tis_clip is not None:
-        names |= {"tis_weight", "tis_clipped"}
+    if loss.correction.high is not None:
+        names |= {"tis_weight", "tis_clipped", "ess", "rejected_tokens", "rejected_sequences"}
     expected["train_rollout_logprob_abs_diff_max"] = expected.pop("abs_diff_max")
     assert actual == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
-
-
-def test_importance_weights_are_left_out_where_the_ratio_has_them_already() -> None:
-    experience = make_experience(0, [3, 1], [5, 7])
-    logprobs, entropy = current_values(experience)
-    capped, plain = (
-        policy_loss(schema.Loss(old_logprobs="rollout", tis_clip=cap), 7)(experience, logprobs, entropy)
-        for cap in (1.1, None)
-    )
-    assert capped.loss.item() == plain.loss.item()
-    assert set(capped.token_sums) == set(plain.token_sums)
 
 
 def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
@@ -211,28 +204,6 @@ def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "binds", "gradient"),
-    [
-        (1.0, 2.0, -2.0, False, -2.0),
-        (1.5, 1.0, -1.3, True, 0.0),
-        (1.5, -1.0, 1.5, False, 1.0),
-        (0.5, 1.0, -0.5, False, -1.0),
-        (0.5, -1.0, 0.8, True, 0.0),
-        (1.5, 0.0, 0.0, False, 0.0),
-    ],
-)
-def test_clip_binds_only_where_it_lowers_the_objective(
-    ratio: float, advantage: float, loss: float, binds: bool, gradient: float
-) -> None:
-    value = torch.tensor([ratio], requires_grad=True)
-    per_token, clip_binds = clipped_policy_loss(value, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3)
-    per_token.sum().backward()
-    assert per_token.item() == pytest.approx(loss)
-    assert clip_binds.item() is binds
-    assert value.grad is not None and value.grad.item() == pytest.approx(gradient)
-
-
-@pytest.mark.parametrize(
     ("normalization", "factors", "divisor"),
     [("token_mean", (1, 1), 4), ("sequence_mean", (1, 1 / 3), 2), ("dr_grpo", (1, 1), 2 * 10)],
 )
@@ -282,7 +253,7 @@ def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
     experience = make_experience(1, [1, 2], [4, 4])
     logprobs = experience.actor_logprobs.clone().requires_grad_()
     entropy = torch.zeros_like(logprobs).requires_grad_()
-    output = policy_loss(schema.Loss(tis_clip=1.5), 8)(experience, logprobs, entropy)
+    output = policy_loss(schema.Loss(correction=TIS), 8)(experience, logprobs, entropy)
     assert not any(v.requires_grad for v in (output.sums | output.token_sums | output.maxima).values())
     plain = means([policy_loss(schema.Loss(), 8)(experience, logprobs, entropy)], experience)
     mean_advantage = experience.advantages[experience.response_mask].mean().item()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rltrain.algorithms import value
+from rltrain.algorithms import correction, value
 from rltrain.models.architecture import Head
 from rltrain.training.megatron.forward import token_logprobs, token_values
 from rltrain.training.megatron.model import LanguageModel
@@ -34,7 +34,7 @@ def _token_values(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temp
     return (token_values(batch, outputs),)
 
 
-POLICY = Objective("actor", token_logprobs, num_outputs=2)
+POLICY = Objective("actor", token_logprobs, num_outputs=2, summarize=correction.summarize)
 """Loss functions get the log-prob of every token, and the entropy of the distribution that it was drawn from."""
 
 VALUE = Objective("critic", _token_values, num_outputs=1, summarize=value.summarize)
