@@ -18,6 +18,7 @@ from rltrain.config.learning import Correction as Correction
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic

@@ -118,6 +118,21 @@ LOSSES = [
     schema.Loss(correction=TIS),
     schema.Loss(correction=schema.Correction(high=2.0), normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
 ]
+SMOOTH = [
+    schema.Loss(policy="sapo"),
+    schema.Loss(policy="geometric_mean", normalization="sequence_mean", clip_low=0.4, clip_high=0.4),
+    schema.Loss(dual_clip=1.5, correction=schema.Correction(method="icepop", low=0.5, high=2.0)),
+    schema.Loss(kl=schema.Kl(coef=0.2, unbiased=True), correction=schema.Correction(level="geometric", high=1.1)),
+    schema.Loss(normalization="sequence_mean", correction=schema.Correction(method="mis", level="sequence", high=3.0)),
+]
+WITH_STOPPED_GRADIENTS = [
+    schema.Loss(policy="gspo", normalization="sequence_mean", correction=schema.Correction(reject_above=0.3)),
+    schema.Loss(policy="cispo", clip_low=1.0, clip_high=0.5, correction=schema.Correction(opsm_delta=0.1)),
+]
+OF_MICRO_BATCHES = [schema.Loss(policy="clip_cov"), schema.Loss(policy="kl_cov", normalization="sequence_mean")]
+"""Their covariances are of a micro-batch."""
+SPLITTABLE = [*LOSSES, *SMOOTH, *WITH_STOPPED_GRADIENTS]
+ALL = [*SPLITTABLE, *OF_MICRO_BATCHES]
 
 
 def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]:
@@ -171,7 +186,7 @@ def accumulate(
 @given(
     shape=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 6), max_size=4),
-    loss=st.sampled_from([*LOSSES, None]),
+    loss=st.sampled_from([*SPLITTABLE, None]),
     seed=st.integers(0, 1000),
 )
 def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(
@@ -188,7 +203,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
     torch.testing.assert_close(pieces_entropy_gradient, entropy_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+@pytest.mark.parametrize("loss", [*LOSSES, *SMOOTH], ids=range(len(LOSSES + SMOOTH)))
 def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
     experience = make_experience(3, [2, 1], [3, 4])
     double = {
@@ -216,7 +231,7 @@ def test_weights_of_known_lengths(normalization: Any, factors: tuple[float, floa
     assert weights.divisor.item() == divisor
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, None], ids=range(len(LOSSES) + 1))
+@pytest.mark.parametrize("loss", [*ALL, None], ids=range(len(ALL) + 1))
 def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) -> None:
     experience = make_experience(0, [2], [3])
     function = likelihood_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
@@ -229,7 +244,7 @@ def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) ->
         )
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+@pytest.mark.parametrize("loss", ALL, ids=range(len(ALL)))
 def test_values_outside_the_response_reach_neither_loss_nor_gradient(loss: schema.Loss) -> None:
     experience = make_experience(5, [2, 3], [3, 2])
     outside = ~experience.response_mask
