@@ -52,12 +52,15 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
     actor = of_response(experience, "actor_logprobs") if settings.old_logprobs == "actor" else present
     kept, weights, token_means = mask, mask.to(drawn.dtype), {}
     if correction.high is not None:
-        inside, weights = importance(experience, actor - drawn, correction)
+        ratio = ratios(experience, actor - drawn, correction.level)
+        inside = (ratio >= correction.low) & (ratio <= correction.high)
+        weights = weights_of(ratio, inside, correction)
         token_means["tis_clipped"] = ~inside
         if correction.method in ("mis", "mask"):
             kept = kept & inside
     if correction.reject_above is not None:
-        kept = kept & is_near(experience, drawn, actor, correction)
+        estimate = sample_means(experience, kl_estimate(drawn, actor, correction.reject_by))
+        kept = kept & (estimate.abs() <= correction.reject_above)
     if correction.opsm_delta is not None:
         far = sample_means(experience, drawn - present) > correction.opsm_delta
         weights = weights.masked_fill(far & (of_response(experience, "advantages") < 0), 0)
@@ -67,26 +70,22 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
     )
 
 
-def importance(experience: Experience, log_ratio: Tensor, correction: schema.Correction) -> tuple[Tensor, Tensor]:
-    """[tokens] whether the ratio is within the bounds, and the weight. `log_ratio` is 0 outside the response."""
-    if correction.level == "sequence":
+def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLevel) -> Tensor:
+    """[tokens] each token's own ratio or that of its sequence. `log_ratio` [tokens] is 0 outside the response."""
+    if level == "sequence":
         log_ratio = sample_sums(experience, log_ratio)[sample_index(experience)]
-    elif correction.level == "geometric":
+    elif level == "geometric":
         log_ratio = sample_means(experience, log_ratio)
-    ratio = log_ratio.exp()
-    inside = (ratio >= correction.low) & (ratio <= correction.high)
+    return log_ratio.exp()
+
+
+def weights_of(ratio: Tensor, inside: Tensor, correction: schema.Correction) -> Tensor:
+    """[tokens] what the method makes of the ratios, of which those `inside` are within the bounds."""
     if correction.method == "tis":
-        return inside, ratio.clamp(correction.low, correction.high)
+        return ratio.clamp(correction.low, correction.high)
     if correction.method == "mask":
-        return inside, inside.to(ratio.dtype)
-    return inside, ratio.masked_fill(~inside, 0)
-
-
-def is_near(experience: Experience, drawn: Tensor, actor: Tensor, correction: schema.Correction) -> Tensor:
-    """[tokens] whether the estimated KL(engine || actor) of the token's sequence, a mean over its tokens, is at most
-    reject_above."""
-    estimate = sample_means(experience, kl_estimate(drawn, actor, correction.reject_by)).abs()
-    return estimate <= correction.reject_above
+        return inside.to(ratio.dtype)
+    return ratio.masked_fill(~inside, 0)
 
 
 def _weight_metrics(experience: Experience, weights: Tensor) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def kl_term(tokens: ResponseTokens, settings: schema.Kl) -> Tensor:
 
 
 def _metrics(experience: Experience, logprobs: Tensor, old: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """[tokens] to be averaged, and maxima: how far the present weights are from the others, over all response tokens."""
+    """[tokens] to be averaged, and maxima: how far the present weights are from the others, of all response tokens."""
     current = logprobs.masked_fill(~experience.response_mask, 0)
     difference = (current - of_response(experience, "rollout_logprobs")).abs()
     token_means = {"ppo_kl": of_response(experience, old) - current, "train_rollout_logprob_abs_diff": difference}

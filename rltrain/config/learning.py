@@ -21,7 +21,10 @@ class Kl(Section):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     where: Literal["loss", "reward"] = "loss"
     unbiased: bool = False
-    """In the loss: times the token's ratio, so that value and gradient are unbiased also where other weights drew it."""
+    """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it."""
+
+
+CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class Correction(Section):
@@ -31,7 +34,7 @@ class Correction(Section):
     method: Literal["tis", "mis", "icepop", "mask"] = "tis"
     """Ratios weigh the tokens' losses. Outside [low, high]: tis cuts the ratio, mis leaves the token out of the step,
     icepop gives its policy loss weight 0. mask is mis with weight 1 within."""
-    level: Literal["token", "sequence", "geometric"] = "token"
+    level: CorrectionLevel = "token"
     """What a ratio is of: a token, or for all tokens of a sequence the product of theirs, or the geometric mean."""
     low: NonNegative = 0.0
     high: Positive | None = None

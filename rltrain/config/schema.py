@@ -15,6 +15,7 @@ from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import ClipCov as ClipCov
 from rltrain.config.learning import Correction as Correction
+from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss

@@ -12,10 +12,14 @@ class Metric:
 
 UPDATE = (
     Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
-    Metric("train/pg_loss", "", "its policy-gradient part: the surrogate of loss.policy, corrected as loss.correction says"),
+    Metric(
+        "train/pg_loss", "", "its policy-gradient part: the surrogate of loss.policy, corrected as loss.correction says"
+    ),
     Metric("train/kl_loss", "nats", "its KL part before the coefficient, with loss.kl.where: loss"),
     Metric("train/ppo_kl", "nats", "mean of old minus current log-prob over response tokens"),
-    Metric("train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back, where loss.policy has one"),
+    Metric(
+        "train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back, where loss.policy has one"
+    ),
     Metric("train/dual_clipfrac", "fraction", "response tokens whose ratio counts as loss.dual_clip"),
     Metric("train/covariance_tokens", "fraction", "response tokens that loss.policy clip_cov or kl_cov has chosen"),
     Metric("train/ratio_max", "", "largest ratio of current to old probability"),

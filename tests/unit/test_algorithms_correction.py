@@ -77,7 +77,11 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"opsm_delta": 0.05},
     {"method": "mis", "level": "sequence", "high": 3.0, "reject_above": 0.3, "opsm_delta": 0.1},
 ]  # fmt: skip
-OF_ENGINE = [{"method": "mask", "low": 0.5, "high": 2.0}, {"reject_above": 0.3, "reject_by": "k3"}, {"opsm_delta": 0.05}]
+OF_ENGINE = [
+    {"method": "mask", "low": 0.5, "high": 2.0},
+    {"reject_above": 0.3, "reject_by": "k3"},
+    {"opsm_delta": 0.05},
+]
 """For the ratio against the engine itself."""
 LOSSES = [
     *(schema.Loss(correction=schema.Correction(**keys), normalization="sequence_mean") for keys in CORRECTIONS),

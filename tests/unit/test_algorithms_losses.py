@@ -116,7 +116,9 @@ LOSSES = [
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
     schema.Loss(correction=TIS),
-    schema.Loss(correction=schema.Correction(high=2.0), normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
+    schema.Loss(
+        correction=schema.Correction(high=2.0), normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")
+    ),
 ]
 SMOOTH = [
     schema.Loss(policy="sapo"),

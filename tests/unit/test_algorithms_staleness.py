@@ -72,5 +72,3 @@ def test_no_samples() -> None:
     nothing = packed_experience([(1, 1)]).select(torch.zeros(0, dtype=torch.int64))
     _, counts = apply_staleness_limit(nothing, 3, 0, "drop")
     assert set(counts.values()) == {0}
-
-

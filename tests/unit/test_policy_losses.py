@@ -211,7 +211,7 @@ def test_kl_cov_holds_the_tokens_of_largest_covariance() -> None:
 
 @pytest.mark.parametrize("ratio", [2e-4, 0.3, 1.0])
 def test_clip_cov_leaves_out_some_tokens_of_large_covariance(ratio: float) -> None:
-    """Which ones is drawn; that they are as many as asked, and from where, and that the others are as in PPO, is not."""
+    """Which ones is drawn; how many, from where, and that the others are as in PPO, is not."""
     settings = schema.Loss(policy="clip_cov", clip_cov=schema.ClipCov(ratio=ratio, low=0.05, high=0.8))
     experience = in_double(SHAPE * 3, advantages="of tokens")
     logprobs = present_logprobs(experience)

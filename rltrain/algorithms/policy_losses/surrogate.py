@@ -44,4 +44,4 @@ class Surrogate:
     per_token: Tensor
     """[tokens] of which the policy loss is a weighted sum; without meaning outside the response."""
     shares: dict[str, Tensor] = field(default_factory=dict)
-    """[tokens] bool, no gradient: metrics that are shares of the response tokens, under the same names in every call."""
+    """[tokens] bool, no gradient: metrics that are shares of the response tokens, of the same names in every call."""
