@@ -99,16 +99,16 @@ def _weight_metrics(experience: Experience, weights: Tensor) -> dict[str, Tensor
         "tis_weight_square": weights.square(),
         "rejected_tokens": weights == 0,
         "rejected_sequences": (one_of * (used == 0))[of_token],
-        "sequences": one_of[of_token],
+        "correctable_sequences": one_of[of_token],
     }
 
 
 def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
     """A mini-batch's metrics with the effective sample size ess = (sum w)^2 / (n sum w^2), a share of its n response
     tokens, and the share of rejected_sequences, in the place of the means that they are made of."""
-    if "sequences" not in metrics:
+    if "correctable_sequences" not in metrics:
         return dict(metrics)
-    parts = ("tis_weight_square", "sequences")
+    parts = ("tis_weight_square", "correctable_sequences")
     square, sequences = (metrics[name] for name in parts)
     return {name: value for name, value in metrics.items() if name not in parts} | {
         "ess": metrics["tis_weight"] ** 2 / square if square else 0.0,

@@ -30,5 +30,5 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
     if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:
         yield (
             "rollout.dtype: got fp8 with loss.correction.high null, so samples that the rounded weights drew count as "
-            "the actor's own; expected a bound such as 2.0, with which they are weighed by how likely the actor finds them"
+            "the actor's own; expected a bound such as 2.0: tokens are then weighed by how likely the actor finds them"
         )

@@ -130,7 +130,7 @@ def test_metrics_count_what_was_done(loss: schema.Loss) -> None:
     actual = summarize({name: total.item() / len(weights) for name, total in output.token_sums.items()})
     assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert ("tis_clipped" in actual) == (loss.correction.high is not None)
-    assert not actual.keys() & {"sequences", "tis_weight_square"}
+    assert not actual.keys() & {"correctable_sequences", "tis_weight_square"}
 
 
 def test_without_a_correction_there_are_no_metrics_of_one() -> None:
