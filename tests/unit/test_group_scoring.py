@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rltrain.errors import ConfigError, RewardError
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import FAILED, load_group_filter
 from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import Scores
+from rltrain.rewards.scorer import PendingScores, Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.sample_log import SampleLog
@@ -125,6 +126,16 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
 def test_an_engine_that_drew_none_of_a_chunk_has_none_to_reward(scoring):
     none = scoring.hand_over(0, 1, pack_groups([], [1, 2]), [])
     assert none.num_samples == 0 and len(none.rewards) == len(none.turn_rewards) == 0
+
+
+def test_scores_are_done_when_every_worker_has_answered():
+    first, second = futures = (Future[list[Any]](), Future[list[Any]]())
+    pending = PendingScores(lambda: Scores([2.0], 0, 0), futures)
+    first.set_result([])
+    assert not pending.is_done
+    second.set_exception(ConfigError("no worker could start"))
+    assert pending.is_done, "so that who waits learns of it"
+    assert PendingScores(lambda: Scores([2.0], 0, 0)).is_done, "of a function that needs no worker"
 
 
 class Slow:
