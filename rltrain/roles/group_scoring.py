@@ -23,15 +23,17 @@ from rltrain.rollout.stream.selection import Verdict
 
 @dataclass
 class HandedOver:
-    """What this engine drew for a chunk: each group that counts with its scores, and how many it dropped by reason."""
+    """What this engine drew for a chunk: each group that counts with its scores, how many it dropped by reason, and how
+    many count because no more could be dropped."""
 
     groups: list[tuple[Experience, CombinedScores]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    num_spared: int = 0
 
     def add_to(self, statistics: RewardStatistics) -> None:
         for experience, scores in self.groups:
             statistics.add(experience, scores)
-        statistics.add_dropped(self.dropped)
+        statistics.add_dropped(self.dropped, self.num_spared)
 
 
 class GroupScoring:
@@ -54,7 +56,8 @@ class GroupScoring:
         """By step and chunk, for the task that reports of them."""
         self._pending: dict[int, tuple[list[Scorable], Sequence[PendingScores]]] = {}
         """By position."""
-        self._dropped: Counter[str] = Counter()
+        self._since = HandedOver()
+        """The last hand-over."""
 
     def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> list[Verdict]:
         for position, group in groups.items():
@@ -70,17 +73,20 @@ class GroupScoring:
         return Verdict(position, self.dropped_for(samples, scores), json.dumps(scores.record()))
 
     def drop(self, group: SampleGroup, step: int, reason: str) -> None:
-        self._dropped[reason] += 1
+        self._since.dropped[reason] += 1
         if self.log is not None:
             ids = [sample.id for sample in group.samples]
             self.log.append({"step": step, "reason": reason, "sample_ids": ids})
+
+    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
+        self._since.num_spared += 1
 
     def hand_over(
         self, step: int, chunk: int, experience: Experience, groups: Iterable[tuple[SampleGroup, str]]
     ) -> Experience:
         """`experience` of these groups, one after the other, with the rewards that their records have."""
-        handed_over = HandedOver(dropped=self._dropped)
-        self._dropped, first = Counter(), 0
+        handed_over, first = self._since, 0
+        self._since = HandedOver()
         for group, record in groups:
             scores = CombinedScores.of_record(json.loads(record))
             own = experience.select(torch.arange(first, first + len(group.samples)))

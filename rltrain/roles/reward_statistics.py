@@ -11,7 +11,7 @@ from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
 FILTER = "dynamic_filter/"
-DROPPED, ALL_DROPPED = f"{FILTER}drop_", f"{FILTER}dropped"
+DROPPED, ALL_DROPPED, SPARED = f"{FILTER}drop_", f"{FILTER}dropped", f"{FILTER}kept_at_limit"
 
 Record = Mapping[str, Any]
 """What JSON can write of a rank's statistics."""
@@ -55,10 +55,10 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
-    def add_dropped(self, groups: Mapping[str, int]) -> None:
-        """Numbers of groups that were drawn and do not count, by reason."""
+    def add_dropped(self, groups: Mapping[str, int], num_spared: int) -> None:
+        """Numbers of groups that were drawn and do not count, by reason, and of those that do all the same."""
         self.sums.update({f"{DROPPED}{reason}": number for reason, number in groups.items()})
-        self.sums[ALL_DROPPED] += sum(groups.values())
+        self.sums.update({ALL_DROPPED: sum(groups.values()), SPARED: num_spared})
 
     def _add_mean(self, name: str, total: float, count: int) -> None:
         before, num_before = self.means.get(name, (0.0, 0))

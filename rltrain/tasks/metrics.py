@@ -124,6 +124,11 @@ SCORE = (
         "of these: zero_std_<reward> (all samples have this one), failed (no reward function could tell), or what the "
         "filter said",
     ),
+    Metric(
+        "rollout/dynamic_filter/kept_at_limit",
+        "groups",
+        "that the filter would have dropped and that count, because of batch.dynamic_sampling.max_drawn",
+    ),
 )
 OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 """What none of reward.functions and of their numbers can be called: rollout/reward_<one of these> is of them all."""

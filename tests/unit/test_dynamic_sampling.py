@@ -37,6 +37,8 @@ class ScriptedFilter:
     told: Counter[int] = field(default_factory=Counter)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     """(step, position)."""
+    spared: list[tuple[int, int]] = field(default_factory=list)
+    """Likewise."""
 
     def verdicts(self, groups: Mapping[int, SampleGroup], step: int) -> Iterable[Verdict]:
         known = [position for position in groups if self.looks[position] >= self.lag]
@@ -47,6 +49,9 @@ class ScriptedFilter:
     def drop(self, group: SampleGroup, step: int, reason: str) -> None:
         assert reason == "dull"
         self.dropped.append((step, group.position))
+
+    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
+        self.spared.append((step, group.position))
 
 
 @dataclass
@@ -124,6 +129,7 @@ def test_a_step_ends_though_every_group_is_dull(jobs):
     ((chunks, loop, scripted),) = Setting(lambda position: True, limit=3).run(jobs)
     assert [len(drawn) for _, drawn in chunks] == [4, 4, 4]
     assert Counter(step for step, _ in scripted.dropped) == {0: 3, 1: 3, 2: 3}
+    assert Counter(step for step, _ in scripted.spared) == {0: 4, 1: 4, 2: 4}
     assert loop.selection.drops.total == 9
 
 

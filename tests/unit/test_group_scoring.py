@@ -110,6 +110,7 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
         9: None,
     }
     scoring.drop(dull, 6, "zero_std_0.0")
+    scoring.spare(mixed, 6, "any")
     (line,) = (tmp_path / "dropped.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 6, "reason": "zero_std_0.0", "sample_ids": [50, 51]}
     experience = pack_groups([other, mixed], [4, 9])
@@ -120,6 +121,7 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
     scoring.handed_over.pop((6, 0)).add_to(statistics)
     metrics = RewardStatistics.metrics([statistics.record()])
     assert metrics["reward_mean"] == 0.5 and metrics["response_length_mean"] == 2.5
+    assert metrics["dynamic_filter/kept_at_limit"] == 1
     assert metrics["dynamic_filter/dropped"] == metrics["dynamic_filter/drop_zero_std_0.0"] == 1
 
 

@@ -37,6 +37,10 @@ class GroupFilter(Protocol):
         """The group was dropped in this step."""
         ...
 
+    def spare(self, group: SampleGroup, step: int, reason: str) -> None:
+        """It would have been, but no more may be dropped in this step."""
+        ...
+
 
 class DropCount:
     """How many groups all engines have dropped: of those that they finish in one step at most `limit`.
@@ -94,12 +98,15 @@ class Selection:
         assert self.filter is not None, "whoever scores groups sets the filter before the first decode step"
         kept, dropped = [], []
         for verdict in self.filter.verdicts(self.undecided, step) if self.undecided else ():
-            if verdict.dropped_for is not None and self.drops.take(step):
-                self.filter.drop(self.undecided[verdict.position], step, verdict.dropped_for)
+            group, reason = self.undecided[verdict.position], verdict.dropped_for
+            if reason is not None and self.drops.take(step):
+                self.filter.drop(group, step, reason)
                 dropped.append(verdict.position)
-            else:
-                self.records[verdict.position] = verdict.record
-                kept.append(verdict.position)
+                continue
+            if reason is not None:
+                self.filter.spare(group, step, reason)
+            self.records[verdict.position] = verdict.record
+            kept.append(verdict.position)
         return tuple(kept), tuple(dropped)
 
     def apply(self, kept: Sequence[int], dropped: Collection[int]) -> list[SampleGroup]:
