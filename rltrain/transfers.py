@@ -11,7 +11,7 @@ from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
-from rltrain.tasks.roles import SCORED_SAMPLES, TRANSFERS, trained_roles
+from rltrain.tasks.roles import TRANSFERS, trained_roles
 
 
 class Transfers:
@@ -96,8 +96,9 @@ class Transfers:
         )
 
     def _fields(self, transfer: str) -> tuple[str, ...]:
+        """Samples are scored already where the rollout selects groups by their rewards."""
         is_scored = transfer == "samples" and self.job.shape.selects_groups
-        return SCORED_SAMPLES if is_scored else TRANSFERS[transfer]
+        return TRANSFERS["scored" if is_scored else transfer]
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rltrain.data.experience import Experience
+from rltrain.data.experience import Experience, join
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import GroupFilter
 from rltrain.rewards.scorable import Scorable
 from rltrain.rewards.scorer import PendingScores
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import at_turn_ends
+from rltrain.roles.scored_samples import with_scores
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.selection import Verdict
@@ -90,19 +90,8 @@ class GroupScoring:
         for group, record in groups:
             scores = CombinedScores.of_record(json.loads(record))
             own = experience.select(torch.arange(first, first + len(group.samples)))
-            handed_over.groups.append((_with_rewards(own, scores), scores))
+            handed_over.groups.append((with_scores(own, scores), scores))
             first += len(group.samples)
         self.handed_over[step, chunk] = handed_over
-        none = [experience.with_fields(rewards=torch.zeros(0))]
-        parts = [scored for scored, _ in handed_over.groups] or none
-        return experience.with_fields(
-            rewards=torch.cat([part.rewards for part in parts]),
-            turn_rewards=torch.cat([part.turn_rewards for part in parts]),
-        )
-
-
-def _with_rewards(experience: Experience, scores: CombinedScores) -> Experience:
-    return experience.with_fields(
-        rewards=torch.tensor(scores.rewards, dtype=torch.float32),
-        turn_rewards=at_turn_ends(experience, scores.turn_rewards),
-    )
+        none = with_scores(experience.select(torch.arange(0)), CombinedScores([], {}))
+        return join([scored for scored, _ in handed_over.groups] or [none])

@@ -1,6 +1,7 @@
 """The reward: scores responses against their prompts' labels."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,8 @@ from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import Scorables, at_turn_ends
+from rltrain.roles.scorables import Scorables
+from rltrain.roles.scored_samples import with_scores
 
 
 class Reward(Role):
@@ -88,11 +90,7 @@ class Reward(Role):
 
     def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
         scores = self.scorer.score(source.of(shipment.experience, step))
-        experience = shipment.experience
-        scored = shipment.with_fields(
-            rewards=torch.tensor(scores.rewards, dtype=torch.float32),
-            turn_rewards=at_turn_ends(experience, scores.turn_rewards),
-        )
+        scored = replace(shipment, experience=with_scores(shipment.experience, scores))
         statistics.add(scored.experience, scores)
         return scored
 

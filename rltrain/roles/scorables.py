@@ -1,6 +1,6 @@
 """Samples of an experience as reward functions get them: what the functions of this run ask for, and no more."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,16 +109,6 @@ def turn_ends(mask: Tensor) -> Tensor:
     """[turns] where each run of drawn tokens ends, of one sample's response_mask [tokens]."""
     following = torch.cat([mask[1:], mask.new_zeros(min(len(mask), 1))])
     return torch.nonzero(mask & ~following).flatten() + 1
-
-
-def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
-    """[tokens] the rewards of each turn at its last token, of the samples that have such."""
-    placed = torch.zeros(experience.num_tokens)
-    starts = experience.offsets().tolist()
-    for sample, rewards in turn_rewards.items():
-        ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
-        placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
-    return placed
 
 
 def _wanted_columns(

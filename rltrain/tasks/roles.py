@@ -40,9 +40,6 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
 }
 """The fields of Experience that each carries."""
 
-SCORED_SAMPLES = (*SAMPLES, "rewards")
-"""What "samples" carries where the rollout selects groups by their rewards."""
-
 
 def _weights(role: str) -> frozenset[Key]:
     return parts_of(role, "weights")
