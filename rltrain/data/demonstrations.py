@@ -7,7 +7,7 @@ import torch
 
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.data.order import PromptOrder
+from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
 
@@ -20,7 +20,7 @@ class Demonstrations:
         encoder = PromptEncoder(tokenizer, config.data)
         self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
         self.eos_token_id = eos_token_id(tokenizer)
-        self.order = PromptOrder(len(self.dataset), seed=config.seed, shuffle=config.data.shuffle)
+        self.order = prompt_order(self.dataset, config)
         self.prompts_per_step = config.batch.prompts_per_step
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
 

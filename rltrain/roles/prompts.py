@@ -1,16 +1,14 @@
 """The prompt files of a run, read once per process however many roles of it use them."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.config.schema import Config
-from rltrain.data.order import PromptOrder
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts
+from rltrain.data.order import Order
+from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.rewards.registry import COMPARES_TEXT
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,14 +17,14 @@ class Prompts:
 
     decoder: TextDecoder
     train: PromptDataset
-    order: PromptOrder
+    order: Order
     evaluation: PromptDataset | None
 
     def report_dropped(self) -> None:
         """Say which rows of the files are not used."""
-        for key, dataset in (("data.train", self.train), ("data.eval", self.evaluation)):
-            if dataset is not None and (dataset.dropped.num_bad or dataset.dropped.num_too_long):
-                logger.warning("%s: %s", key, dataset.dropped)
+        report_dropped("data.train", self.train)
+        if self.evaluation is not None:
+            report_dropped("data.eval", self.evaluation)
 
 
 def read_prompts(config: Config) -> Prompts:
@@ -37,5 +35,4 @@ def read_prompts(config: Config) -> Prompts:
     needs: Needs = "label" if COMPARES_TEXT.isdisjoint(config.reward.names) else "plain label"
     train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
     evaluation = load_prompts(data.eval, data, encoder, needs=needs, config_key="data.eval") if data.eval else None
-    order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
-    return Prompts(TextDecoder(tokenizer), train, order, evaluation)
+    return Prompts(TextDecoder(tokenizer), train, prompt_order(train, config), evaluation)

@@ -97,7 +97,7 @@ class Scorables:
             values["messages"] = () if isinstance(prompt, str) else prompt
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
-            values["label_value"] = self.columns.label_value(columns)
+            values["label_value"] = self.columns.label_value(row, columns)
         if TOKEN_FIELDS & self.fields:
             start = int(mask.nonzero()[0]) if mask.any() else len(mask)
             values["prompt_ids"], values["response_ids"] = tokens[:start].tolist(), tokens[start:].tolist()
