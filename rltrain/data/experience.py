@@ -34,7 +34,11 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "values": (torch.float32, "token"),
     "advantages": (torch.float32, "token"),
     "returns": (torch.float32, "token"),
+    "reward_parts": (torch.float32, "sample"),
 }
+
+WIDE = frozenset({"reward_parts"})
+"""Fields of several numbers for each sample or token: their tensors have a second dimension."""
 
 
 def _absent() -> Any:
@@ -76,6 +80,8 @@ class Experience:
     advantages: Tensor = field(default_factory=_absent)
     returns: Tensor = field(default_factory=_absent)
     """[tokens] what the values should have been."""
+    reward_parts: Tensor = field(default_factory=_absent)
+    """[samples, functions] what each reward function gave, unweighted."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:
