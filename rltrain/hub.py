@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, PromptSource
 from rltrain.config.section import HubName
 from rltrain.data.file_kinds import kind_of
 from rltrain.errors import CheckpointError, DataError, StallError, UserError
@@ -184,6 +184,8 @@ def _mapped(section: Section, prefix: str, change: Callable[[str, str, HubName],
         elif isinstance(value, tuple):
             changed[name] = tuple(_mapped_items(value, key, mark, change))
     given = {name: value for name, value in changed.items() if value != getattr(section, name)}
+    if isinstance(section, PromptSource) and given:
+        given["name"] = section.title  # which is made from the path
     return section.model_copy(update=given) if given else section
 
 

@@ -21,6 +21,9 @@ class Demonstrations:
         tokenizer = load_tokenizer(Path(config.model.path))
         encoder = PromptEncoder(tokenizer, config.data)
         self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
+        for source in self.dataset.sources:
+            if self.dataset[source.first].turns:
+                _conversation(self.dataset, source.first)  # refused now, where the template has no place for such rows
         self.eos_token_id = eos_token_id(tokenizer)
         self.order = prompt_order(self.dataset, config)
         self.prompts_per_step = config.batch.prompts_per_step

@@ -66,7 +66,7 @@ class RowParser:
             prompt, turns = split_conversation(prompt, source.prompt_key)
         else:
             label = self._label(values)
-        tools = "" if source.tools_key is None else self._tools(values.get(source.tools_key), source.tools_key)
+        tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
         difficulty = 0.0 if self.difficulty_key is None else _parse_difficulty(values, self.difficulty_key)
         return PromptRow(prompt, label, response, origin, tools, turns, difficulty)
 
@@ -80,7 +80,11 @@ class RowParser:
             raise BadRow(f"has chat messages under {key!r}, but {self.encoder.without_template}; expected a text")
         return parse_messages(value, key)
 
-    def _tools(self, value: Any, key: str) -> str:
+    def _tools(self, values: Row, key: str) -> str:
+        try:
+            value = look_up(values, key)
+        except BadRow:
+            return ""
         tools = sys.intern(parse_tools(value, key))  # which many rows share
         if tools and not self.encoder.uses_template:
             raise BadRow(f"has tools under {key!r}, but {self.encoder.without_template}; expected none")

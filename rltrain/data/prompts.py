@@ -167,6 +167,11 @@ def _usable_rows(parser: RowParser, data: schema.Data, dropped: DroppedRows, key
             dropped.num_too_long += 1
         else:
             dropped.num_too_short += 1
+    if parser.source.tools_key is not None and rows and not any(row.tools for row in rows):
+        raise DataError(
+            f"{key}.tools_key: no usable row has tools under {parser.source.tools_key!r}; expected the column that has "
+            "them, or null"
+        )
     return rows
 
 

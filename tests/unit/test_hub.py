@@ -69,6 +69,12 @@ def test_names_become_folders_of_one_commit(hub: StandIn, caplog: pytest.LogCapt
     assert prompts(with_local_copies(config(train=other), world()).data.train) == ["1+2="]
 
 
+def test_a_source_keeps_its_name(hub: StandIn) -> None:
+    sources = (schema.PromptSource(path="owner/sums", split="test", weight=1.0),)
+    (source,) = with_local_copies(config(train=schema.PromptFile(sources=sources)), world()).data.train.parts()
+    assert source.title == "sums" and Path(str(source.path)).is_dir()
+
+
 def test_one_rank_of_a_node_copies_and_all_nodes_copy_what_the_first_found(hub: StandIn) -> None:
     store = dist.HashStore()
     first = with_local_copies(config(), world(0, store=store))
