@@ -21,10 +21,9 @@ class Demonstrations:
         tokenizer = load_tokenizer(Path(config.model.path))
         encoder = PromptEncoder(tokenizer, config.data)
         self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
-        for source in self.dataset.sources:
-            if self.dataset[source.first].turns:
-                _conversation(self.dataset, source.first)  # refused now, where the template has no place for such rows
         self.eos_token_id = eos_token_id(tokenizer)
+        for source in self.dataset.sources:
+            _encoded(self.dataset, source.first, self.eos_token_id)  # a template without a place for it is refused now
         self.order = prompt_order(self.dataset, config)
         self.prompts_per_step = config.batch.prompts_per_step
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
@@ -62,7 +61,7 @@ def load_sft_batch(
     mask: list[bool] = []
     lengths, truncated = [], []
     for row in rows:
-        whole, learnt = _conversation(dataset, row) if dataset[row].turns else _response(dataset, row, eos_token_id)
+        whole, learnt = _encoded(dataset, row, eos_token_id)
         end = learnt.index(True) + max_response_tokens
         tokens += whole[:end]
         mask += learnt[:end]
@@ -81,22 +80,16 @@ def load_sft_batch(
     )
 
 
-Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Ids of a sample, and which of them are learnt."""
-
-
-def _response(dataset: PromptDataset, row: int, eos_token_id: int) -> Encoded:
-    prompt, (response,) = dataset.prompt_tokens(row), dataset.encoder.encode_responses([dataset[row].response])
+def _encoded(dataset: PromptDataset, row: int, eos_token_id: int) -> tuple[Sequence[int], Sequence[bool]]:
+    """(ids of the whole sample, which of them are learnt)."""
+    demonstrated, encoder = dataset[row], dataset.encoder
+    if not isinstance(demonstrated.response, str):
+        messages = [*encoder.messages(demonstrated.prompt), *demonstrated.response]
+        try:
+            record = demonstrate(encoder.format_with(demonstrated.tools), messages)
+        except DataError as error:
+            raise DataError(f"{demonstrated.origin}: {error}") from error
+        return record.ids, record.drawn_mask
+    prompt, (response,) = dataset.prompt_tokens(row), encoder.encode_responses([demonstrated.response])
     ended = response if response[-1:] == [eos_token_id] else [*response, eos_token_id]
     return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)
-
-
-def _conversation(dataset: PromptDataset, row: int) -> Encoded:
-    demonstrated, encoder = dataset[row], dataset.encoder
-    try:
-        record = demonstrate(
-            encoder.format_with(demonstrated.tools), [*encoder.messages(demonstrated.prompt), *demonstrated.turns]
-        )
-    except DataError as error:
-        raise DataError(f"{demonstrated.origin}: {error}") from error
-    return record.ids, record.drawn_mask

@@ -23,15 +23,18 @@ class PromptRow:
 
     prompt: Prompt
     label: str
-    response: str
-    origin: str
-    """File and line, for messages."""
-    tools: str = ""
+    response: str | Sequence[Message]
+    """Of a conversation the messages after the prompt: the first and the last are the assistant's."""
+    tools: str
     """JSON text of the tools that the prompt shows; empty: none."""
-    turns: Sequence[Message] = ()
-    """In the place of `response` the messages after the prompt: the first and the last are the assistant's."""
-    difficulty: float = 0.0
-    """By which a curriculum sorts."""
+    place: str
+    """What its origin begins with. Shared by the rows of a file, of which there may be millions."""
+    number: int
+
+    @property
+    def origin(self) -> str:
+        """File and line, for messages."""
+        return f"{self.place}{self.number}"
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,26 @@ class RowParser:
             raise values
         source = self.source
         prompt = self._prompt(look_up(values, source.prompt_key))
-        turns: Sequence[Message] = ()
-        label = response = ""
+        label = ""
+        response: str | Sequence[Message] = ""
         if self.needs == "response" and source.response_key is not None:
             response = _parse_response(look_up(values, source.response_key), source.response_key)
         elif self.needs == "response":
-            prompt, turns = split_conversation(prompt, source.prompt_key)
+            prompt, response = split_conversation(prompt, source.prompt_key)
         else:
             label = self._label(values)
         tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
-        difficulty = 0.0 if self.difficulty_key is None else _parse_difficulty(values, self.difficulty_key)
-        return PromptRow(prompt, label, response, origin, tools, turns, difficulty)
+        place = sys.intern(origin.rstrip("0123456789"))
+        return PromptRow(prompt, label, response, tools, place, int(origin[len(place) :]))
+
+    def difficulty(self, values: Row | BadRow) -> float:
+        """By which a curriculum sorts; 0 without one. Raises BadRow."""
+        if self.difficulty_key is None or isinstance(values, BadRow):
+            return 0.0
+        value = look_up(values, self.difficulty_key)
+        if isinstance(value, (bool, int, float, Decimal)) and math.isfinite(value):
+            return float(value)
+        raise BadRow(f"has {shown(value)} under {self.difficulty_key!r}; expected a number (data.curriculum.key)")
 
     def _prompt(self, value: Any) -> Prompt:
         key = self.source.prompt_key
@@ -142,10 +154,3 @@ def _parse_response(value: Any, key: str) -> str:
     if isinstance(value, str) and value:
         return value
     raise BadRow(f"has {shown(value)} under {key!r}; expected the demonstrated response: a text, not empty")
-
-
-def _parse_difficulty(values: Row, key: str) -> float:
-    value = look_up(values, key)
-    if isinstance(value, (bool, int, float, Decimal)) and math.isfinite(value):
-        return float(value)
-    raise BadRow(f"has {shown(value)} under {key!r}; expected a number (data.curriculum.key)")

@@ -1,6 +1,7 @@
 """The rows of data.train or data.eval, checked when they are read and tokenised when they are used."""
 
 import logging
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class SourceRows:
     num_rows: int
     weight: float | None
     dropped: DroppedRows
+    difficulties: Sequence[float] = ()
+    """Of its rows, where a curriculum sorts by them."""
 
 
 class PromptDataset:
@@ -134,25 +137,30 @@ def load_prompts(
     difficulty_key = data.curriculum.key if data.curriculum is not None and file is data.train else None
     for number, source in enumerate(file.parts()):
         key = f"{config_key}.sources.{number}" if file.sources else config_key
-        dropped, first = DroppedRows(), len(rows)
-        rows += _usable_rows(RowParser(source, encoder, needs, difficulty_key), data, dropped, key)
+        dropped, difficulties, first = DroppedRows(), array("d"), len(rows)
+        parser = RowParser(source, encoder, needs, difficulty_key)
+        rows += _usable_rows(parser, data, key, dropped, difficulties)
         if len(rows) == first:
             limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
             if data.min_prompt_tokens:
                 limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
             raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
-        sources.append(SourceRows(source.title, first, len(rows) - first, source.weight, dropped))
+        sources.append(SourceRows(source.title, first, len(rows) - first, source.weight, dropped, difficulties))
     return PromptDataset(rows, encoder, data.max_prompt_tokens, sources)
 
 
-def _usable_rows(parser: RowParser, data: schema.Data, dropped: DroppedRows, key: str) -> list[PromptRow]:
-    """Of one source, which stands in the config as `key`; what is left out is counted in `dropped`."""
+def _usable_rows(
+    parser: RowParser, data: schema.Data, key: str, dropped: DroppedRows, difficulties: "array[float]"
+) -> list[PromptRow]:
+    """Of one source, which stands in the config as `key`; what is left out is counted in `dropped`, and `difficulties`
+    are filled if a curriculum wants them."""
     rows: list[PromptRow] = []
     for origin, values in read_source(parser.source, parser.keys, f"{key}.path"):
         if len(rows) == parser.source.max_rows:
             break
         try:
             row = parser.parse(values, origin)
+            difficulty = parser.difficulty(values)
             length = _length_class(row, parser.encoder, data)
         except BadRow as problem:
             if data.on_bad_row == "refuse":
@@ -163,6 +171,8 @@ def _usable_rows(parser: RowParser, data: schema.Data, dropped: DroppedRows, key
             continue
         if length == 0:
             rows.append(row)
+            if parser.difficulty_key is not None:
+                difficulties.append(difficulty)
         elif length > 0:
             dropped.num_too_long += 1
         else:
