@@ -30,8 +30,8 @@ OF_ROWS = tuple(f"*{suffix}*" for suffix in (".jsonl", ".ndjson", ".json", ".par
 FILES = {"model": OF_WEIGHTS, "dataset": (*OF_ROWS, "README.md")}
 DOUBLES = ["original/*", "consolidated*"]
 """The same weights once more, under other names."""
-SMALL_FILES = ["config.json", "README.md"]
-"""What is copied to learn which commit a revision is."""
+SMALL_FILES = [".gitattributes", "config.json", "README.md"]
+"""What is copied to learn which commit a revision is; the cache then knows it too. Repositories have the first one."""
 POLL_S = 0.2
 
 
