@@ -13,7 +13,6 @@ from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import GroupFilter
 from rltrain.rewards.scorable import Scorable
 from rltrain.rewards.scorer import PendingScores
-from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.scored_samples import with_scores
 from rltrain.rollout.sample import SampleGroup
@@ -29,11 +28,6 @@ class HandedOver:
     groups: list[tuple[Experience, CombinedScores]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     num_spared: int = 0
-
-    def add_to(self, statistics: RewardStatistics) -> None:
-        for experience, scores in self.groups:
-            statistics.add(experience, scores)
-        statistics.add_dropped(self.dropped, self.num_spared)
 
 
 class GroupScoring:

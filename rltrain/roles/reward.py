@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
@@ -28,7 +29,8 @@ class Reward(Role):
         self.has_judged = False
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = functions if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
@@ -63,7 +65,10 @@ class Reward(Role):
         if not self.job.shape.selects_groups:
             scored = self._score(samples, self.training, step, self.statistics)
         elif self.scoring is not None:
-            self.scoring.handed_over.pop((step, chunk)).add_to(self.statistics)
+            handed_over = self.scoring.handed_over.pop((step, chunk))
+            for experience, scores in handed_over.groups:
+                self._add(experience, scores, self.training, self.statistics)
+            self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
@@ -91,8 +96,15 @@ class Reward(Role):
     def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
         scores = self.scorer.score(source.of(shipment.experience, step))
         scored = replace(shipment, experience=with_scores(shipment.experience, scores))
-        statistics.add(scored.experience, scores)
+        self._add(scored.experience, scores, source, statistics)
         return scored
+
+    @staticmethod
+    def _add(experience: Experience, scores: CombinedScores, source: Scorables, statistics: RewardStatistics) -> None:
+        statistics.add(experience, scores)
+        if len(source.dataset.sources) > 1:
+            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
+            statistics.add_sources(sources, scores.rewards)
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.
@@ -164,6 +176,8 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.training.dataset.sources) > 1:
+                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)

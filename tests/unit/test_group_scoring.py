@@ -118,7 +118,10 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
     assert given.rewards.tolist() == [0.0, 1.0, 1.0, 0.0]
     assert given.sample_ids.tolist() == [90, 91, 40, 41]
     statistics = RewardStatistics()
-    scoring.handed_over.pop((6, 0)).add_to(statistics)
+    handed_over = scoring.handed_over.pop((6, 0))
+    for of_group, its_scores in handed_over.groups:
+        statistics.add(of_group, its_scores)
+    statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
     metrics = RewardStatistics.metrics([statistics.record()])
     assert metrics["reward_mean"] == 0.5 and metrics["response_length_mean"] == 2.5
     assert metrics["dynamic_filter/kept_at_limit"] == 1
