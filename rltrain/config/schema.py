@@ -15,6 +15,7 @@ from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Model as Model
@@ -92,7 +93,18 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    algorithm: Literal[
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "maxrl",
+        "pass_at_k",
+        "gdpo",
+        "ppo",
+        "sft",
+    ] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"

@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
@@ -25,11 +28,17 @@ class RewardStatistics:
         self.first_failures: dict[str, str] = {}
         """By the functions' titles."""
 
-    def add(self, experience: Experience, scores: CombinedScores) -> None:
-        """`experience` has the rewards of `scores`."""
+    def add(self, experience: Experience, scores: CombinedScores, greedy: Tensor | None = None) -> None:
+        """`experience` has the rewards of `scores`. What is reported of all samples leaves out the `greedy` ones
+        [samples] bool, which are there to be compared with."""
+        if greedy is not None and greedy.any():
+            of_greedy = experience.rewards[greedy].double()
+            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
+            experience = experience.select(torch.nonzero(~greedy).flatten())
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
             {
+                "scored": len(scores.rewards),
                 "samples": len(rewards),
                 "rewards": float(rewards.sum()),
                 "squares": float(rewards.square().sum()),

@@ -29,7 +29,7 @@ SAMPLES = (
 TRANSFERS: dict[str, tuple[str, ...]] = {
     "samples": SAMPLES,
     "evaluation_samples": SAMPLES,
-    "scored": (*SAMPLES, "rewards"),
+    "scored": (*SAMPLES, "rewards", "reward_parts"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
