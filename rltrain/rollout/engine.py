@@ -11,7 +11,7 @@ from rltrain.rollout.sample import Sample
 
 @dataclass(frozen=True)
 class GreedyPlaces:
-    """The last `count` of every `of` samples in a row, by their episodes' ids, as the samples of groups are numbered."""
+    """The last `count` of every `of` samples in a row, by their episodes' ids: as samples of groups are numbered."""
 
     count: int
     of: int

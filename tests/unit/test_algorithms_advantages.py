@@ -229,9 +229,7 @@ def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamm
 @given(st.lists(st.lists(st.tuples(MASKS, REWARDS), min_size=4, max_size=4), min_size=1, max_size=3))
 def test_remax_compares_with_the_greedy_response(groups: list[list[tuple[tuple[bool, ...], float]]]) -> None:
     algorithm = algorithm_of(make_config(algorithm="remax", batch={"samples_per_prompt": 3}))
-    samples = [
-        Row(g, 4 * g + i, mask, reward) for g, group in enumerate(groups) for i, (mask, reward) in enumerate(group)
-    ]
+    samples = [Row(g, 4 * g + i, *sample) for g, group in enumerate(groups) for i, sample in enumerate(group)]
     experience = packed(samples)
     assert algorithm.is_greedy(experience).tolist() == [False, False, False, True] * len(groups)
     found = algorithm.with_advantages(algorithm.compared_with_greedy(experience))

@@ -156,8 +156,8 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ),
         (
             {"advantages": {"overlong_penalty": {"buffer_tokens": 1025}}},
-            "advantages.overlong_penalty.buffer_tokens: got 1025; expected at most rollout.sampling.max_response_tokens "
-            "1024",
+            "advantages.overlong_penalty.buffer_tokens: got 1025; expected at most "
+            "rollout.sampling.max_response_tokens 1024",
         ),
         (
             {"loss": {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}},
