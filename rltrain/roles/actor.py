@@ -125,8 +125,8 @@ class Actor(TrainedRole):
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
 
     def save_state(self) -> Mapping[str, Contents]:
-        """As of every role that learns, with the coefficient of the reward's KL penalty beside it."""
-        text = {KL_COEF: repr(self.estimation.kl.coef)}
+        """As of every role that learns, with an adaptive coefficient of the reward's KL penalty beside it."""
+        text = {KL_COEF: repr(self.estimation.kl.coef)} if self.config.loss.kl.adaptive else {}
         return {name: Contents(c.tensors, {**c.metadata, **text}) for name, c in super().save_state().items()}
 
     def _saved_kl_coef(self) -> float | None:

@@ -1,6 +1,6 @@
 """From scored samples to advantages: what of it concerns a whole step, and what is reported of it."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -28,7 +28,7 @@ class AdvantageEstimation:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: dict[str, float] = defaultdict(float)
         self.kl_sums = torch.zeros(2, dtype=torch.float64)
 
     def shaped(self, experience: Experience) -> Experience:

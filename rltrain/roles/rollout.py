@@ -46,9 +46,8 @@ class Rollout(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        algorithm = algorithm_of(self.config)
-        self.num_greedy = algorithm.greedy_samples_per_group()
-        self.num_samples = algorithm.samples_per_group() + self.num_greedy
+        self.num_greedy = job.shape.greedy_per_group
+        self.num_samples = job.shape.samples_per_group + self.num_greedy
         """Of each training prompt, the greedy ones last."""
         self.engine_ranks = self.grid.replica(self.dp)
         self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
