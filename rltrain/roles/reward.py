@@ -9,11 +9,11 @@ from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.combined import CombinedScorer
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import Scorables, turn_ends
+from rltrain.roles.scorables import Scorables, reward_parts, turn_ends
 
 
 def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
@@ -26,17 +26,11 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
     return placed
 
 
-def reward_parts(scores: CombinedScores) -> torch.Tensor:
-    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
-    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
-
-
 class Reward(Role):
     name = "reward"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.algorithm = algorithm_of(job.config)
         self.has_judged = False
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
@@ -53,10 +47,9 @@ class Reward(Role):
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics()
+            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         samples = self.shipments.pop(("samples", step, chunk))
-        greedy = self.algorithm.is_greedy(samples.experience)
-        scored = self._score(samples, self.training, step, self.statistics, greedy)
+        scored = self._score(samples, self.training, step, self.statistics)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
@@ -81,14 +74,7 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(
-        self,
-        shipment: Shipment,
-        source: Scorables,
-        step: int,
-        statistics: RewardStatistics,
-        greedy: torch.Tensor | None = None,
-    ) -> Shipment:
+    def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
         scores = self.scorer.score(source.of(shipment.experience, step))
         experience = shipment.experience
         scored = shipment.with_fields(
@@ -96,7 +82,7 @@ class Reward(Role):
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
             reward_parts=reward_parts(scores),
         )
-        statistics.add(scored.experience, scores, greedy)
+        statistics.add(scored.experience, scores)
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
@@ -129,7 +115,7 @@ class Reward(Role):
     def _judge(self, task: str, sums: Mapping[str, float], first_failures: Mapping[str, str]) -> None:
         """Raise RewardError if a function failed on more samples of `task` than may, or on all of the first task's."""
         is_first, self.has_judged = not self.has_judged, True
-        num_samples, settings = int(sums["scored"]), self.config.reward
+        num_samples, settings = int(sums["samples"]), self.config.reward
 
         def are_too_many(num_failed: int) -> bool:
             return num_failed > settings.max_failures * num_samples or (is_first and num_failed == num_samples)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,13 @@ Record = Mapping[str, Any]
 
 
 class RewardStatistics:
-    """Sums over the samples that this rank has scored, and each function's first failure among them, in words."""
+    """Sums over the samples that this rank has scored, and each function's first failure among them, in words.
 
-    def __init__(self) -> None:
+    What is reported of all samples leaves out those that `is_greedy` [samples] bool tells: they are compared with.
+    """
+
+    def __init__(self, is_greedy: Callable[[Experience], Tensor] | None = None) -> None:
+        self.is_greedy = is_greedy
         self.sums: Counter[str] = Counter()
         self.means: dict[str, tuple[float, int]] = {}
         """Sum and number of samples of what the functions are reported by."""
@@ -28,18 +32,14 @@ class RewardStatistics:
         self.first_failures: dict[str, str] = {}
         """By the functions' titles."""
 
-    def add(self, experience: Experience, scores: CombinedScores, greedy: Tensor | None = None) -> None:
-        """`experience` has the rewards of `scores`. What is reported of all samples leaves out the `greedy` ones
-        [samples] bool, which are there to be compared with."""
-        if greedy is not None and greedy.any():
-            of_greedy = experience.rewards[greedy].double()
-            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
-            experience = experience.select(torch.nonzero(~greedy).flatten())
+    def add(self, experience: Experience, scores: CombinedScores) -> None:
+        """`experience` has the rewards of `scores`."""
+        experience = self._reported(experience)
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
             {
-                "scored": len(scores.rewards),
-                "samples": len(rewards),
+                "samples": len(scores.rewards),
+                "reported": len(rewards),
                 "rewards": float(rewards.sum()),
                 "squares": float(rewards.square().sum()),
                 "lengths": float(lengths.sum()),
@@ -60,6 +60,14 @@ class RewardStatistics:
                 self._add_mean(f"{prefix(title)}_{_name_of(key)}", total, count)
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
+
+    def _reported(self, experience: Experience) -> Experience:
+        """Without greedy samples, of which the mean reward is noted."""
+        if self.is_greedy is None or not (greedy := self.is_greedy(experience)).any():
+            return experience
+        rewards = experience.rewards[greedy].double()
+        self._add_mean("greedy_reward_mean", float(rewards.sum()), len(rewards))
+        return experience.select(torch.nonzero(~greedy).flatten())
 
     def _add_mean(self, name: str, total: float, count: int) -> None:
         before, num_before = self.means.get(name, (0.0, 0))
@@ -91,7 +99,7 @@ class RewardStatistics:
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
         """From the records of all ranks of the role, each of which has samples of its own."""
         sums = cls.sums_of(records)
-        count = sums["samples"]
+        count = sums["reported"]
         mean = sums["rewards"] / count
         counted = {name: number for name, number in sums.items() if name.startswith("reward_")}
         return {

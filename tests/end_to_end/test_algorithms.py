@@ -30,6 +30,13 @@ SHAPED = (
     "loss.kl={coef: 0.05, estimator: k1, where: reward, adaptive: {target: 0.01, horizon: 100}}",
     "advantages.overlong_penalty={buffer_tokens: 30, factor: 0.5}",
 )
+IN_ENVIRONMENT = (
+    "placement={'actor, reference, rollout, reward, env': 0}",
+    "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+    "rollout.sampling.max_response_tokens=96",
+    "rollout.max_context_tokens=112",
+    "reward={function: environment}",
+)
 RESUMED = "rloo"
 """Saves after its first step, from which another run goes on."""
 MORE = {
@@ -57,13 +64,14 @@ def two_functions(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one of each name, and "resumed": one after the other in one process."""
+    """A folder with one of each name, "resumed" and "remax in an environment": one after the other in one process."""
     folder = tmp_path_factory.mktemp("algorithms")
     common = [f"model.path={warmed_up}", data_overrides[0], *SMALL]
     more = {**MORE, "gdpo": (two_functions(folder),)}
     jobs = [[*common, f"algorithm={name}", f"output_dir={folder / name}", *more[name]] for name in NAMES]
     resume = f"checkpoint.resume={folder / RESUMED}/checkpoints/step_0000001"
     jobs.append([*common, f"algorithm={RESUMED}", f"output_dir={folder / 'resumed'}", *more[RESUMED], resume])
+    jobs.append([*common, "algorithm=remax", f"output_dir={folder / 'remax in an environment'}", *IN_ENVIRONMENT])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
@@ -76,7 +84,7 @@ def records_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "remax in an environment"])
 def test_every_algorithm_trains(runs: Path, name: str) -> None:
     records = records_of(runs / name)
     assert all(is_documented(metric) for record in records for metric in record.keys() - {"step", "time_s"})
@@ -85,7 +93,7 @@ def test_every_algorithm_trains(runs: Path, name: str) -> None:
         assert len(values) == STEPS and all(map(math.isfinite, values)), metric
     assert any(column(records, "train/grad_norm"))
     assert [len(ids) for ids in sample_ids(runs / name).values()] == [PROMPTS * SAMPLES] * STEPS
-    assert ("rollout/greedy_reward_mean" in records[0]) == (name == "remax")
+    assert ("rollout/greedy_reward_mean" in records[0]) == name.startswith("remax")
     if SHAPED[0] in MORE.get(name, ()):
         first, second = column(records, "train/kl_coef")
         assert first == 0.05 and second != 0.05
