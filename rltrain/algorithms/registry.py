@@ -1,6 +1,7 @@
 """The algorithms by the names that a config gives them."""
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.distillation import Distillation
 from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
@@ -17,7 +18,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
         *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Ppo),
-        Sft,
+        *(Distillation, Sft),
     )
 }
 

@@ -24,6 +24,7 @@ from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
+from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
@@ -104,6 +105,7 @@ class Config(Section):
         "pass_at_k",
         "gdpo",
         "ppo",
+        "distillation",
         "sft",
     ] = "grpo"
     steps: Count
@@ -118,6 +120,7 @@ class Config(Section):
     critic: Critic = Critic()
     reference: Reference = Reference()
     inference: Inference = Inference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -152,7 +155,9 @@ class Config(Section):
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own: str | None = getattr(getattr(self, role, None), "path", None)
+        own = getattr(getattr(self, role, None), "path", None)
+        if isinstance(own, dict):
+            own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.kl_reward import KlCoefficient, mean_kl_sums, response_kl
 from rltrain.algorithms.overlong import num_truncated, overlong_penalties, without_truncated
+from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Metrics
 
@@ -50,6 +51,9 @@ class AdvantageEstimation:
             self.kl_sums += mean_kl_sums(experience, token_kl)
             penalty = -self.kl.coef * token_kl
         experience = self.algorithm.with_advantages(experience, penalty)
+        teacher = self.algorithm.config.teacher
+        if experience.has("teacher_logprobs") and teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, teacher.coef)
         if self.settings.mask_truncated:
             self.counts["masked_truncated"] += num_truncated(experience)
             experience = without_truncated(experience)

@@ -14,6 +14,7 @@ from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import NO_EVALUATION, make_config
 
+OPTIONAL = {"env", "inference", "teacher"}
 PENALTY = {"coef": 0.3, "where": "reward"}
 
 
@@ -45,7 +46,7 @@ def test_the_config_takes_the_names_of_the_registry():
 def test_the_roles_of_a_run(name, sections, needed, usable):
     algorithm = of(name, **sections)
     assert algorithm.needs().keys() == needed
-    assert algorithm.usable_roles() == needed | usable | ({"env"} if algorithm.generates else set())
+    assert algorithm.usable_roles() == needed | usable | (OPTIONAL if algorithm.generates else set())
 
 
 @pytest.mark.parametrize("penalised", [False, True])

@@ -94,7 +94,7 @@ def test_configs_that_work_are_accepted(sections):
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
         (
             {"placement": {**GRPO, "qq": 0}},
-            "unknown role 'qq'; expected one of actor, reference, inference, env, rollout, reward",
+            "unknown role 'qq'; expected one of actor, reference, teacher, inference, env, rollout, reward",
         ),
     ],
 )
@@ -152,6 +152,15 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         (
             {"algorithm": "maxrl", "advantages": {"overlong_penalty": {"buffer_tokens": 8}}},
             "advantages.overlong_penalty: got one; expected null: algorithm maxrl divides",
+        ),
+        (
+            {
+                "algorithm": "distillation",
+                "placement": GRPO | {"teacher": 4},
+                "teacher": {"path": "m"},
+                "loss": {"kl": {"coef": 0.1, "where": "reward"}},
+            },
+            "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards",
         ),
         (
             {"algorithm": "remax", "env": {"agent": {"command": ["a"]}}, "placement": GRPO | {"env": 4}},
