@@ -19,6 +19,7 @@ def response_kl(experience: Experience, kl: schema.Kl) -> Tensor:
 
     Needs reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
     """
+    assert kl.estimator != "full", "it is no estimate of a drawn token"
     drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
     return kl_estimate(drawn, experience.reference_logprobs, kl.estimator).masked_fill(~experience.response_mask, 0)
 

@@ -21,6 +21,7 @@ class Ppo(Algorithm):
     """
 
     name = "ppo"
+    per_token = True
     uses = frozenset({"gamma", "gae_lambda", "whiten"})
 
     def needs(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ class ReinforcePlusPlus(Algorithm):
     """
 
     name = "reinforce_plus_plus"
+    per_token = True
     uses = frozenset({"gamma", "whiten"})
 
     def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.folder import name_of

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rltrain.algorithms import value
+from rltrain.algorithms import correction, value
+from rltrain.algorithms.divergence import asked_tokens
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Head
-from rltrain.training.megatron.forward import asked_tokens, token_logprobs, token_values
+from rltrain.training.megatron.forward import token_logprobs, token_values
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch
 
@@ -45,7 +46,7 @@ def _no_values(experience: Experience) -> tuple[Tensor]:
     return (torch.zeros(0),)
 
 
-POLICY = Objective("actor", token_logprobs, _no_logprobs)
+POLICY = Objective("actor", token_logprobs, _no_logprobs, summarize=correction.summarize)
 """Loss functions get the log-prob of every token, and the entropy of the distribution that it was drawn from; then the
 log-probs of other tokens in its place, where the experience names such."""
 
