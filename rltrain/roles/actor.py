@@ -13,6 +13,7 @@ from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.data.prompts import report_dropped
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.advantage_estimation import AdvantageEstimation
 from rltrain.roles.role import Job, Metrics
@@ -39,6 +40,8 @@ class Actor(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.demonstrations = self.algorithm.demonstrations()
+        if self.demonstrations is not None and job.world.rank == self.leader:
+            report_dropped("data.train", self.demonstrations.dataset)
         self.estimation = AdvantageEstimation(self.algorithm, self._saved_kl_coef())
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()

@@ -34,7 +34,8 @@ class Reward(Role):
         self.has_judged = False
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = functions if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
@@ -83,6 +84,10 @@ class Reward(Role):
             reward_parts=reward_parts(scores),
         )
         statistics.add(scored.experience, scores)
+        if len(source.dataset.sources) > 1:
+            reported = statistics.reported(scored.experience)
+            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            statistics.add_sources(sources, reported.rewards.tolist())
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
@@ -155,6 +160,8 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.training.dataset.sources) > 1:
+                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)
