@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.rewards.group_filter import REWARDS_DIFFER
+from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import informing
 
 
@@ -20,7 +21,7 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
             "expected null"
         )
         return
-    if settings.filter == REWARDS_DIFFER and config.batch.samples_per_prompt == 1:
+    if settings.filter == REWARDS_DIFFER and _group_size(config) == 1:
         yield (
             f"batch.dynamic_sampling.filter: got {REWARDS_DIFFER} with batch.samples_per_prompt 1, where no group has "
             "rewards that differ; expected at least 2 samples per prompt, or a function"
@@ -34,6 +35,11 @@ def dynamic_sampling_problems(config: Config, placement: Placement, grids: Mappi
             )
     if "rollout" in grids and "reward" in placement.roles:
         yield from _placement_problems(placement, grids["rollout"])
+
+
+def _group_size(config: Config) -> int:
+    """Samples of a prompt, greedy ones included."""
+    return config.batch.samples_per_prompt + RunShape.of(config).greedy_per_group
 
 
 def _placement_problems(placement: Placement, rollout: Grid) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Scores samples with all reward functions of a run."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class CombinedScores:
             frozenset(record["unscored"]),
             dict(record["turn_rewards"]),
         )
+
+    def by_sample(self) -> list[list[float]]:
+        """Of each sample what each function gave, unweighted; NaN where the function is not for it."""
+        columns = [
+            [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
+            for of in self.by_function.values()
+        ]
+        return [[*row] for row in zip(*columns, strict=True)]
 
 
 class CombinedScorer:

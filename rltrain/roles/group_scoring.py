@@ -12,7 +12,7 @@ from rltrain.data.experience import Experience, join
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import GroupFilter
 from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import PendingScores
+from rltrain.rewards.scorer import PendingScores, Scores
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.scored_samples import with_scores
 from rltrain.rollout.sample import SampleGroup
@@ -87,5 +87,6 @@ class GroupScoring:
             handed_over.groups.append((with_scores(own, scores), scores))
             first += len(group.samples)
         self.handed_over[step, chunk] = handed_over
-        none = with_scores(experience.select(torch.arange(0)), CombinedScores([], {}))
+        nothing = CombinedScores([], {function.title: Scores([], 0, 0) for function in self.scorer.functions})
+        none = with_scores(experience.select(torch.arange(0)), nothing)
         return join([scored for scored, _ in handed_over.groups] or [none])

@@ -59,7 +59,7 @@ class Reward(Role):
         """A reward for each response, which it has already where groups were selected by theirs. With the step's last
         chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics()
+            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         samples = self.shipments.pop(("samples", step, chunk))
         scored = samples
         if not self.job.shape.selects_groups:
@@ -103,8 +103,9 @@ class Reward(Role):
     def _add(experience: Experience, scores: CombinedScores, source: Scorables, statistics: RewardStatistics) -> None:
         statistics.add(experience, scores)
         if len(source.dataset.sources) > 1:
-            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
-            statistics.add_sources(sources, scores.rewards)
+            reported = statistics.reported(experience)
+            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            statistics.add_sources(sources, reported.rewards.tolist())
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.

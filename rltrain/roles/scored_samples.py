@@ -6,7 +6,7 @@ import torch
 
 from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
-from rltrain.roles.scorables import turn_ends
+from rltrain.roles.scorables import reward_parts, turn_ends
 
 
 def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
@@ -14,6 +14,7 @@ def with_scores(experience: Experience, scores: CombinedScores) -> Experience:
     return experience.with_fields(
         rewards=torch.tensor(scores.rewards, dtype=torch.float32),
         turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+        reward_parts=reward_parts(scores),
     )
 
 

@@ -25,7 +25,9 @@ class RunShape:
     num_chunks: int
     """Parts of a step that travel on their own."""
     samples_per_group: int
-    """Samples that the actor gets of one prompt."""
+    """Samples of one prompt that are trained on."""
+    greedy_per_group: int
+    """Samples of one prompt that are drawn greedily beside them."""
     prompt_blocks: int
     """Equal runs of prompts, of one of which each mini-batch takes samples; 1 where it takes some of every prompt."""
     chunk_blocks: int
@@ -62,6 +64,7 @@ class RunShape:
             selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
             samples_per_group=algorithm.samples_per_group(),
+            greedy_per_group=algorithm.greedy_samples_per_group(),
             prompt_blocks=prompt_blocks,
             chunk_blocks=max(prompt_blocks // num_chunks, 1),
             first_actor_step=algorithm.first_actor_step(),

@@ -116,6 +116,7 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
     experience = pack_groups([other, mixed], [4, 9])
     given = scoring.hand_over(6, 0, experience, [(other, verdicts[9].record), (mixed, verdicts[4].record)])
     assert given.rewards.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert given.reward_parts.tolist() == [[0.0], [1.0], [1.0], [0.0]]
     assert given.sample_ids.tolist() == [90, 91, 40, 41]
     statistics = RewardStatistics()
     handed_over = scoring.handed_over.pop((6, 0))
@@ -131,6 +132,7 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
 def test_an_engine_that_drew_none_of_a_chunk_has_none_to_reward(scoring):
     none = scoring.hand_over(0, 1, pack_groups([], [1, 2]), [])
     assert none.num_samples == 0 and len(none.rewards) == len(none.turn_rewards) == 0
+    assert none.reward_parts.shape == (0, 1), "as many functions as others have"
 
 
 def test_scores_are_done_when_every_worker_has_answered():
