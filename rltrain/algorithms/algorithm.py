@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.experience import Experience
+    from rltrain.data.preferences import Preferences
 
 
 # Checks, plans and --dry-run ask it too, and start in a moment because they do not load torch: what needs torch is
@@ -24,6 +25,8 @@ class Algorithm:
     name: ClassVar[str]
     generates: ClassVar[bool] = True
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
+    from_pairs: ClassVar[bool] = False
+    """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
 
     config: Config
 
@@ -65,7 +68,7 @@ class Algorithm:
         """That of the distribution whose log-probs the actor takes."""
         return self.config.rollout.sampling.temperature
 
-    def demonstrations(self) -> "Demonstrations | None":
+    def training_data(self) -> "Demonstrations | Preferences | None":
         """What training is on where nothing is generated."""
         return None
 

@@ -1,12 +1,14 @@
 """The algorithms by the names that a config gives them."""
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.dpo import Dpo
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.ppo import Ppo
+from rltrain.algorithms.reward_model import RewardModel
 from rltrain.algorithms.sft import Sft
 from rltrain.config.schema import Config
 
-ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (Grpo, Ppo, Sft)}
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (Grpo, Ppo, Sft, Dpo, RewardModel)}
 
 
 def algorithm_of(config: Config) -> Algorithm:

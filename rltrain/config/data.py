@@ -14,6 +14,13 @@ class PromptFile(Section):
     """null: the rows have no labels, and no reward function takes one."""
     response_key: str = "response"
     """Column with the demonstration, for algorithm: sft."""
+    chosen_key: str = "chosen"
+    """dpo, reward_model: column with the preferred response, a string or a list of chat messages. Lists may be whole
+    conversations, and then need no prompt: that is what both have in common at the beginning."""
+    rejected_key: str = "rejected"
+    """dpo, reward_model: column with the other one."""
+    margin_key: str | None = None
+    """reward_model: column with a number, by how much the preferred response should at least score higher."""
     max_rows: Count | None = None
 
 

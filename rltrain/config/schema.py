@@ -23,6 +23,7 @@ from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import Trained as Trained
+from rltrain.config.preference import Preference as Preference
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
@@ -92,7 +93,7 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward_model"] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -110,6 +111,7 @@ class Config(Section):
     batch: Batch = Batch()
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
+    preference: Preference = Preference()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()
     checkpoint: Checkpoint = Checkpoint()

@@ -78,7 +78,7 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
 
 def _batch_problems(config: Config) -> Iterator[str]:
     batch, shape = config.batch, RunShape.of(config)
-    samples = shape.samples_per_group
+    samples = 1 if shape.from_pairs else shape.samples_per_group
     if samples % batch.mini_batches and batch.mini_batches % samples:
         yield (
             f"batch.mini_batches: got {batch.mini_batches} with {samples} samples per prompt; expected a number that "

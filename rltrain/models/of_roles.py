@@ -9,13 +9,18 @@ from rltrain.models.architecture import Architecture, read_architecture
 
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
-    """By role, with that of model.path under actor. CheckpointError where a config.json cannot be used."""
+    """By role, with that of the trained model under actor. CheckpointError where a config.json cannot be used."""
     architectures = {}
     for role in ("actor", *roles):
         path, key = config.checkpoint_of(role)
         model = read_architecture(Path(path), key)
-        architectures[role] = model.value_model() if role == "critic" else model
+        architectures[role] = model.value_model() if _scores(config, role) else model
     return architectures
+
+
+def _scores(config: Config, role: str) -> bool:
+    """Whether the role's model has a head that gives scores, in the place of the vocabulary's."""
+    return role == "critic" or (role == "actor" and config.algorithm == "reward_model")
 
 
 def reference_uses_actor_modules(

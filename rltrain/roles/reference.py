@@ -3,6 +3,9 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.data.preferences import Preferences
+from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
@@ -40,6 +43,8 @@ class Reference(Role):
 
     def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)
+        self.training_data = job.training_data
+        self.temperature = algorithm_of(job.config).temperature()
         self.model: Model
         self.parts: Mapping[str, MemoryPart]
         if actor is not None and uses_actor_modules(job):
@@ -74,14 +79,29 @@ class Reference(Role):
         return host
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
-        scored = self.shipments.pop(("scored", step, chunk))
+        """Log-probs of the drawn tokens under the reference. Pairs come from no other role: they are read here, so
+        that a reference with ranks of its own need not wait for the actor. Collective over: this replica."""
+        if isinstance(self.training_data, Preferences):
+            pairs = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
+            samples = Shipment(pairs, self.training_data.group_sizes(step))
+        else:
+            samples = self.shipments.pop(("scored", step, chunk))
+        self.shipments["reference_logprobs", step, chunk] = self._with_logprobs(samples)
+
+    def evaluation_logprobs(self, step: int, chunk: int) -> None:
+        """Log-probs of the held-out pairs under the reference. Collective over: this replica."""
+        assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
+        pairs = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
+        held_out = Shipment(pairs, self.training_data.held_out_sizes())
+        self.shipments["evaluation_logprobs", step, chunk] = self._with_logprobs(held_out)
+
+    def _with_logprobs(self, samples: Shipment) -> Shipment:
         logprobs = self.model.evaluate(
-            scored.experience,
+            samples.experience,
             max_tokens=self.config.reference.micro_batch_tokens,
-            temperature=self.config.rollout.sampling.temperature,
+            temperature=self.temperature,
         )
-        self.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)
+        return samples.with_fields(reference_logprobs=logprobs)
 
 
 def first_of_equals(ranks: Sequence[int], parts: Sequence[int], rank: int, ranks_per_node: int) -> int:

@@ -37,7 +37,8 @@ class StepBatch:
     def _mini_batch_of(self, chunk: int, experience: Experience) -> torch.Tensor:
         batch = self.config.batch
         groups = experience.group_ids + chunk * (batch.prompts_per_step // self.shape.num_chunks)
-        return mini_batch_of(groups, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches)
+        places = 1 if self.shape.from_pairs else self.shape.samples_per_group
+        return mini_batch_of(groups, batch.prompts_per_step, places, batch.mini_batches)
 
 
 def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:

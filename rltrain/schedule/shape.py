@@ -22,6 +22,8 @@ class RunShape:
     """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
     num_chunks: int
     """Parts of a step that travel on their own."""
+    from_pairs: bool
+    """Whether training and evaluations are on pairs, which are never cut in two."""
     samples_per_group: int
     """Samples that the actor gets of one prompt."""
     prompt_blocks: int
@@ -47,7 +49,8 @@ class RunShape:
         lead = schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
         syncs_in_flight = lead > 0 and schedule.in_flight_sync
         num_chunks = schedule.chunks or (DEFAULT_CHUNKS if pipelined else 1)
-        prompt_blocks = max(batch.mini_batches // algorithm.samples_per_group(), 1)
+        cut = 1 if algorithm.from_pairs else algorithm.samples_per_group()
+        prompt_blocks = max(batch.mini_batches // cut, 1)
         accumulates = num_chunks > 1 and batch.mini_batches == 1
         return cls(
             lead=lead,
@@ -55,6 +58,7 @@ class RunShape:
             draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
             num_chunks=num_chunks,
+            from_pairs=algorithm.from_pairs,
             samples_per_group=algorithm.samples_per_group(),
             prompt_blocks=prompt_blocks,
             chunk_blocks=max(prompt_blocks // num_chunks, 1),

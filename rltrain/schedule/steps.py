@@ -127,6 +127,10 @@ class Iteration:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
         due = is_evaluation_step(config, step)
+        if self.shape.from_pairs:
+            if due:
+                self._evaluate_pairs(step)
+            return
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
         if due or (is_used and (is_first or step % config.schedule.sync_every == 0)):
@@ -136,8 +140,19 @@ class Iteration:
             order.post("evaluation_samples", "rollout", "reward", step)
             order.wait("evaluation_samples", "rollout", "reward", step)
             order.task("score_evaluation", "reward", step=step)
-            if config.evaluation.stop_at is not None:
-                order.task("decide_to_stop", *self.roles, step=step)
+            self._decide_to_stop(step)
+
+    def _evaluate_pairs(self, step: int) -> None:
+        if "reference" in self.roles:
+            self.order.task("evaluation_logprobs", "reference", step=step)
+            self.order.post("evaluation_logprobs", "reference", "actor", step)
+            self.order.wait("evaluation_logprobs", "reference", "actor", step)
+        self.order.task("score_evaluation_pairs", "actor", step=step)
+        self._decide_to_stop(step)
+
+    def _decide_to_stop(self, step: int) -> None:
+        if self.config.evaluation.stop_at is not None:
+            self.order.task("decide_to_stop", *self.roles, step=step)
 
     def generate(self, step: int) -> None:
         """What comes before training on the step, for the first time `lead` steps earlier.
@@ -154,8 +169,7 @@ class Iteration:
     def train(self, step: int) -> None:
         """Everything else of the step."""
         if not self._has_rollout:
-            self.order.task("load_sft_batch", "actor", step=step)
-            self.order.task("update", "actor", step=step)
+            self._train_on_data(step)
             return
         for chunk in self.chunks:
             if self.lead == 0:
@@ -165,6 +179,15 @@ class Iteration:
             self._evaluate_policy(step, chunk)
             self._estimate_advantages(step, chunk)
         self._update(step)
+
+    def _train_on_data(self, step: int) -> None:
+        """Whoever says something of the samples reads them as the actor does, ahead of it where ranks are its own."""
+        for role, task in self.evaluations:
+            self.order.task(task, role, step=step)
+            self.order.post(task, role, "actor", step)
+            self.order.wait(task, role, "actor", step)
+        self.order.task("load_batch", "actor", step=step)
+        self.order.task("update", "actor", step=step)
 
     def _generate(self, step: int, chunk: int) -> None:
         self.order.task("generate", *self.drawing, step=step, chunk=chunk)

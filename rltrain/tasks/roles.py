@@ -31,6 +31,7 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "evaluation_logprobs": ("group_ids", "lengths", "reference_logprobs"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
@@ -56,12 +57,20 @@ _GENERATES = Needs(
 ACTOR = RoleTasks(
     "actor",
     (
-        Task("load_sft_batch", kind=OTHER),
+        Task("load_batch", takes=("reference_logprobs",), kind=OTHER),
         Task("actor_logprobs", Needs(reads=_weights("actor")), forward=True, kind="actor log-probs"),
         Task("advantages", takes=("scored",), leaves=("returns",)),
         Task("accumulate", _accumulates("actor"), kind="actor update"),
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
+        Task(
+            "score_evaluation_pairs",
+            Needs(reads=_weights("actor")),
+            takes=("evaluation_logprobs",),
+            forward=True,
+            reports=metrics.SCORE_EVALUATION_PAIRS,
+            kind="evaluation of pairs",
+        ),
     ),
     model="trained",
 )
@@ -90,6 +99,13 @@ REFERENCE = RoleTasks(
             leaves=("reference_logprobs",),
             evaluates=True,
             kind="reference",
+        ),
+        Task(
+            "evaluation_logprobs",
+            Needs(reads=_weights("reference")),
+            leaves=("evaluation_logprobs",),
+            forward=True,
+            kind="evaluation of pairs",
         ),
     ),
     model="frozen",
