@@ -19,7 +19,7 @@ from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.tasks.roles import evaluations
+from rltrain.tasks.roles import informing
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
@@ -49,7 +49,7 @@ class Actor(TrainedRole):
         """Take this replica's share of what the step trains on, and what other roles said of it."""
         assert self.training_data is not None, "only an algorithm that generates nothing has this task"
         experience = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
-        experience = self._with_evaluations(experience, step, chunk)
+        experience = self._with_what_is_told(experience, step, chunk)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
 
@@ -61,7 +61,7 @@ class Actor(TrainedRole):
     def advantages(self, step: int, chunk: int) -> None:
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
-        experience = self._with_evaluations(scored.experience, step, chunk)
+        experience = self._with_what_is_told(scored.experience, step, chunk)
         schedule = self.config.schedule
         experience, counts = apply_staleness_limit(experience, step, schedule.max_staleness, schedule.on_stale)
         if chunk == 0:
@@ -73,9 +73,9 @@ class Actor(TrainedRole):
         if experience.has("returns"):  # for the critic, with the mask of what is trained on
             self.shipments["returns", step, chunk] = Shipment(experience, scored.group_tokens)
 
-    def _with_evaluations(self, experience: Experience, step: int, chunk: int) -> Experience:
+    def _with_what_is_told(self, experience: Experience, step: int, chunk: int) -> Experience:
         """With what other roles said of the same samples."""
-        for name in (task.name for _, task in evaluations()):
+        for name in (task.leaves[0] for _, task in informing("actor", "scored")):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         return experience
