@@ -7,18 +7,15 @@ problems that training never sees. A worked answer adds column by column, from t
 
     347+285=   ->   7+5=12,4+8+1=13,3+2+1=6,632
 
-DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, the worked answer as chosen and as rejected
-one with a slip: one column's sum is wrong, and what follows goes on from it:
-
-    347+285=   ->   7+5=12,4+8+1=15,3+2+1=6,652
+DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen and another problem's
+as rejected.
 """
 
 import argparse
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from make_tiny_model import Size, SpecialTokens, write_checkpoint
@@ -28,8 +25,6 @@ SMALLEST, LARGEST = 100, 999
 HELD_OUT_SHARE = 10
 NUM_TRAIN, NUM_EVAL = 20000, 512
 EOS, PAD = "<eos>", "<pad>"
-PLACES = (1, 10, 100)
-LARGEST_SLIP = 3
 CHARACTERS = "0123456789+=,"
 
 Pair = tuple[int, int]
@@ -39,25 +34,15 @@ def prompt_of(pair: Pair) -> str:
     return f"{pair[0]}+{pair[1]}="
 
 
-def worked_answer(pair: Pair, errors: Mapping[int, int] = MappingProxyType({})) -> str:
-    """Column sums from the right with their carries, and after the last comma the sum. `errors` are added to the sums
-    of the columns of units (1), tens (10) and hundreds (100)."""
-    columns, carry, result = [], 0, 0
-    for place in PLACES:
+def worked_answer(pair: Pair) -> str:
+    """Column sums from the right with their carries, and after the last comma the sum."""
+    columns, carry = [], 0
+    for place in (1, 10, 100):
         digits = [number // place % 10 for number in pair] + [carry] * (carry > 0)
-        total = sum(digits) + errors.get(place, 0)
+        total = sum(digits)
         columns.append(f"{'+'.join(map(str, digits))}={total}")
-        carry, digit = divmod(total, 10)
-        result += digit * place
-    return ",".join([*columns, str(result + carry * 10 * PLACES[-1])])
-
-
-def slipped_answer(pair: Pair, random: np.random.Generator) -> str:
-    """A worked answer with one wrong column; its sum stays one that two digits and a carry can have."""
-    place = int(random.choice(PLACES))
-    right = sum(number // place % 10 for number in pair)
-    errors = [error for error in range(-LARGEST_SLIP, LARGEST_SLIP + 1) if error and 0 <= right + error <= 18]
-    return worked_answer(pair, {place: int(random.choice(errors))})
+        carry = total // 10
+    return ",".join([*columns, str(sum(pair))])
 
 
 def is_held_out(pair: Pair) -> bool:
@@ -97,11 +82,11 @@ def write_problems(path: Path, pairs: Iterable[Pair]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) -> None:
+def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
     """One JSON object with prompt, chosen and rejected per line."""
     with path.open("w", encoding="utf-8") as file:
-        for pair in pairs:
-            row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": slipped_answer(pair, random)}
+        for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
+            row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": worked_answer(other)}
             file.write(json.dumps(row) + "\n")
 
 
@@ -118,9 +103,8 @@ def main() -> None:
     train, held_out = draw_pairs(arguments.seed, arguments.train_rows, arguments.eval_rows)
     write_problems(arguments.output / "train.jsonl", train)
     write_problems(arguments.output / "eval.jsonl", held_out)
-    random = np.random.default_rng(arguments.seed)
-    write_pairs(arguments.output / "train_pairs.jsonl", train, random)
-    write_pairs(arguments.output / "eval_pairs.jsonl", held_out, random)
+    write_pairs(arguments.output / "train_pairs.jsonl", train)
+    write_pairs(arguments.output / "eval_pairs.jsonl", held_out)
     print(f"wrote {arguments.output}: model, {len(train)} training and {len(held_out)} held-out problems")
 
 
