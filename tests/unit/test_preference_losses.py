@@ -1,4 +1,4 @@
-"""Losses of pairs against their papers' formulas in fp64, with gradients, however pairs are spread over micro-batches."""
+"""Losses of pairs are their papers' in fp64, by gradient too, however pairs are spread over micro-batches."""
 
 import math
 from collections.abc import Callable
@@ -53,9 +53,7 @@ def naive_dpo(experience: Experience, logprobs: Tensor, preference: Preference) 
     losses = []
     columns = logprobs.double(), experience.reference_logprobs.double(), experience.response_mask
     for actor, reference, mask in zip(*(of_pairs(experience, column) for column in columns), strict=True):
-        log_ratios = [
-            a[inside].sum() - r[inside].sum() for a, r, inside in zip(actor, reference, mask, strict=True)
-        ]
+        log_ratios = [a[inside].sum() - r[inside].sum() for a, r, inside in zip(actor, reference, mask, strict=True)]
         h = log_ratios[0] - log_ratios[1]
         if preference.loss == "ipo":
             loss = (h - 1 / (2 * beta)) ** 2
@@ -112,7 +110,9 @@ def test_rewards_and_accuracy_of_dpo_are_those_of_the_log_ratios() -> None:
     experience = pairs_of([(1, 2, 1), (2, 1, 1)], 0).with_fields(reference_logprobs=torch.zeros(13))
     logprobs = torch.tensor([0, -1, -2, 0, -4, 0, 0, -3, 0, 0, -1.0])
     assert experience.num_tokens == len(logprobs) == 11
-    experience = experience.with_fields(reference_logprobs=torch.zeros(11), truncated=torch.tensor([True] + [False] * 3))
+    experience = experience.with_fields(
+        reference_logprobs=torch.zeros(11), truncated=torch.tensor([True] + [False] * 3)
+    )
     output = direct_preference_loss(Preference(beta=0.5, sft_coef=1.0))(experience, logprobs)
     means = {name: (total / output.divisor).item() for name, total in output.sums.items()}
     assert means == {
@@ -144,5 +144,7 @@ def test_long_responses_are_compared_without_rounding() -> None:
     experience = pairs_of([(1, 40000, 40000)], 0)
     reference = torch.full((experience.num_tokens,), -1.7)
     logprobs = reference + 1e-4 * experience.chosen.repeat_interleave(experience.lengths)
-    output = direct_preference_loss(Preference(beta=1.0))(experience.with_fields(reference_logprobs=reference), logprobs)
+    output = direct_preference_loss(Preference(beta=1.0))(
+        experience.with_fields(reference_logprobs=reference), logprobs
+    )
     assert output.sums["margin"].item() == pytest.approx(4.0, rel=1e-2)

@@ -22,6 +22,7 @@ def asynchronous(**settings):
         ({"algorithm": "sft"}, {"samples_per_group": 1, "needs_actor_logprobs": False}),
         ({"batch": {**BATCH, "mini_batches": 8}}, {"prompt_blocks": 2, "chunk_blocks": 2, "num_actor_updates": 80}),
         ({"algorithm": "sft", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4}),
+        ({"algorithm": "dpo", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4, "samples_per_group": 2}),
         ({"batch": {**BATCH, "mini_batches": 16}, "schedule": {**PIPELINED, "chunks": 2}}, {"chunk_blocks": 2}),
         ({"schedule": PIPELINED}, {"num_chunks": 4, "shares_prompts": True, "accumulates_actor": True}),
         ({"schedule": PIPELINED, "batch": {**BATCH, "mini_batches": 2}}, {"accumulates_critic": False}),
