@@ -7,14 +7,14 @@ problems that training never sees. A worked answer adds column by column, from t
 
     347+285=   ->   7+5=12,4+8+1=13,3+2+1=6,632
 
-DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen and another problem's
-as rejected.
+DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen, and as rejected one
+that has its form alone, of random digits.
 """
 
 import argparse
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -82,11 +82,20 @@ def write_problems(path: Path, pairs: Iterable[Pair]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def write_pairs(path: Path, pairs: Sequence[Pair]) -> None:
+def wrong_answer(pair: Pair, random: np.random.Generator) -> str:
+    """Of a worked answer's form, with digits that are random."""
+    right = worked_answer(pair)
+    while True:
+        wrong = "".join(str(random.integers(10)) if character.isdigit() else character for character in right)
+        if wrong != right:
+            return wrong
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) -> None:
     """One JSON object with prompt, chosen and rejected per line."""
     with path.open("w", encoding="utf-8") as file:
-        for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
-            row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": worked_answer(other)}
+        for pair in pairs:
+            row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": wrong_answer(pair, random)}
             file.write(json.dumps(row) + "\n")
 
 
@@ -103,8 +112,9 @@ def main() -> None:
     train, held_out = draw_pairs(arguments.seed, arguments.train_rows, arguments.eval_rows)
     write_problems(arguments.output / "train.jsonl", train)
     write_problems(arguments.output / "eval.jsonl", held_out)
-    write_pairs(arguments.output / "train_pairs.jsonl", train)
-    write_pairs(arguments.output / "eval_pairs.jsonl", held_out)
+    random = np.random.default_rng(arguments.seed)
+    write_pairs(arguments.output / "train_pairs.jsonl", train, random)
+    write_pairs(arguments.output / "eval_pairs.jsonl", held_out, random)
     print(f"wrote {arguments.output}: model, {len(train)} training and {len(held_out)} held-out problems")
 
 

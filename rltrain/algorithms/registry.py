@@ -1,6 +1,7 @@
 """The algorithms by the names that a config gives them."""
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.distillation import Distillation
 from rltrain.algorithms.dpo import Dpo
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.ppo import Ppo
@@ -8,7 +9,9 @@ from rltrain.algorithms.reward_model import RewardModel
 from rltrain.algorithms.sft import Sft
 from rltrain.config.schema import Config
 
-ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (Grpo, Ppo, Sft, Dpo, RewardModel)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    algorithm.name: algorithm for algorithm in (Grpo, Ppo, Distillation, Sft, Dpo, RewardModel)
+}
 
 
 def algorithm_of(config: Config) -> Algorithm:

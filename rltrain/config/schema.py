@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
+from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang
@@ -23,6 +25,7 @@ from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
+from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.preference import Preference as Preference
 from rltrain.config.records import Checkpoint, Logging
@@ -94,7 +97,7 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft", "dpo", "reward_model"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "reward_model"] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -107,6 +110,7 @@ class Config(Section):
     critic: Critic = Critic()
     reference: Reference = Reference()
     inference: Inference = Inference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -142,7 +146,9 @@ class Config(Section):
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own: str | None = getattr(getattr(self, role, None), "path", None)
+        own = getattr(getattr(self, role, None), "path", None)
+        if isinstance(own, dict):
+            own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

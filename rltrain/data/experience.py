@@ -37,9 +37,12 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "advantages": (torch.float32, "token"),
     "returns": (torch.float32, "token"),
     "reward_parts": (torch.float32, "sample"),
+    "teacher_logprobs": (torch.float32, "token"),
+    "teacher_top_ids": (torch.int64, "token"),
+    "teacher_top_logprobs": (torch.float32, "token"),
 }
 
-WIDE = frozenset({"reward_parts"})
+WIDE = frozenset({"reward_parts", "teacher_top_ids", "teacher_top_logprobs"})
 """Fields of several numbers for each sample or token: their tensors have a second dimension."""
 
 
@@ -89,6 +92,10 @@ class Experience:
     """[tokens] what the values should have been."""
     reward_parts: Tensor = field(default_factory=_absent)
     """[samples, functions] what each reward function gave, unweighted."""
+    teacher_logprobs: Tensor = field(default_factory=_absent)
+    teacher_top_ids: Tensor = field(default_factory=_absent)
+    """[tokens, k] the tokens that the teacher found likeliest in the token's place; k is 0 where nobody asks."""
+    teacher_top_logprobs: Tensor = field(default_factory=_absent)
 
     def __post_init__(self) -> None:
         for name in FIELDS:

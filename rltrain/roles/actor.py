@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
 from rltrain.data.preferences import Preferences
+from rltrain.data.prompts import report_dropped
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
@@ -35,8 +37,9 @@ class Actor(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.training_data = job.training_data
-        if isinstance(self.training_data, Preferences) and job.world.rank == self.leader:
-            self.training_data.report_dropped()
+        if self.training_data is not None and job.world.rank == self.leader:
+            for key, dataset in self.training_data.datasets.items():
+                report_dropped(key, dataset)
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
@@ -68,6 +71,8 @@ class Actor(TrainedRole):
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
         experience = self.algorithm.with_advantages(experience)
+        if experience.has("teacher_logprobs") and self.config.teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, self.config.teacher.coef)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on

@@ -31,6 +31,8 @@ UPDATE = (
     Metric("train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back"),
     Metric("train/ratio_max", "", "largest ratio of current to old probability"),
     Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, where a reference is placed"),
+    Metric("train/teacher_kl", "nats", "KL to the teacher, where one is placed: estimator k3, or over teacher.top_k"),
+    Metric("train/teacher_loss", "nats", "the loss's part that comes of it, before teacher.coef, with where: loss"),
     Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
@@ -107,6 +109,12 @@ GENERATE = (
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
+    Metric(
+        "rollout/reward_mean/<source>",
+        "",
+        "mean reward of the samples whose prompts are from one of data.train.sources",
+    ),
+    Metric("rollout/share/<source>", "fraction", "samples whose prompts are from it"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
@@ -126,6 +134,7 @@ OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 SCORE_EVALUATION = (
     Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+    Metric("eval/reward_mean/<source>", "", "mean reward of the prompts from one of data.eval.sources"),
     Metric("eval/reward_<name>", "", "as rollout/reward_<name> and rollout/reward_<key>, of the held-out prompts"),
 )
 WEIGHT_SYNC = (
