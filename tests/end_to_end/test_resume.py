@@ -85,6 +85,18 @@ CONFIGS = {
     ),
     "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_warmup_steps=1")),
     "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
+    "dpo": (
+        "configs/quickstart_dpo.yaml",
+        (
+            "placement={actor: 0-1, reference: 2-3}",
+            "evaluation={interval: 2, stop_at: null}",
+            *(
+                f"data.{part}.{key}"
+                for part in ("train", "eval")
+                for key in ("chosen_key=response", "rejected_key=label")
+            ),
+        ),
+    ),
 }
 FAST = ("sequential",)
 EXPORTS = {"sequential": [f"step_{step:07d}" for step in (2, 4)]}
