@@ -25,6 +25,12 @@ class FromPairs(Algorithm):
         return frozenset(self.needs())
 
     def problems(self) -> Iterator[str]:
+        for section in ("loss", "advantages"):
+            if section in self.config.model_fields_set:
+                yield (
+                    f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; expected "
+                    "none: the section preference is its own"
+                )
         for key in sorted(self.has_no_use_for & self.config.preference.model_fields_set):
             value = getattr(self.config.preference, key)
             yield f"preference.{key}: got {value} with algorithm {self.name}, which has no use for it; remove the key"

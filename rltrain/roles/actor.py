@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.correction import apply_staleness_limit
+from rltrain.algorithms import correction
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
@@ -115,7 +116,7 @@ class Actor(TrainedRole):
             mini_batches = self.batch.mini_batches(experience)
             updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
-        metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
+        metrics = {f"train/{name}": value for name, value in self._summary(updates).items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
         metrics |= {
             "train/tokens": num_tokens,
@@ -125,6 +126,9 @@ class Actor(TrainedRole):
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()
         return metrics
+
+    def _summary(self, updates: list[dict[str, float]]) -> dict[str, float]:
+        return summarize([correction.summarize(update) for update in updates], ON_POLICY_METRICS)
 
     def _staleness_metrics(self) -> Metrics:
         totals = self._total(self.staleness.sums())

@@ -120,6 +120,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "preference.label_smoothing: got 0.1 with preference.loss ipo",
         ),
         (
+            {"algorithm": "dpo", "placement": DPO, "loss": {"kl": {"coef": 0.1}}},
+            "loss: got a section for algorithms that learn from rewards with algorithm dpo; expected none",
+        ),
+        (
             {"algorithm": "dpo", "placement": DPO, "preference": {"center_coef": 0.1}},
             "preference.center_coef: got 0.1 with algorithm dpo, which has no use for it; remove the key",
         ),
