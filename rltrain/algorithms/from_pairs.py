@@ -28,8 +28,8 @@ class FromPairs(Algorithm):
         for section in ("loss", "advantages"):
             if section in self.config.model_fields_set:
                 yield (
-                    f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; expected "
-                    "none: the section preference is its own"
+                    f"{section}: got a section for algorithms that learn from rewards with algorithm {self.name}; "
+                    "expected none: the section preference is its own"
                 )
         for key in sorted(self.has_no_use_for & self.config.preference.model_fields_set):
             value = getattr(self.config.preference, key)
