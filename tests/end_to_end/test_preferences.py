@@ -84,11 +84,14 @@ def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> N
     assert [step["train/margin"] for step in first[:2]] != [0, 0] and "eval/margin" in first[2]
     for records in others:
         for found, expected in zip(records, first, strict=True):
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def reported(output: Path) -> list[dict[str, Any]]:
+    """Without accuracies: at first actor and reference are one, and the sign of a margin is rounding."""
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    of_pairs = ("train/", "eval/")
     return [
-        {name: value for name, value in record.items() if name.startswith(("train/", "eval/"))} for record in records
+        {name: value for name, value in record.items() if name.startswith(of_pairs) and "accuracy" not in name}
+        for record in records
     ]

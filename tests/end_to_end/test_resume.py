@@ -90,11 +90,8 @@ CONFIGS = {
         (
             "placement={actor: 0-1, reference: 2-3}",
             "evaluation={interval: 2, stop_at: null}",
-            *(
-                f"data.{part}.{key}"
-                for part in ("train", "eval")
-                for key in ("chosen_key=response", "rejected_key=label")
-            ),
+            *(f"data.{part}.chosen_key=response" for part in ("train", "eval")),
+            *(f"data.{part}.rejected_key=label" for part in ("train", "eval")),
         ),
     ),
 }
