@@ -30,8 +30,8 @@ OF_ROWS = tuple(f"*{suffix}*" for suffix in (".jsonl", ".ndjson", ".json", ".par
 FILES = {"model": OF_WEIGHTS, "dataset": (*OF_ROWS, "README.md")}
 DOUBLES = ["original/*", "consolidated*"]
 """The same weights once more, under other names."""
-SMALL_FILES = ["config.json", "README.md"]
-"""What is copied to learn which commit a revision is."""
+SMALL_FILES = [".gitattributes", "config.json", "README.md"]
+"""What is copied to learn which commit a revision is; the cache then knows it too. Repositories have the first one."""
 POLL_S = 0.2
 
 
@@ -65,7 +65,6 @@ class HubRepository:
 
         `on_progress` is called while bytes arrive. UserError where it is neither in the cache nor to be had.
         """
-        import huggingface_hub
         from huggingface_hub.utils import tqdm
 
         class Bar(tqdm):
@@ -74,36 +73,24 @@ class HubRepository:
                 return bool(super().update(n))
 
         try:
-            folder = huggingface_hub.snapshot_download(
-                self.name,
-                repo_type=self.kind,
-                revision=commit or self.revision,
-                allow_patterns=files or list(FILES[self.kind]),
-                ignore_patterns=DOUBLES,
-                tqdm_class=Bar,
-            )
+            return self._snapshot(files or list(FILES[self.kind]), revision=commit or self.revision, tqdm_class=Bar)
         except Exception as error:
             raise self._missing(error) from error
-        return Path(str(folder))
 
     def cached(self) -> Path | None:
         """The folder, if the cache has it; asks nobody."""
-        import huggingface_hub
-
         try:
-            return Path(
-                str(
-                    huggingface_hub.snapshot_download(
-                        self.name,
-                        repo_type=self.kind,
-                        revision=self.revision,
-                        allow_patterns=SMALL_FILES,
-                        local_files_only=True,
-                    )
-                )
-            )
+            return self._snapshot(SMALL_FILES, revision=self.revision, local_files_only=True)
         except (OSError, ValueError):
             return None
+
+    def _snapshot(self, files: list[str], **how: Any) -> Path:
+        import huggingface_hub
+
+        folder = huggingface_hub.snapshot_download(
+            self.name, repo_type=self.kind, allow_patterns=files, ignore_patterns=DOUBLES, **how
+        )
+        return Path(str(folder))
 
     def _missing(self, error: Exception) -> UserError:
         of_kind = CheckpointError if self.kind == "model" else DataError
@@ -123,21 +110,21 @@ def with_local_copies(config: Config, world: "World") -> Config:
     be had.
     """
     repositories = {repository.title: repository for repository in repositories_of(config)}
-    if not repositories:
-        return config
     job = _Copies(world)
     if world.rank == 0:
         commits = {title: one.copy(files=SMALL_FILES).name for title, one in repositories.items()}
         job.tell("commits", commits)
         for one in repositories.values():
             logger.warning("%s: %s is commit %s", one.config_key, one.title, commits[one.title])
+    if not repositories:
+        return config
     commits = job.await_told("commits", "the commits of " + ", ".join(repositories))
     folders = f"folders/{world.rank // world.ranks_per_node}"
     if world.local_rank == 0:
-        copies = {
-            title: str(one.copy(commits[title], on_progress=job.on_progress)) for title, one in repositories.items()
-        }
-        job.tell(folders, copies)
+        # what rank 0 has as a path and this node lacks is no name: whoever reads it says that it is missing
+        named = {title: one for title, one in repositories.items() if title in commits}
+        copies = {title: one.copy(commits[title], on_progress=job.on_progress) for title, one in named.items()}
+        job.tell(folders, {title: str(folder) for title, folder in copies.items()})
     return _replaced(config, job.await_told(folders, "this node's copies of " + ", ".join(repositories)))
 
 
@@ -181,6 +168,8 @@ def _mapped(section: Section, prefix: str, change: Callable[[str, str, HubName],
             changed[name] = _mapped(value, f"{key}.", change)
         elif mark is not None and isinstance(value, str):
             changed[name] = change(value, key, mark)
+        elif mark is not None and isinstance(value, dict):
+            changed[name] = {item: change(path, f"{key}.{item}", mark) for item, path in value.items()}
         elif isinstance(value, tuple):
             changed[name] = tuple(_mapped_items(value, key, mark, change))
     given = {name: value for name, value in changed.items() if value != getattr(section, name)}

@@ -84,7 +84,9 @@ class Curriculum(Section):
     """The first steps go over the training rows from easy to hard."""
 
     key: str
-    """Column with a number: the higher, the harder."""
+    """Column with a number."""
+    easy: Literal["low", "high"] = "low"
+    """Whose rows come first: those of low numbers, such as levels, or of high ones, such as shares of right answers."""
     steps: Count
     """How many; in each the prompts are drawn from a window that slides over the rows, sorted by `key`. It has 1/steps
     of them, or as many as a step takes if that is more. Then all rows are drawn as without a curriculum."""

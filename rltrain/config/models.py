@@ -97,7 +97,7 @@ class Reference(Evaluating):
 class Teacher(Evaluating):
     """What the actor is taught on what it draws: on-policy distillation."""
 
-    path: str | dict[str, str] | None = None
+    path: Annotated[str | dict[str, str] | None, HubName("model")] = None
     """A Hugging Face checkpoint whose vocabulary is the actor's. Or several of one architecture, by name: each row of
     data.train then says in `column` whose it is."""
     column: str = "teacher"

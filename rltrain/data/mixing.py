@@ -1,7 +1,7 @@
 """Several sources in one stream by weight: a pure function of the position, in which nothing is drawn at random but
 the order within short blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,15 +20,20 @@ class Shares:
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights` above 0 are taken as they are written in decimals: 0.1 is a tenth."""
         exact = [Fraction(repr(weight)) for weight in weights]
-        self._sums = [sum(exact[:end], Fraction(0)) for end in range(len(exact) + 1)]
+        sums = [sum(exact[:end], Fraction(0)) for end in range(len(exact) + 1)]
+        self._num_sources = len(exact)
+        self._first_halves = {
+            (low, high): (sums[(low + high) // 2] - sums[low]) / (sums[high] - sums[low])
+            for low, high in _halved(0, len(exact))
+        }
+        """Of the share of sources `low` up to `high`, that of the first half of them."""
 
     def source(self, number: int) -> tuple[int, int]:
         """(the source that `number` falls to, how many numbers below have fallen to that source)."""
-        low, high = 0, len(self._sums) - 1
+        low, high = 0, self._num_sources
         while high - low > 1:
-            middle = (low + high) // 2
-            share = (self._sums[middle] - self._sums[low]) / (self._sums[high] - self._sums[low])
-            before, after = _rounded(number * share), _rounded((number + 1) * share)
+            share, middle = self._first_halves[low, high], (low + high) // 2
+            before, after = _times(number, share), _times(number + 1, share)
             if after > before:
                 high, number = middle, before
             else:
@@ -36,8 +41,18 @@ class Shares:
         return low, number
 
 
-def _rounded(value: Fraction) -> int:
-    return (2 * value.numerator + value.denominator) // (2 * value.denominator)
+def _halved(low: int, high: int) -> Iterator[tuple[int, int]]:
+    """The range, its halves, theirs, and so on, as long as there are two in one."""
+    if high - low > 1:
+        middle = (low + high) // 2
+        yield low, high
+        yield from _halved(low, middle)
+        yield from _halved(middle, high)
+
+
+def _times(number: int, share: Fraction) -> int:
+    """number * share, rounded."""
+    return (2 * number * share.numerator + share.denominator) // (2 * share.denominator)
 
 
 class Mix(Order):

@@ -35,7 +35,7 @@ def _of_rows(
     if curriculum is None:
         return order
     return CurriculumOrder(
-        np.array(difficulties),
+        np.array(difficulties) * (1 if curriculum.easy == "low" else -1),
         steps=curriculum.steps,
         per_step=max(1, round(config.batch.prompts_per_step * share)),
         seed=seed,

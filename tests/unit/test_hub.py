@@ -87,6 +87,20 @@ def test_one_rank_of_a_node_copies_and_all_nodes_copy_what_the_first_found(hub: 
     assert not any("/main" in path for path in hub.asked), "it looks for none of its own"
 
 
+def test_a_path_that_another_node_lacks_is_no_name(
+    hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks wait for no copy, and whoever reads the folder says that it is not there."""
+    of_files = config("runs/model", train=schema.PromptFile(path="rows.jsonl"))
+    store = dist.HashStore()
+    (tmp_path / "runs/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert with_local_copies(of_files, world(0, store=store)) == of_files
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert with_local_copies(of_files, world(2, store=store)) == of_files and not hub.asked
+
+
 def test_nobody_waits_without_limit(hub: StandIn) -> None:
     with pytest.raises(StallError, match=r"Waited 0 s for the commits of model owner/tiny@main"):
         with_local_copies(config(), world(1, limit_s=0.1))
@@ -135,3 +149,19 @@ def test_what_is_there_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [one.title for one in repositories_of(config())] == ["dataset owner/sums@main"]
     assert [one.name for one in repositories_of(config("hf:owner/tiny"))] == ["owner/tiny", "owner/sums"]
     assert with_local_copies(config(train=schema.PromptFile(path="rows.jsonl")), world()).model.path == "owner/tiny"
+
+
+def test_every_role_with_a_checkpoint_may_name_one() -> None:
+    roles = {
+        "critic": {"path": "o/critic"},
+        "reference": {"path": "o/reference"},
+        "teacher": {"path": {"a": "o/a", "b": "/b"}},
+    }
+    named = schema.Config.model_validate(config().model_dump() | roles)
+    found = [(one.config_key, one.name) for one in repositories_of(named) if one.kind == "model"]
+    assert sorted(found) == [
+        ("critic.path", "o/critic"),
+        ("model.path", "owner/tiny"),
+        ("reference.path", "o/reference"),
+        ("teacher.path.a", "o/a"),
+    ]

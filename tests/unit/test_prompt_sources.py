@@ -122,6 +122,9 @@ def test_a_curriculum_sorts_by_a_column_of_each_source(tmp_path: Path) -> None:
     settings = config_of(dataset, curriculum=curriculum).model_copy(update={"batch": schema.Batch(prompts_per_step=1)})
     order = prompt_order(dataset, settings)
     assert [dataset[order.row(position)].prompt for position in range(4)] == ["p0.5", "pTrue", "p2", "p3"]
+    backwards = {"curriculum": curriculum.model_copy(update={"easy": "high"})}
+    order = prompt_order(dataset, settings.model_copy(update={"data": settings.data.model_copy(update=backwards)}))
+    assert [dataset[order.row(position)].prompt for position in range(4)] == ["p3", "p2", "pTrue", "p0.5"]
     with pytest.raises(DataError, match=r"the row has 'hard' under 'level'; expected a number \(data.curriculum.key\)"):
         load(source(numbered(tmp_path, "a", 1, level="hard")), curriculum=schema.Curriculum(key="level", steps=1))
 
