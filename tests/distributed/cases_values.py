@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rltrain.algorithms.ranking import sample_scores
 from rltrain.algorithms.value import before_tokens
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
@@ -64,14 +65,16 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     scorer.save_pretrained(path)
     samples = experience()
-    scores, values = [], []
+    scores, values, of_texts = [], [], []
     for tokens in samples.tokens.split(samples.lengths.tolist()):
         scores.append(scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0])
+        of_texts.append(scorer(tokens[None]).logits[0])
         values.append(torch.cat([torch.zeros(1), scores[-1][:-1]]))  # before the first token there is nothing to judge
     loss = squared_error(torch.cat(values), samples)
     names, parameters = zip(*scorer.named_parameters(), strict=True)
     gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    save_file({"scores": torch.cat(scores).detach(), "loss": loss.detach()}, path / "expected.safetensors")
+    expected = {"scores": torch.cat(scores), "of_texts": torch.cat(of_texts), "loss": loss}
+    save_file({name: tensor.detach() for name, tensor in expected.items()}, path / "expected.safetensors")
     (path / "gradients").mkdir()
     save_file(gradients, path / "gradients" / "model.safetensors")
     return path
@@ -138,6 +141,7 @@ def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) ->
         "dtypes": sorted({str(parameter.dtype) for parameter in parameters.values()}),
         "head": "output_layer.weight" in parameters,
         "scores": _largest(scores - expected["scores"]),
+        "of_texts": _largest(sample_scores(experience(), scores[0]) - expected["of_texts"]),
         "rounded_scores": int((scores == scores.bfloat16()).sum()),
         "loss": loss / float(expected["loss"]) - 1,
         "gradients": {

@@ -28,6 +28,7 @@ def reports(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 def test_scores_and_gradients_are_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
     for report in reports(ranks, name):
         assert report["scores"] < 1e-4
+        assert report["of_texts"] < 1e-4, "a sample's score is what the classifier says of its text"
         assert abs(report["loss"]) < 1e-5
         for parameter, difference in report["gradients"].items():
             assert difference < 1e-4, parameter
