@@ -116,7 +116,8 @@ class Actor(TrainedRole):
             mini_batches = self.batch.mini_batches(experience)
             updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
-        metrics = {f"train/{name}": value for name, value in self._summary(updates).items()}
+        updates = [correction.summarize(update) for update in updates]
+        metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
         metrics |= {
             "train/tokens": num_tokens,
@@ -126,9 +127,6 @@ class Actor(TrainedRole):
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()
         return metrics
-
-    def _summary(self, updates: list[dict[str, float]]) -> dict[str, float]:
-        return summarize([correction.summarize(update) for update in updates], ON_POLICY_METRICS)
 
     def _staleness_metrics(self) -> Metrics:
         totals = self._total(self.staleness.sums())
