@@ -142,7 +142,7 @@ def test_what_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: dict[str
     assert f"rows.jsonl:1: the row {reason}" in str(refused.value)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     num_parts=st.integers(1, 4),
