@@ -63,6 +63,7 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "reference_logprobs": ("reference", False),
         "evaluation_logprobs": ("reference", False),
         "score_evaluation_pairs": ("actor", False),
+        "teacher_logprobs": ("teacher", False),
         "inference_logprobs": ("inference", False),
     }
     teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")
