@@ -18,6 +18,7 @@ from rltrain.observability.role_work import RoleWork
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
+from rltrain.roles.actor import Actor
 from rltrain.roles.model_sync import ModelSync
 from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics, Role
@@ -140,11 +141,12 @@ class Trainer:
         goal = self.job.config.evaluation.stop_at
         assert goal is not None, "the order has this task only where evaluation.stop_at is set"
         verdict = f"stop/{step}"
-        reward_leader = self.job.leader_of("reward")
-        if self.rank == reward_leader:
-            reward: Reward = self.roles["reward"]  # type: ignore[assignment]
-            self.job.job_store.put(verdict, reward.evaluation_score >= goal)
-        if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
+        scorer = "actor" if self.job.shape.from_pairs else "reward"
+        leader = self.job.leader_of(scorer)
+        if self.rank == leader:
+            role: Actor | Reward = self.roles[scorer]  # type: ignore[assignment]
+            self.job.job_store.put(verdict, role.evaluation_score >= goal)
+        if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {leader} at step {step}"):
             self.end = self.position
 
     def _execute(self, position: int) -> None:

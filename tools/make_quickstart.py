@@ -6,6 +6,9 @@ DIR/model is a Qwen3 checkpoint with random weights, DIR/train.jsonl holds promp
 problems that training never sees. A worked answer adds column by column, from the right, the carry as a third number:
 
     347+285=   ->   7+5=12,4+8+1=13,3+2+1=6,632
+
+DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen, and as rejected one
+that has its form alone, of random digits.
 """
 
 import argparse
@@ -79,9 +82,26 @@ def write_problems(path: Path, pairs: Iterable[Pair]) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def wrong_answer(pair: Pair, random: np.random.Generator) -> str:
+    """Of a worked answer's form, with digits that are random."""
+    right = worked_answer(pair)
+    while True:
+        wrong = "".join(str(random.integers(10)) if character.isdigit() else character for character in right)
+        if wrong != right:
+            return wrong
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair], random: np.random.Generator) -> None:
+    """One JSON object with prompt, chosen and rejected per line."""
+    with path.open("w", encoding="utf-8") as file:
+        for pair in pairs:
+            row = {"prompt": prompt_of(pair), "chosen": worked_answer(pair), "rejected": wrong_answer(pair, random)}
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for model/, train.jsonl and eval.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="folder for model/ and the data")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
     parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)
     parser.add_argument("--eval-rows", type=int, default=NUM_EVAL)
@@ -92,6 +112,9 @@ def main() -> None:
     train, held_out = draw_pairs(arguments.seed, arguments.train_rows, arguments.eval_rows)
     write_problems(arguments.output / "train.jsonl", train)
     write_problems(arguments.output / "eval.jsonl", held_out)
+    random = np.random.default_rng(arguments.seed)
+    write_pairs(arguments.output / "train_pairs.jsonl", train, random)
+    write_pairs(arguments.output / "eval_pairs.jsonl", held_out, random)
     print(f"wrote {arguments.output}: model, {len(train)} training and {len(held_out)} held-out problems")
 
 

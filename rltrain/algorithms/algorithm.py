@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.experience import Experience
+    from rltrain.data.preferences import Preferences
 
 
 USED_BY_ALL = frozenset({"overlong_penalty", "mask_truncated"})
@@ -27,6 +28,8 @@ class Algorithm:
     name: ClassVar[str]
     generates: ClassVar[bool] = True
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
+    from_pairs: ClassVar[bool] = False
+    """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
     per_token: ClassVar[bool] = False
     """Whether the tokens of a response have advantages of their own."""
     uses: ClassVar[frozenset[str]] = frozenset()
@@ -107,7 +110,7 @@ class Algorithm:
         """That of the distribution whose log-probs the actor takes."""
         return self.config.rollout.sampling.temperature
 
-    def demonstrations(self) -> "Demonstrations | None":
+    def training_data(self) -> "Demonstrations | Preferences | None":
         """What training is on where nothing is generated."""
         return None
 

@@ -2,6 +2,7 @@
 
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.distillation import Distillation
+from rltrain.algorithms.dpo import Dpo
 from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
@@ -10,6 +11,7 @@ from rltrain.algorithms.ppo import Ppo
 from rltrain.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from rltrain.algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
 from rltrain.algorithms.remax import ReMax
+from rltrain.algorithms.reward_model import RewardModel
 from rltrain.algorithms.rloo import Rloo
 from rltrain.algorithms.sft import Sft
 from rltrain.config.schema import Config
@@ -18,7 +20,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
         *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Ppo),
-        *(Distillation, Sft),
+        *(Distillation, Sft, Dpo, RewardModel),
     )
 }
 

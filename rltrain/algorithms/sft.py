@@ -33,7 +33,7 @@ class Sft(Algorithm):
     def temperature(self) -> float:
         return 1.0
 
-    def demonstrations(self) -> "Demonstrations":
+    def training_data(self) -> "Demonstrations":
         from rltrain.data.demonstrations import Demonstrations
 
         return Demonstrations(self.config)

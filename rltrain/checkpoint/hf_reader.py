@@ -181,8 +181,6 @@ class HfFolder:
                 f"{self.path / file} lacks tensor {name} of shape {list(shape)}, which {INDEX_FILE} places there"
             ) from None
         if tuple(stored.get_shape()) != shape:
-            asks = (
-                "a critic needs one score per token (num_labels 1):" if name == VALUE_HEAD else "config.json asks for"
-            )
+            asks = "a value head gives one score (num_labels 1):" if name == VALUE_HEAD else "config.json asks for"
             raise self.error(f"{self.path / file}: tensor {name} has shape {stored.get_shape()}; {asks} {list(shape)}")
         return stored

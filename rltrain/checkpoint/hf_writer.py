@@ -1,5 +1,6 @@
 """Writing weights to a Hugging Face checkpoint folder."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -112,7 +113,7 @@ def save_checkpoint(
                 _write_file(partial_directory / file.name, file, mine)
         if first:
             write_index(partial_directory, files)
-            settings = _value_settings(architecture) if architecture.head == "value" else {}
+            settings = _value_settings(architecture, like) if architecture.head == "value" else {}
             write_config(like, partial_directory, str(dtype).removeprefix("torch."), settings)
             copy_carried_files(like, partial_directory)
         _barrier(group)
@@ -127,10 +128,13 @@ def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor]) -> None
             opened.append(entry.name, tensors[entry.name])
 
 
-def _value_settings(architecture: Architecture) -> dict[str, object]:
-    """What config.json says of a model with one score. transformers counts the labels by their names."""
+def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:
+    """What config.json says of a model with one score. transformers counts the labels by their names, and takes the
+    score of a text from its last token that is no padding: the end of the text must not be taken for some."""
     family = "".join(word.capitalize() for word in architecture.family.split("_"))
+    padding = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8")).get("pad_token_id")
     return {
+        **({"pad_token_id": None} if padding in architecture.eos_token_ids else {}),
         "architectures": [f"{family}ForSequenceClassification"],
         "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
         "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},

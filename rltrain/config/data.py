@@ -24,6 +24,13 @@ class Rows(Section):
     response_key: str | None = "response"
     """Column with the demonstration, for algorithm: sft. null: the messages under prompt_key are whole conversations,
     and what is learnt are their assistant turns."""
+    chosen_key: str = "chosen"
+    """dpo, reward_model: column with the preferred response, a string or a list of chat messages. Lists may be whole
+    conversations, and then need no prompt: that is what both have in common at the beginning."""
+    rejected_key: str = "rejected"
+    """dpo, reward_model: column with the other one."""
+    margin_key: str | None = None
+    """reward_model: column with a number, by how much the preferred response should at least score higher."""
     tools_key: str | None = None
     """Column with the tools that the chat template writes into the prompt: a list of schemas as OpenAI has them, or
     such a list as JSON text. A row may have none."""

@@ -36,6 +36,7 @@ from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
+from rltrain.config.preference import Preference as Preference
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
@@ -117,6 +118,8 @@ class Config(Section):
         "ppo",
         "distillation",
         "sft",
+        "dpo",
+        "reward_model",
     ] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
@@ -138,6 +141,7 @@ class Config(Section):
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
     on_divergence: OnDivergence = OnDivergence()
+    preference: Preference = Preference()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()
     checkpoint: Checkpoint = Checkpoint()

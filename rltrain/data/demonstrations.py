@@ -8,6 +8,7 @@ import torch
 from rltrain.chat.demonstration import demonstrate
 from rltrain.config import schema
 from rltrain.data.experience import Experience
+from rltrain.data.messages import Message
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
@@ -22,8 +23,10 @@ class Demonstrations:
         encoder = PromptEncoder(tokenizer, config.data)
         self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
         self.eos_token_id = eos_token_id(tokenizer)
+        self.datasets = {"data.train": self.dataset}
         for source in self.dataset.sources:
-            _encoded(self.dataset, source.first, self.eos_token_id)  # a template without a place for it is refused now
+            # A template without a place for it is refused now.
+            encoded(self.dataset, source.first, self.dataset[source.first].response, self.eos_token_id)
         self.order = prompt_order(self.dataset, config)
         self.prompts_per_step = config.batch.prompts_per_step
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
@@ -61,7 +64,7 @@ def load_sft_batch(
     mask: list[bool] = []
     lengths, truncated = [], []
     for row in rows:
-        whole, learnt = _encoded(dataset, row, eos_token_id)
+        whole, learnt = encoded(dataset, row, dataset[row].response, eos_token_id)
         end = learnt.index(True) + max_response_tokens
         tokens += whole[:end]
         mask += learnt[:end]
@@ -80,16 +83,20 @@ def load_sft_batch(
     )
 
 
-def _encoded(dataset: PromptDataset, row: int, eos_token_id: int) -> tuple[Sequence[int], Sequence[bool]]:
-    """(ids of the whole sample, which of them are learnt)."""
-    demonstrated, encoder = dataset[row], dataset.encoder
-    if not isinstance(demonstrated.response, str):
-        messages = [*encoder.messages(demonstrated.prompt), *demonstrated.response]
+def encoded(
+    dataset: PromptDataset, index: int, response: str | Sequence[Message], eos_token_id: int
+) -> tuple[Sequence[int], Sequence[bool]]:
+    """(ids of the row's prompt and `response`, which of them are learnt: its turns of the assistant)."""
+    row, encoder = dataset[index], dataset.encoder
+    if not isinstance(response, str):
+        prompt_messages = encoder.messages(row.prompt)
         try:
-            record = demonstrate(encoder.format_with(demonstrated.tools), messages)
+            record = demonstrate(encoder.format_with(row.tools), [*prompt_messages, *response])
         except DataError as error:
-            raise DataError(f"{demonstrated.origin}: {error}") from error
-        return record.ids, record.drawn_mask
-    prompt, (response,) = dataset.prompt_tokens(row), encoder.encode_responses([demonstrated.response])
-    ended = response if response[-1:] == [eos_token_id] else [*response, eos_token_id]
+            raise DataError(f"{row.origin}: {error}") from error
+        num_asked = sum(message["role"] == "assistant" for message in prompt_messages)
+        begin = record.turns[num_asked][0]
+        return record.ids, [place >= begin and drawn for place, drawn in enumerate(record.drawn_mask)]
+    prompt, (ids,) = dataset.prompt_tokens(index), encoder.encode_responses([response])
+    ended = ids if ids[-1:] == [eos_token_id] else [*ids, eos_token_id]
     return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)

@@ -24,6 +24,8 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "truncated": (torch.bool, "sample"),
     "turns": (torch.int32, "sample"),
     "rewards": (torch.float32, "sample"),
+    "chosen": (torch.bool, "sample"),
+    "margins": (torch.float32, "sample"),
     "tokens": (torch.int64, "token"),
     "response_mask": (torch.bool, "token"),
     "policy_version": (torch.int32, "token"),
@@ -76,6 +78,11 @@ class Experience:
     turns: Tensor = field(default_factory=_absent)
     """[samples] turns of the model; 1 where nothing answers."""
     rewards: Tensor = field(default_factory=_absent)
+    chosen: Tensor = field(default_factory=_absent)
+    """[samples] of the two samples of a group, the one that was preferred. Where this is there, groups are pairs, whose
+    samples a loss compares: they are in one mini-batch and one micro-batch."""
+    margins: Tensor = field(default_factory=_absent)
+    """[samples] by how much a pair's chosen sample should at least score above the other; the same at both."""
     tokens: Tensor = field(default_factory=_absent)
     response_mask: Tensor = field(default_factory=_absent)
     policy_version: Tensor = field(default_factory=_absent)

@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 from rltrain.config import schema
 from rltrain.data.messages import Message, parse_messages, parse_tools, shown
+from rltrain.data.pair_rows import parse_pair
 from rltrain.data.rows import BadRow, Row, look_up
 from rltrain.data.tokenizer import Prompt, PromptEncoder
 
-Needs = Literal["label", "plain label", "response"]
+Needs = Literal["label", "plain label", "response", "pair"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """`label` is set for datasets that need labels and have them, `response` for those that need responses; else they
-    are empty."""
+    """`label` is set for datasets that need labels and have them, `response` for those that need responses, `rejected`
+    beside it for those that need pairs; else they are empty."""
 
     prompt: Prompt
     label: str
@@ -30,6 +31,10 @@ class PromptRow:
     place: str
     """What its origin begins with. Shared by the rows of a file, of which there may be millions."""
     number: int
+    rejected: str | Sequence[Message] = ""
+    """Of a pair the response that was not preferred; `response` is the other one."""
+    margin: float = 0.0
+    """Of a pair, by how much `response` should at least score higher."""
 
     @property
     def origin(self) -> str:
@@ -50,17 +55,26 @@ class RowParser:
     def keys(self) -> frozenset[str]:
         """What it looks up."""
         source = self.source
-        column = source.response_key if self.needs == "response" else source.label_key
-        return frozenset(
-            key for key in (source.prompt_key, column, source.tools_key, self.difficulty_key) if key is not None
-        )
+        columns: tuple[str | None, ...] = (source.label_key,)
+        if self.needs == "response":
+            columns = (source.response_key,)
+        elif self.needs == "pair":
+            columns = (source.chosen_key, source.rejected_key, source.margin_key)
+        keys = (source.prompt_key, *columns, source.tools_key, self.difficulty_key)
+        return frozenset(key for key in keys if key is not None)
 
     def parse(self, values: Row | BadRow, origin: str) -> PromptRow:
         """Raises BadRow."""
         if isinstance(values, BadRow):
             raise values
         source = self.source
-        prompt = self._prompt(look_up(values, source.prompt_key))
+        tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
+        place = sys.intern(origin.rstrip("0123456789"))
+        number = int(origin[len(place) :])
+        if self.needs == "pair":
+            pair = parse_pair(values, source, self._prompt)
+            return PromptRow(pair.prompt, "", pair.chosen, tools, place, number, pair.rejected, pair.margin)
+        prompt = self._prompt(look_up(values, source.prompt_key), source.prompt_key)
         label = ""
         response: str | Sequence[Message] = ""
         if self.needs == "response" and source.response_key is not None:
@@ -69,9 +83,7 @@ class RowParser:
             prompt, response = split_conversation(prompt, source.prompt_key)
         else:
             label = self._label(values)
-        tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
-        place = sys.intern(origin.rstrip("0123456789"))
-        return PromptRow(prompt, label, response, tools, place, int(origin[len(place) :]))
+        return PromptRow(prompt, label, response, tools, place, number)
 
     def difficulty(self, values: Row | BadRow) -> float:
         """By which a curriculum sorts; 0 without one. Raises BadRow."""
@@ -82,8 +94,7 @@ class RowParser:
             return float(value)
         raise BadRow(f"has {shown(value)} under {self.difficulty_key!r}; expected a number (data.curriculum.key)")
 
-    def _prompt(self, value: Any) -> Prompt:
-        key = self.source.prompt_key
+    def _prompt(self, value: Any, key: str) -> Prompt:
         if isinstance(value, str) and value:
             return value
         if not isinstance(value, list) or not value:

@@ -110,10 +110,12 @@ class PlannedJob:
         return prompts * (self.shape.samples_per_group + others)
 
     def micro_batch_tokens(self, role: str) -> int:
-        """At most in one micro-batch of a role: a longer sequence stands alone, and a replica may not have as many."""
+        """At most in one micro-batch of a role: a longer sequence, or pair of them, stands alone, and a replica may not
+        have as many."""
         settings = self.config.actor if role == "actor" else getattr(self.config, role)
         all_tokens = self.samples_per_replica(role) * self.longest_tokens
-        return min(max(settings.micro_batch_tokens, self.longest_tokens), all_tokens)
+        together = self.longest_tokens * (2 if self.shape.from_pairs else 1)
+        return min(max(settings.micro_batch_tokens, together), all_tokens)
 
     def num_micro_batches(self, role: str) -> int:
         """Of one optimizer step, where all sequences are as long as they may be."""

@@ -122,7 +122,7 @@ class Clock:
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s
         model_role, trains = model_tasks().get(name, (None, False))
-        if model_role is None:
+        if model_role is None or "evaluation" in name:
             return 0.0 if name in RARE_TASKS or "evaluation" in name else task_s
         model = TrainingTime(self.job, model_role, self.gpu, self.workload)
         if not trains:

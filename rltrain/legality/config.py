@@ -37,7 +37,8 @@ def _role_problems(config: Config) -> Iterator[str]:
     placed = [(key, role) for key in config.placement for role in split_roles(key)]
     algorithm = algorithm_of(config)
     usable = [role for role in role_names() if role in algorithm.usable_roles()]
-    without = "" if algorithm.generates or config.data.eval else " without data.eval"
+    settled = algorithm.generates or algorithm.from_pairs or config.data.eval
+    without = "" if settled else " without data.eval"
     for key, role in placed:
         if role in NOT_YET:
             yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
@@ -80,7 +81,8 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
 
 
 def _batch_problems(config: Config) -> Iterator[str]:
-    batch, samples = config.batch, RunShape.of(config).samples_per_group
+    batch, shape = config.batch, RunShape.of(config)
+    samples = 1 if shape.from_pairs else shape.samples_per_group
     if prompt_blocks_of(batch, samples) is not None:
         return
     legal = _divisors(batch.prompts_per_step)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
@@ -52,5 +53,5 @@ def _label_problems(config: Config) -> Iterator[str]:
     files: dict[str, PromptFile | None] = {"data.train": config.data.train, "data.eval": config.data.eval}
     for key, file in files.items():
         without = [source for source in file.parts() if source.label_key is None] if file is not None else []
-        if without and needing and config.algorithm != "sft":
+        if without and needing and algorithm_of(config).generates:
             yield f"{key}.label_key: got null, but the reward {needing[0]} compares with labels; expected their column"

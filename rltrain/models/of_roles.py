@@ -10,12 +10,12 @@ from rltrain.models.architecture import Architecture, read_architecture
 
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
-    """By role, with that of model.path under actor. CheckpointError where a config.json cannot be used."""
+    """By role, with that of the trained model under actor. CheckpointError where a config.json cannot be used."""
     architectures = {}
     for role in ("actor", *roles):
         path, key = config.checkpoint_of(role)
         model = read_architecture(Path(path), key)
-        architectures[role] = model.value_model() if role == "critic" else model
+        architectures[role] = model.value_model() if _scores(config, role) else model
         if role == "teacher":
             _expect_one_architecture(config, model)
     return architectures
@@ -28,6 +28,11 @@ def _expect_one_architecture(config: Config, first: Architecture) -> None:
                 f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
                 "expected teachers of one architecture, since they share a layout and take each other's place"
             )
+
+
+def _scores(config: Config, role: str) -> bool:
+    """Whether the role's model has a head that gives scores, in the place of the vocabulary's."""
+    return role == "critic" or (role == "actor" and config.algorithm == "reward_model")
 
 
 def reference_uses_actor_modules(

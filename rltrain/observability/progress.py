@@ -19,10 +19,15 @@ from rltrain.observability.names import waiting_task, working_task
 SHOWN = (
     ("rollout/reward_mean", "reward", "{:.3f}"),
     ("eval/score", "held-out", "{:.3f}"),
+    ("train/accuracy", "accuracy", "{:.3f}"),
+    ("eval/accuracy", "held-out accuracy", "{:.3f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("perf/rollout_tokens_per_s", "rollout tokens/s", "{:,.0f}"),
     ("perf/train_tokens_per_s", "train tokens/s", "{:,.0f}"),
 )
+
+EVALUATIONS = {"eval/score", "eval/accuracy"}
+"""Of which every evaluation has one."""
 
 
 class Progress:
@@ -121,7 +126,7 @@ class Progress:
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
         """Not for the last step: a record of the last evaluation may follow, and one line is for both."""
-        is_time = "eval/score" in metrics or self.clock() - self.last_line_s >= self.interval_s
+        is_time = metrics.keys() & EVALUATIONS or self.clock() - self.last_line_s >= self.interval_s
         return is_time and num_done < self.total_steps
 
     def _print_line(self) -> None:

@@ -1,5 +1,6 @@
 """The actor: the policy being trained."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rltrain.algorithms import correction
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.data.preferences import Preferences
 from rltrain.data.prompts import report_dropped
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.advantage_estimation import AdvantageEstimation
@@ -39,20 +42,24 @@ class Actor(TrainedRole):
         self.algorithm = algorithm_of(config)
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
-        self.demonstrations = self.algorithm.demonstrations()
-        if self.demonstrations is not None and job.world.rank == self.leader:
-            report_dropped("data.train", self.demonstrations.dataset)
+        self.training_data = job.training_data
+        if self.training_data is not None and job.world.rank == self.leader:
+            for key, dataset in self.training_data.datasets.items():
+                report_dropped(key, dataset)
         self.estimation = AdvantageEstimation(self.algorithm, self._saved_kl_coef())
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
         self.logs.append(self.sample_ids)
         self.accumulate_s = 0.0
+        self.evaluation_score = math.nan
+        """Accuracy on the held-out pairs, on all ranks alike; nan before the first evaluation."""
 
-    def load_sft_batch(self, step: int, chunk: int) -> None:
-        """Take this replica's share of the step's demonstrations."""
-        assert self.demonstrations is not None, "only an algorithm with demonstrations has this task"
-        experience = self.demonstrations.for_step(step, part=self.dp, num_parts=self.grid.dp)
+    def load_batch(self, step: int, chunk: int) -> None:
+        """Take this replica's share of what the step trains on, and what other roles said of it."""
+        assert self.training_data is not None, "only an algorithm that generates nothing has this task"
+        experience = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
+        experience = self._with_what_is_told(experience, step, chunk)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
 
@@ -64,10 +71,7 @@ class Actor(TrainedRole):
     def advantages(self, step: int, chunk: int) -> None:
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
-        experience = scored.experience
-        for name in (task.leaves[0] for _, task in informing("actor", "scored")):
-            if (name, step, chunk) in self.shipments:
-                experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
+        experience = self._with_what_is_told(scored.experience, step, chunk)
         schedule = self.config.schedule
         if chunk == 0:
             self.estimation.begin_step()
@@ -81,6 +85,27 @@ class Actor(TrainedRole):
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on
             self.shipments["returns", step, chunk] = Shipment(experience, scored.group_tokens)
+
+    def _with_what_is_told(self, experience: Experience, step: int, chunk: int) -> Experience:
+        """With what other roles said of the same samples."""
+        for name in (task.leaves[0] for _, task in informing("actor", "scored")):
+            if (name, step, chunk) in self.shipments:
+                experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
+        return experience
+
+    def score_evaluation_pairs(self, step: int, chunk: int) -> Metrics:
+        """What the loss and its metrics are of the held-out pairs. Collective over: the actor's ranks."""
+        assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
+        experience = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
+        if ("evaluation_logprobs", step, chunk) in self.shipments:
+            said = self.shipments.pop(("evaluation_logprobs", step, chunk))
+            experience = experience.with_fields_of(said.experience)
+        output = self.loss_function(experience, self.logprobs(experience))
+        totals = self._total(torch.stack([output.divisor, output.loss, *output.sums.values()]))
+        means = (totals[1:] / totals[0]).tolist()
+        metrics = {f"eval/{name}": mean for name, mean in zip(["loss", *output.sums], means, strict=True)}
+        self.evaluation_score = metrics["eval/accuracy"]
+        return metrics
 
     def accumulate(self, step: int, chunk: int) -> None:
         """Gradients of a chunk, while others still decode. Collective over: this replica."""
@@ -99,6 +124,7 @@ class Actor(TrainedRole):
             updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         self.warn_of_skipped(step, updates)
+        updates = [correction.summarize(update) for update in updates]
         metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
         tokens_per_s = num_tokens * self.config.batch.epochs / seconds
@@ -157,7 +183,7 @@ class Actor(TrainedRole):
         )
 
     def logprobs(self, experience: Experience) -> torch.Tensor:
-        """[tokens] fp32 of the actor's tempered distribution. Collective over: this replica."""
+        """[tokens] fp32 of the actor's tempered distribution, or scores. Collective over: this replica."""
         return self.model.evaluate(
             experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
         )

@@ -7,8 +7,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
+from rltrain.data.preferences import Preferences
+from rltrain.exchange.exchange import Shipment
 from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
@@ -48,6 +51,8 @@ class Reference(Role):
 
     def __init__(self, job: Job, actor: Actor | None) -> None:
         super().__init__(job)
+        self.training_data = job.training_data
+        self.temperature = algorithm_of(job.config).temperature()
         self.model: Model
         self.parts: Mapping[str, MemoryPart]
         self.host: HostTensors | None = None
@@ -113,18 +118,31 @@ class Reference(Role):
         return self.parts["weights"].read(self.model.parameters[name])
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
-        """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
-        scored = self.shipments.pop(("scored", step, chunk))
+        """Log-probs of the drawn tokens under the reference. Pairs come from no other role: they are read here, so
+        that a reference with ranks of its own need not wait for the actor. Collective over: this replica."""
+        if isinstance(self.training_data, Preferences):
+            pairs = self.training_data.for_step(step, part=self.dp, num_parts=self.grid.dp)
+            samples = Shipment(pairs, self.training_data.group_sizes(step))
+        else:
+            samples = self.shipments.pop(("scored", step, chunk))
+        self.shipments["reference_logprobs", step, chunk] = self._with_logprobs(samples)
+
+    def evaluation_logprobs(self, step: int, chunk: int) -> None:
+        """Log-probs of the held-out pairs under the reference. Collective over: this replica."""
+        assert isinstance(self.training_data, Preferences), "only an algorithm that learns from pairs has this task"
+        pairs = self.training_data.held_out(part=self.dp, num_parts=self.grid.dp)
+        held_out = Shipment(pairs, self.training_data.held_out_sizes())
+        self.shipments["evaluation_logprobs", step, chunk] = self._with_logprobs(held_out)
+
+    def _with_logprobs(self, samples: Shipment) -> Shipment:
         logprobs, ids, of_ids = log_probs(
             self.model,
-            scored.experience,
+            samples.experience,
             count=self.job.architectures[self.name].vocab_size if self.config.loss.kl.estimator == "full" else 0,
             max_tokens=self.config.reference.micro_batch_tokens,
-            temperature=self.config.rollout.sampling.temperature,
+            temperature=self.temperature,
         )
-        self.shipments["reference_logprobs", step, chunk] = scored.with_fields(
-            reference_logprobs=logprobs, reference_top_ids=ids, reference_top_logprobs=of_ids
-        )
+        return samples.with_fields(reference_logprobs=logprobs, reference_top_ids=ids, reference_top_logprobs=of_ids)
 
 
 def first_of_equals(ranks: Sequence[int], parts: Sequence[int], rank: int, ranks_per_node: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
@@ -12,6 +13,8 @@ from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Offload
+from rltrain.data.demonstrations import Demonstrations
+from rltrain.data.preferences import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.heartbeat import Heartbeat
 from rltrain.liveness.job_store import JobStore
@@ -108,6 +111,11 @@ class Job:
     @cached_property
     def shape(self) -> RunShape:
         return RunShape.of(self.config)
+
+    @cached_property
+    def training_data(self) -> Demonstrations | Preferences | None:
+        """What training is on where nothing is generated; read once per process, however many roles use it."""
+        return algorithm_of(self.config).training_data()
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -24,6 +24,8 @@ class RunShape:
     """Whether finished groups count only once their rewards are known, and not all of them."""
     num_chunks: int
     """Parts of a step that travel on their own."""
+    from_pairs: bool
+    """Whether training and evaluations are on pairs, which are never cut in two."""
     samples_per_group: int
     """Samples of one prompt that are trained on."""
     greedy_per_group: int
@@ -53,7 +55,8 @@ class RunShape:
         lead = schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
         syncs_in_flight = lead > 0 and schedule.in_flight_sync
         num_chunks = schedule.chunks or (DEFAULT_CHUNKS if pipelined else 1)
-        prompt_blocks = prompt_blocks_of(batch, algorithm.samples_per_group()) or 1
+        samples = 1 if algorithm.from_pairs else algorithm.samples_per_group()
+        prompt_blocks = prompt_blocks_of(batch, samples) or 1
         updates_per_step = batch.mini_batches * batch.epochs
         accumulates = num_chunks > 1 and updates_per_step == 1
         return cls(
@@ -63,6 +66,7 @@ class RunShape:
             shares_prompts=pipelined or syncs_in_flight,
             selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
+            from_pairs=algorithm.from_pairs,
             samples_per_group=algorithm.samples_per_group(),
             greedy_per_group=algorithm.greedy_samples_per_group(),
             prompt_blocks=prompt_blocks,

@@ -132,6 +132,10 @@ class Iteration:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
         due = is_evaluation_step(config, step)
+        if self.shape.from_pairs:
+            if due:
+                self._evaluate_pairs(step)
+            return
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
         syncs = is_used and (is_first or step % config.schedule.sync_every == 0)
@@ -145,8 +149,16 @@ class Iteration:
             self._tell_reward(self.participants.scoring_evaluations, step)
             order.wait("evaluation_samples", "rollout", "reward", step)
             order.task("score_evaluation", "reward", step=step)
-            if config.evaluation.stop_at is not None:
-                order.task("decide_to_stop", *self.roles, step=step)
+            self._decide_to_stop(step)
+
+    def _evaluate_pairs(self, step: int) -> None:
+        self._ask_reference("evaluation_logprobs", step)
+        self.order.task("score_evaluation_pairs", "actor", step=step)
+        self._decide_to_stop(step)
+
+    def _decide_to_stop(self, step: int) -> None:
+        if self.config.evaluation.stop_at is not None:
+            self.order.task("decide_to_stop", *self.roles, step=step)
 
     def generate(self, step: int) -> None:
         """What comes before training on the step, for the first time `lead` steps earlier.
@@ -164,8 +176,7 @@ class Iteration:
     def train(self, step: int) -> None:
         """Everything else of the step."""
         if not self._has_rollout:
-            self.order.task("load_sft_batch", "actor", step=step)
-            self.order.task("update", "actor", step=step)
+            self._train_on_data(step)
             return
         for chunk in self.chunks:
             if self.lead == 0:
@@ -175,6 +186,18 @@ class Iteration:
             self._tell_actor(self.participants.late, step, chunk)
             self._estimate_advantages(step, chunk)
         self._update(step)
+
+    def _train_on_data(self, step: int) -> None:
+        self._ask_reference("reference_logprobs", step)
+        self.order.task("load_batch", "actor", step=step)
+        self.order.task("update", "actor", step=step)
+
+    def _ask_reference(self, logprobs: str, step: int) -> None:
+        """It reads the samples as the actor does, ahead of it where it has ranks of its own."""
+        if "reference" in self.roles:
+            self.order.task(logprobs, "reference", step=step)
+            self.order.post(logprobs, "reference", "actor", step)
+            self.order.wait(logprobs, "reference", "actor", step)
 
     def _generate(self, step: int, chunk: int) -> None:
         self.order.task("generate", *self.participants.drawing, step=step, chunk=chunk)

@@ -10,6 +10,19 @@ class Metric:
     meaning: str
 
 
+OF_PAIRS = (
+    ("accuracy", "fraction", "pairs whose chosen response has the higher reward"),
+    ("margin", "", "reward of the chosen response less that of the rejected one"),
+    ("chosen_reward", "", "reward of the chosen response: of dpo preference.beta times its log-ratio, else its score"),
+    ("rejected_reward", "", "reward of the rejected response"),
+    ("truncated_ratio", "fraction", "responses of pairs that are cut at rollout.sampling.max_response_tokens"),
+    ("chosen_logprob", "nats", "log-prob of the whole chosen response, of dpo"),
+    ("rejected_logprob", "nats", "log-prob of the whole rejected response, of dpo"),
+    ("sft_loss", "nats", "the loss's part with preference.sft_coef, before the coefficient"),
+    ("center_loss", "", "the loss's part with preference.center_coef, before the coefficient"),
+)
+"""(name, unit, meaning) of what is told of pairs, in training and in evaluations."""
+
 UPDATE = (
     Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
     Metric(
@@ -53,6 +66,11 @@ UPDATE = (
         "tokens (prompt and response) trained on per second, in every pass, all ranks together",
     ),
     Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
+    *(Metric(f"train/{name}", unit, meaning) for name, unit, meaning in OF_PAIRS),
+)
+SCORE_EVALUATION_PAIRS = (
+    Metric("eval/loss", "", "the loss of the held-out pairs, of algorithms that learn from pairs"),
+    *(Metric(f"eval/{name}", unit, f"as train/{name}, of the held-out pairs") for name, unit, _ in OF_PAIRS),
 )
 UPDATE_CRITIC = (
     Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),

@@ -33,6 +33,7 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards", "reward_parts"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs", "reference_top_ids", "reference_top_logprobs"),
+    "evaluation_logprobs": ("group_ids", "lengths", "reference_logprobs"),
     "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "values": ("group_ids", "lengths", "values"),
@@ -60,12 +61,20 @@ _GENERATES = Needs(
 ACTOR = RoleTasks(
     "actor",
     (
-        Task("load_sft_batch", kind=OTHER),
+        Task("load_batch", takes=("reference_logprobs",), kind=OTHER),
         Task("actor_logprobs", Needs(reads=_weights("actor")), forward=True, kind="actor log-probs"),
         Task("advantages", takes=("scored",), leaves=("returns",)),
         Task("accumulate", _accumulates("actor"), kind="actor update"),
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
+        Task(
+            "score_evaluation_pairs",
+            Needs(reads=_weights("actor")),
+            takes=("evaluation_logprobs",),
+            forward=True,
+            reports=metrics.SCORE_EVALUATION_PAIRS,
+            kind="score",
+        ),
     ),
     model="trained",
 )
@@ -93,6 +102,13 @@ REFERENCE = RoleTasks(
             takes=("scored",),
             leaves=("reference_logprobs",),
             informs="actor",
+            kind="reference",
+        ),
+        Task(
+            "evaluation_logprobs",
+            Needs(reads=_weights("reference")),
+            leaves=("evaluation_logprobs",),
+            forward=True,
             kind="reference",
         ),
     ),

@@ -43,11 +43,12 @@ def pack(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` tokens before padding (a longer sample stands alone), on `device`.
 
-    Every sample is in exactly one micro-batch, and samples keep their order within it. Each is padded to a multiple of
+    Every sample is in exactly one micro-batch, and samples keep their order within it. Those of a pair stay together,
+    and count as one where `max_tokens` limits. Each is padded to a multiple of
     `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. A pure function: ranks
     that hold the same samples get the same micro-batches.
     """
-    bins = balanced_bins(experience.lengths.tolist(), max_tokens)
+    bins = _sample_bins(experience, max_tokens)
     parts = [experience.select(torch.tensor(samples)) for samples in bins]
     padded_lengths = [math.ceil(part.num_tokens / multiple_of) * multiple_of for part in parts]
     if equal_lengths and parts:
@@ -62,6 +63,17 @@ def pack(
         )
         for samples, part, length in zip(bins, parts, padded_lengths, strict=True)
     ]
+
+
+def _sample_bins(experience: Experience, max_tokens: int) -> list[list[int]]:
+    """The samples of each micro-batch, ascending."""
+    if not experience.has("chosen"):
+        return balanced_bins(experience.lengths.tolist(), max_tokens)
+    _, pair_of, sizes = torch.unique_consecutive(experience.group_ids, return_inverse=True, return_counts=True)
+    pair_tokens = torch.zeros_like(sizes).index_add(0, pair_of, experience.lengths)
+    pairs = torch.arange(experience.num_samples).split(sizes.tolist())
+    bins = balanced_bins(pair_tokens.tolist(), max_tokens)
+    return [torch.cat([pairs[i] for i in members]).tolist() for members in bins]
 
 
 def balanced_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

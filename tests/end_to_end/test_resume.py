@@ -85,6 +85,15 @@ CONFIGS = {
     ),
     "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_warmup_steps=1")),
     "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
+    "dpo": (
+        "configs/quickstart_dpo.yaml",
+        (
+            "placement={actor: 0-1, reference: 2-3}",
+            "evaluation={interval: 2, stop_at: null}",
+            *(f"data.{part}.chosen_key=response" for part in ("train", "eval")),
+            *(f"data.{part}.rejected_key=label" for part in ("train", "eval")),
+        ),
+    ),
 }
 FAST = ("sequential",)
 EXPORTS = {"sequential": [f"step_{step:07d}" for step in (2, 4)]}

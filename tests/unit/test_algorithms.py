@@ -41,6 +41,8 @@ def test_the_config_takes_the_names_of_the_registry():
         ("reinforce_plus_plus", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
         ("sft", {}, {"actor", "rollout", "reward"}, set()),
         ("sft", {"loss": {"kl": PENALTY}, **NO_EVALUATION}, {"actor"}, set()),
+        ("dpo", {}, {"actor", "reference"}, set()),
+        ("reward_model", {}, {"actor"}, set()),
     ],
 )
 def test_the_roles_of_a_run(name, sections, needed, usable):
@@ -83,7 +85,7 @@ def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():
     assert abs(trained_on.mean()) < 1e-6 and math.isclose(trained_on.std(), 1, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", [of("grpo"), of("ppo", advantages={"whiten": False}), of("sft")])
+@pytest.mark.parametrize("algorithm", [of("grpo"), of("ppo", advantages={"whiten": False}), of("sft"), of("dpo")])
 def test_without_whitening_a_step_is_as_it_was_and_nobody_is_asked(algorithm):
     experience = samples()
     assert not algorithm.needs_whole_step()
@@ -92,4 +94,4 @@ def test_without_whitening_a_step_is_as_it_was_and_nobody_is_asked(algorithm):
 
 def test_the_actor_takes_demonstrations_as_they_are_and_samples_as_they_were_drawn():
     sampling = {"rollout": {"sampling": {"temperature": 0.7}}}
-    assert [of(name, **sampling).temperature() for name in ("grpo", "ppo", "sft")] == [0.7, 0.7, 1.0]
+    assert [of(name, **sampling).temperature() for name in ("grpo", "ppo", "sft", "dpo")] == [0.7, 0.7, 1.0, 1.0]

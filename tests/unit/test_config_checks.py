@@ -13,6 +13,7 @@ from rltrain.legality.config import check_config
 from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
+DPO = {"actor,reference": 0}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
 ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
@@ -49,6 +50,8 @@ def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
         {"algorithm": "sft", "placement": {"actor": "all"}},
         {"algorithm": "sft", "placement": {"actor": "all", "rollout , reward": 0}, "data": EVAL},
         {"algorithm": "sft", "placement": {"actor": "all"}, "batch": {"samples_per_prompt": 1}},
+        {"algorithm": "dpo", "placement": {"actor": "0-1", "reference": "2-3"}, "data": EVAL},
+        {"algorithm": "reward_model", "placement": {"actor": 0}, "batch": {"prompts_per_step": 9, "mini_batches": 3}},
         {"loss": {"kl": {"coef": 0.1}}},
         {"data": EVAL, "evaluation": {"stop_at": 0.5}},
         {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
@@ -83,6 +86,11 @@ def test_configs_that_work_are_accepted(sections):
             {"algorithm": "sft", "placement": {"actor,rollout,reward,reference": 0}, "data": EVAL},
             "placement.actor,rollout,reward,reference: role reference has nothing to do in algorithm sft;",
         ),
+        (
+            {"algorithm": "dpo", "placement": {"actor,rollout": 0}},
+            "role rollout has nothing to do in algorithm dpo; expected only actor, reference",
+        ),
+        ({"algorithm": "dpo", "placement": {"actor": 0}}, "placement.reference: the role is not placed, but algorithm"),
         ({"placement": {**GRPO, "critic": 0}}, "placement.critic: role critic has nothing to do in algorithm grpo"),
         (
             {"placement": {**GRPO, "reward_model": 0}},
@@ -107,6 +115,22 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
+        (
+            {"algorithm": "dpo", "placement": DPO, "preference": {"loss": "ipo", "label_smoothing": 0.1}},
+            "preference.label_smoothing: got 0.1 with preference.loss ipo",
+        ),
+        (
+            {"algorithm": "dpo", "placement": DPO, "loss": {"kl": {"coef": 0.1}}},
+            "loss: got a section for algorithms that learn from rewards with algorithm dpo; expected none",
+        ),
+        (
+            {"algorithm": "dpo", "placement": DPO, "preference": {"center_coef": 0.1}},
+            "preference.center_coef: got 0.1 with algorithm dpo, which has no use for it; remove the key",
+        ),
+        (
+            {"algorithm": "dpo", "placement": DPO, "batch": {"prompts_per_step": 8, "mini_batches": 3}},
+            "batch.prompts_per_step: got 8; expected a multiple of 3",
+        ),
         ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
         ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),

@@ -13,6 +13,7 @@ RUNS = {
     "ppo": {"algorithm": "ppo", "placement": PPO},
     "pipelined": {"placement": GRPO, "schedule": {"mode": "pipelined", "chunks": 2}, "evaluation": {"stop_at": 0.5}},
     "sft": {"algorithm": "sft"},
+    "dpo": {"algorithm": "dpo", "placement": {"actor": 0, "reference": 1}},
 }
 
 
@@ -60,6 +61,8 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "accumulate_critic": ("critic", True),
         "update_critic": ("critic", True),
         "reference_logprobs": ("reference", False),
+        "evaluation_logprobs": ("reference", False),
+        "score_evaluation_pairs": ("actor", False),
         "teacher_logprobs": ("teacher", False),
         "inference_logprobs": ("inference", False),
     }

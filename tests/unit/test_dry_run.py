@@ -181,7 +181,7 @@ def test_a_run_of_one_step_can_be_described():
     assert any("update[0]" in line for line in lines) and any("save_hf[1]" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_sft"])
+@pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("quickstart*.yaml")])
 def test_every_shipped_run_can_be_described(name):
     text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]

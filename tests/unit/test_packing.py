@@ -42,6 +42,18 @@ def test_bins_are_few_and_balanced(lengths: list[int], max_tokens: int) -> None:
         assert sum(loads) > (len(loads) - 1) * (max_tokens - max(lengths))
 
 
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30), st.integers(1, 100))
+def test_the_samples_of_a_pair_are_never_parted(pairs: list[tuple[int, int]], max_tokens: int) -> None:
+    whole = experience_of([length for pair in pairs for length in pair])
+    groups = torch.arange(len(pairs)).repeat_interleave(2) * 3
+    whole = whole.with_fields(group_ids=groups, chosen=torch.tensor([True, False] * len(pairs)))
+    batches = [batch.experience for batch in pack(whole, max_tokens, device=torch.device("cpu"))]
+    for batch in batches:
+        assert batch.group_ids[batch.chosen].tolist() == batch.group_ids[~batch.chosen].tolist()
+        assert batch.num_tokens <= max_tokens or batch.num_samples == 2
+    assert sorted(i for batch in batches for i in batch.sample_ids.tolist()) == list(range(2 * len(pairs)))
+
+
 @given(lengths_strategy, st.integers(1, 100), st.integers(1, 8), st.booleans())
 def test_micro_batches_hold_every_token_once_and_pad_as_asked(
     lengths: list[int], max_tokens: int, multiple_of: int, equal_lengths: bool

@@ -28,6 +28,7 @@ def asynchronous(**settings):
         ({"batch": {**BATCH, "mini_batches": 2, "epochs": 3}}, {"updates_per_step": 6, "num_actor_updates": 60}),
         ({"schedule": PIPELINED, "batch": {**BATCH, "epochs": 2}}, {"accumulates_actor": False}),
         ({"algorithm": "sft", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4}),
+        ({"algorithm": "dpo", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4, "samples_per_group": 2}),
         ({"batch": {**BATCH, "mini_batches": 16}, "schedule": {**PIPELINED, "chunks": 2}}, {"chunk_blocks": 2}),
         ({"schedule": PIPELINED}, {"num_chunks": 4, "shares_prompts": True, "accumulates_actor": True}),
         ({"schedule": PIPELINED, "batch": {**BATCH, "mini_batches": 2}}, {"accumulates_critic": False}),

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from rltrain.schedule.check import check
 from rltrain.schedule.order import Entry, Order, program
+from rltrain.schedule.overlaps import overlapping_tasks
 from rltrain.schedule.steps import build_order, is_evaluation_step
 from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
 
@@ -94,8 +96,37 @@ def test_old_logprobs_from_the_rollout_need_no_recomputation():
 
 def test_sft_needs_the_rollout_only_for_evaluations():
     order = order_of(algorithm="sft", placement={"actor": 0, "rollout": 1, "reward": 2})
-    assert tasks(entry for entry in order if entry.step == 1) == ["load_sft_batch 1", "update 1"]
+    assert tasks(entry for entry in order if entry.step == 1) == ["load_batch 1", "update 1"]
     assert steps_of(order, "weight_sync") == steps_of(order, "generate_evaluation") == [0, 3]
+
+
+@pytest.mark.parametrize("placement", [{"actor,reference": 0}, {"actor": 0, "reference": 1}])
+def test_pairs_are_trained_on_and_evaluated_beside_a_reference(placement):
+    order = order_of(algorithm="dpo", placement=placement)
+    assert tasks(entry for entry in order if entry.step == 1) == ["reference_logprobs 1", "load_batch 1", "update 1"]
+    evaluations = {"evaluation_logprobs", "score_evaluation_pairs"}
+    for name in evaluations:
+        assert steps_of(order, name) == [0, 3]
+    assert {entry.name for entry in order if entry.kind != "task"} == {"reference_logprobs", "evaluation_logprobs"}
+    check(order, place(placement))
+
+
+def test_a_reference_apart_is_a_step_ahead_of_training_on_pairs():
+    placement = {"actor": 0, "reference": 1}
+    order = order_of(algorithm="dpo", placement=placement)
+    overlaps = overlapping_tasks(order, place(placement), syncs_in_flight=False)
+    assert ("reference_logprobs (reference)", "update (actor)") in overlaps
+
+
+def test_a_reward_model_needs_the_actor_alone():
+    order = order_of(algorithm="reward_model", placement={"actor": 0}, evaluation={"stop_at": 0.9})
+    assert {entry.roles for entry in order} == {("actor",)}
+    assert tasks(entry for entry in order if entry.step == 0) == [
+        "score_evaluation_pairs 0",
+        "decide_to_stop 0",
+        "load_batch 0",
+        "update 0",
+    ]
 
 
 def test_evaluations_frame_the_run_and_come_at_the_interval():

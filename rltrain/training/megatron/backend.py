@@ -27,6 +27,7 @@ def trained_model(
         settings,
         total_updates=total_updates,
         max_skipped=site.config.on_divergence.max_skipped,
+        role=site.role,
     )
     if state is not None:
         trained.load_state(state)

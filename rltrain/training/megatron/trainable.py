@@ -32,14 +32,20 @@ NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
 class TrainableModel(EvaluableModel):
     """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
-    around a model whose weights are loaded, unless `load_state` follows."""
+    around a model whose weights are loaded, unless `load_state` follows. `role` is for messages."""
 
     def __init__(
-        self, model: LanguageModel, settings: schema.Trained, *, total_updates: int, max_skipped: int = 0
+        self,
+        model: LanguageModel,
+        settings: schema.Trained,
+        *,
+        total_updates: int,
+        max_skipped: int = 0,
+        role: str = "actor",
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model)
-        self.settings = settings
+        self.settings, self.role = settings, role
         self.total_updates = total_updates
         self.num_updates = 0
         self.max_skipped, self.num_skipped = max_skipped, 0
@@ -138,7 +144,7 @@ class TrainableModel(EvaluableModel):
         self.num_updates += 1
         self.num_skipped = self.num_skipped + 1 if is_skipped else 0
         return {
-            **self.objective.summarize(metrics),
+            **metrics,
             "grad_norm": grad_norm,
             "lr": rate,
             SKIPPED: float(is_skipped),
@@ -192,7 +198,7 @@ class TrainableModel(EvaluableModel):
     def _require_samples(self, num_samples: float) -> None:
         if not num_samples:
             raise ConfigError(
-                f"optimizer step {self.num_updates + 1} of the {self.objective.role} has no sample on any of its "
+                f"optimizer step {self.num_updates + 1} of the {self.role} has no sample on any of its "
                 f"{self.groups.dp_cp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
                 "batch.mini_batches"
             )
@@ -203,7 +209,7 @@ class TrainableModel(EvaluableModel):
             return False
         if self.num_skipped < self.max_skipped:
             return True
-        role, before = self.objective.role, ""
+        role, before = self.role, ""
         if self.num_skipped:
             before = f", after {self.num_skipped} in a row that were skipped (on_divergence.max_skipped)"
         raise DivergenceError(

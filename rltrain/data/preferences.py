@@ -1,0 +1,111 @@
+"""Pairs of responses to one prompt, of which one was preferred, as Experience: for algorithms dpo and reward_model."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rltrain.config import schema
+from rltrain.data.assignment import assign_groups
+from rltrain.data.demonstrations import encoded
+from rltrain.data.experience import Experience
+from rltrain.data.pair_rows import Response
+from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.prompts import PromptDataset, load_prompts
+from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
+
+
+class Preferences:
+    """The pairs of data.train, step by step, and all those of data.eval.
+
+    A pair is a group of two samples: the chosen one, then the rejected one. Groups are dealt out as the exchange deals
+    them out, by the length of their texts, so that nobody encodes what others train on.
+    """
+
+    def __init__(self, config: schema.Config) -> None:
+        tokenizer, data = load_tokenizer(Path(config.model.path)), config.data
+        encoder = PromptEncoder(tokenizer, data)
+        self.train = load_prompts(data.train, data, encoder, needs="pair", config_key="data.train")
+        self.datasets = {"data.train": self.train}
+        if data.eval is not None:
+            self.datasets["data.eval"] = load_prompts(data.eval, data, encoder, needs="pair", config_key="data.eval")
+        self.eos_token_id = eos_token_id(tokenizer)
+        for dataset in self.datasets.values():
+            for source in dataset.sources:
+                self._samples(dataset, source.first)  # a template without a place for it is refused now
+        self.order = prompt_order(self.train, config)
+        self.max_response_tokens = config.rollout.sampling.max_response_tokens
+        self.pairs_per_step, self.num_mini_batches = config.batch.prompts_per_step, config.batch.mini_batches
+        # Roles that share ranks and replicas ask for the same.
+        self._of_step = lru_cache(maxsize=1)(self._load_step)
+        self._held_out = lru_cache(maxsize=2)(self._load_held_out)
+
+    def for_step(self, step: int, *, part: int = 0, num_parts: int = 1) -> Experience:
+        """The step's pairs on replica `part` of `num_parts`."""
+        return self._of_step(step, part, num_parts)
+
+    def held_out(self, *, part: int = 0, num_parts: int = 1) -> Experience:
+        """All pairs of data.eval on replica `part` of `num_parts`."""
+        return self._held_out(part, num_parts)
+
+    def group_sizes(self, step: int) -> Tensor:
+        """[groups] for the exchange: how long the texts of each pair of a step are."""
+        return _sizes(self.train, self.order.rows_for_step(step, self.pairs_per_step))
+
+    def held_out_sizes(self) -> Tensor:
+        """[groups] likewise, of the pairs of data.eval."""
+        return _sizes(self.datasets["data.eval"], range(len(self.datasets["data.eval"])))
+
+    def _load_step(self, step: int, part: int, num_parts: int) -> Experience:
+        rows = self.order.rows_for_step(step, self.pairs_per_step)
+        return self._load(self.train, rows, part, num_parts, first_sample=2 * step * self.pairs_per_step)
+
+    def _load_held_out(self, part: int, num_parts: int) -> Experience:
+        held_out = self.datasets["data.eval"]
+        return self._load(held_out, range(len(held_out)), part, num_parts, first_sample=0)
+
+    def _load(
+        self, dataset: PromptDataset, rows: Sequence[int], part: int, num_parts: int, *, first_sample: int
+    ) -> Experience:
+        """Log-probs and policy versions are 0: nothing drew these tokens."""
+        groups = torch.nonzero(assign_groups(_sizes(dataset, rows), num_parts, self.num_mini_batches) == part).flatten()
+        mine = [rows[group] for group in groups.tolist()]
+        samples = [sample for row in mine for sample in self._samples(dataset, row)]
+        ends = [learnt.index(True) + self.max_response_tokens for _, learnt in samples]
+        tokens = [token for (ids, _), end in zip(samples, ends, strict=True) for token in ids[:end]]
+        mask = [drawn for (_, learnt), end in zip(samples, ends, strict=True) for drawn in learnt[:end]]
+        group_ids, side = groups.repeat_interleave(2), torch.tensor([0, 1]).repeat(len(mine))
+        return Experience(
+            sample_ids=first_sample + 2 * group_ids + side,
+            group_ids=group_ids,
+            prompt_ids=torch.tensor(mine, dtype=torch.int64).repeat_interleave(2),
+            lengths=torch.tensor([min(len(ids), end) for (ids, _), end in zip(samples, ends, strict=True)]).long(),
+            truncated=torch.tensor([len(ids) > end for (ids, _), end in zip(samples, ends, strict=True)]).bool(),
+            chosen=side == 0,
+            margins=torch.tensor([dataset[row].margin for row in mine]).float().repeat_interleave(2),
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            response_mask=torch.tensor(mask, dtype=torch.bool),
+            policy_version=torch.zeros(len(tokens), dtype=torch.int32),
+            rollout_logprobs=torch.zeros(len(tokens)),
+        )
+
+    def _samples(self, dataset: PromptDataset, row: int) -> list[tuple[Sequence[int], Sequence[bool]]]:
+        """(ids, which of them the model would have drawn) of the chosen sample and of the rejected one."""
+        sides = dataset[row].response, dataset[row].rejected
+        return [encoded(dataset, row, response, self.eos_token_id) for response in sides]
+
+
+def _sizes(dataset: PromptDataset, rows: Sequence[int]) -> Tensor:
+    return torch.tensor([_num_characters(dataset, row) for row in rows], dtype=torch.int64)
+
+
+def _num_characters(dataset: PromptDataset, row: int) -> int:
+    """Of both samples."""
+    pair = dataset[row]
+    return 2 * len(dataset.prompt_text(row)) + _length(pair.response) + _length(pair.rejected)
+
+
+def _length(response: Response) -> int:
+    return len(response) if isinstance(response, str) else sum(len(str(message["content"])) for message in response)

@@ -1,0 +1,97 @@
+"""Jobs on pairs: a reward model that scores right sums above wrong ones, and a policy that comes to prefer them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, run, train
+
+REWARD_MODEL, DPO = REPOSITORY / "configs/quickstart_reward_model.yaml", REPOSITORY / "configs/quickstart_dpo.yaml"
+
+
+@pytest.fixture(scope="module")
+def pairs(warmed_up: Path, quickstart_files: Path) -> list[str]:
+    paths = [f"data.{part}.path={quickstart_files}/{part}_pairs.jsonl" for part in ("train", "eval")]
+    return [f"model.path={warmed_up}", *paths]
+
+
+@pytest.mark.slow
+def test_a_reward_model_tells_right_sums_from_wrong_ones_and_transformers_scores_alike(
+    pairs: list[str], quickstart_files: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    records = train(REWARD_MODEL, *pairs, f"output_dir={tmp_path}", "evaluation.stop_at=0.95")
+    accuracy = column(records, "eval/accuracy")
+    assert accuracy[0] == 0.0 and accuracy[-1] >= 0.95, "its head starts at zero, and so do all scores"
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = [json.loads(line) for line in (quickstart_files / "eval_pairs.jsonl").read_text().splitlines()]
+    scores = []
+    for side in ("chosen", "rejected"):
+        texts = [row["prompt"] + row[side] + tokenizer.eos_token for row in rows]
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        with torch.no_grad():
+            scores.append(model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0])
+    assert (scores[0] > scores[1]).float().mean().item() == pytest.approx(accuracy[-1], abs=1 / len(rows))
+    assert (scores[0] - scores[1]).mean().item() == pytest.approx(column(records, "eval/margin")[-1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_dpo_raises_the_margin_and_keeps_what_was_chosen(pairs: list[str], tmp_path: Path) -> None:
+    records = train(DPO, *pairs, f"output_dir={tmp_path}", "steps=20")
+    margins, chosen = column(records, "eval/margin"), column(records, "eval/chosen_logprob")
+    assert margins[0] == pytest.approx(0, abs=1e-4), "actor and reference start as one"
+    assert margins[-1] > 1 and column(records, "eval/accuracy")[-1] > 0.95
+    assert chosen[-1] > chosen[0]
+
+
+PLACEMENTS = {
+    "one rank": ("placement={'actor, reference': 0}", "actor.parallel.tp=1"),
+    "two replicas, the reference in their weights' place": (
+        "placement={'actor, reference': 0-1}",
+        "actor.parallel.tp=1",
+        "reference.offload=true",
+    ),
+    "pipeline stages, the reference apart in another layout": (
+        "placement={actor: 0-1, reference: 2-3}",
+        "actor.parallel={tp: 1, pp: 2}",
+        "reference.parallel={tp: 1}",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> None:
+    small = [
+        "steps=2",
+        "batch={prompts_per_step: 12, mini_batches: 2}",
+        "actor.micro_batch_tokens=300",
+        "data.eval.max_rows=5",
+        "checkpoint.save_hf=false",
+    ]
+    jobs = [[*pairs, *small, *where, f"output_dir={tmp_path}/{i}"] for i, where in enumerate(PLACEMENTS.values())]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = run([*torchrun, "tests/end_to_end/consecutive_jobs.py", str(DPO), str(tmp_path / "jobs.json")], 200)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    first, *others = (reported(tmp_path / str(i)) for i in range(len(jobs)))
+    assert [step["train/margin"] for step in first[:2]] != [0, 0] and "eval/margin" in first[2]
+    for records in others:
+        for found, expected in zip(records, first, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def reported(output: Path) -> list[dict[str, Any]]:
+    """Without accuracies: at first actor and reference are one, and the sign of a margin is rounding."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    of_pairs = ("train/", "eval/")
+    return [
+        {name: value for name, value in record.items() if name.startswith(of_pairs) and "accuracy" not in name}
+        for record in records
+    ]
