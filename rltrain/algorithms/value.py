@@ -13,6 +13,26 @@ from rltrain.data.experience import Experience
 RELATIVE_ROUNDING = 1e-12
 
 
+def before_tokens(scores: Tensor, lengths: Tensor) -> Tensor:
+    """[tokens] the value of the state before every token: the score of its sample up to the token before, and 0 at a
+    sample's first one. Gradients flow.
+
+    `scores` [tokens] are a value model's, `lengths` [samples] those of the samples.
+    """
+    follows = torch.ones_like(scores)
+    follows[(lengths.cumsum(0) - lengths)] = 0
+    return scores.roll(1) * follows
+
+
+def of_states(loss_function: LossFunction) -> LossFunction:
+    """`loss_function` of values, for a model that gives scores."""
+
+    def of_scores(experience: Experience, scores: Tensor) -> LossOutput:
+        return loss_function(experience, before_tokens(scores, experience.lengths))
+
+    return of_scores
+
+
 def clipped_value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The critic: estimates the reward that is still to come, for PPO's advantages."""
 
-from rltrain.algorithms.value import value_loss
+from rltrain.algorithms import value
 from rltrain.data.experience import Experience
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.step_batch import StepBatch, summarize
@@ -13,15 +13,15 @@ class Critic(TrainedRole):
     def __init__(self, job: Job) -> None:
         config, settings = job.config, job.config.critic
         super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches)
-        self.loss_function = value_loss(settings.value_clip)
+        self.loss_function = value.of_states(value.value_loss(settings.value_clip))
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
 
     def values(self, step: int, chunk: int) -> None:
         """The value before every token. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        values = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
-        evaluated = scored.with_fields(values=values)
+        scores = self.model.evaluate(scored.experience, max_tokens=self.config.critic.micro_batch_tokens)
+        evaluated = scored.with_fields(values=value.before_tokens(scores, scored.experience.lengths))
         self.evaluated[step, chunk] = evaluated.experience
         self.shipments["values", step, chunk] = evaluated
 
@@ -40,7 +40,8 @@ class Critic(TrainedRole):
                 self._take_returns(step, number)
             mini_batches = self.batch.mini_batches(self.batch.take())
             updates = self.model.train_batches(mini_batches, self.loss_function)
-        return {f"critic/{name}": value for name, value in summarize(updates).items()}
+        metrics = summarize([value.summarize(update) for update in updates])
+        return {f"critic/{name}": number for name, number in metrics.items()}
 
     def _take_returns(self, step: int, chunk: int) -> None:
         """What the actor made of the values, and the tokens that are trained on."""

@@ -25,8 +25,8 @@ class ModelSite:
     """This rank's place for the model of a role, which lives on the ranks of `grid`.
 
     The head of `architecture` says what the model tells of a token, and what its loss functions get: a vocabulary's its
-    log-prob, and the entropy of the distribution that it was drawn from; a value head's the value of the state before
-    it, of which no temperature changes anything.
+    log-prob, and the entropy of the distribution that it was drawn from; a value head's the score of its sample up to
+    and with it, as transformers' models for sequence classification have it, of which no temperature changes anything.
     """
 
     config: Config
@@ -57,7 +57,7 @@ class Model(Protocol):
     "master_weights", "optimizer" and "gradients". None shares memory with another."""
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
-        """[tokens] fp32 in host memory: each token's log-prob or value, 0 at a sample's first token. No gradients.
+        """[tokens] fp32 in host memory: each token's log-prob, 0 at a sample's first one, or score. No gradients.
 
         Every rank of the replica passes the same samples, perhaps none, and gets the same result. Micro-batches have
         at most `max_tokens`, but for longer samples. Collective over: this replica.

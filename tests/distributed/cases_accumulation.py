@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms.value import value_loss
+from rltrain.algorithms import value
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
@@ -149,14 +149,15 @@ def _critic(path: Path, layout: str, groups: ProcessGroups) -> Results:
     if layout == "tp1":
         report["expected"] = _plain_critic(model, whole)
     settings = schema.Critic(optimizer=schema.Optimizer(lr=1e-4), micro_batch_tokens=FEW)
-    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS)
+    trainable = TrainableModel(model, settings, total_updates=NUM_STEPS, role="critic")
+    loss_function = value.of_states(value.value_loss(0.2))
     report["steps"] = []
     for _ in range(NUM_STEPS):
         for part in torch.arange(12).split([5, 7]):
-            trainable.accumulate(_share_of_samples(whole, part, layout), value_loss(0.2))
-        report["steps"].append(trainable.step())
-    trainable.accumulate(share_of(whole, layout), value_loss(0.2))
-    trainable.accumulate(share_of(whole.with_fields(returns=whole.returns * float("nan")), layout), value_loss(0.2))
+            trainable.accumulate(_share_of_samples(whole, part, layout), loss_function)
+        report["steps"].append(value.summarize(trainable.step()))
+    trainable.accumulate(share_of(whole, layout), loss_function)
+    trainable.accumulate(share_of(whole.with_fields(returns=whole.returns * float("nan")), layout), loss_function)
     try:
         trainable.step()
     except DivergenceError as error:

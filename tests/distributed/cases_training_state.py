@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction
-from rltrain.algorithms.value import value_loss
+from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
@@ -99,7 +99,7 @@ class Run:
 
     def __init__(self, case: Case, way: Way, path: Path, groups: ProcessGroups, *, load_weights: bool) -> None:
         self.rank, self.grid = dist.get_rank(), way.grid
-        self.loss: LossFunction = likelihood_loss() if case.role == "actor" else value_loss(0.2)
+        self.loss: LossFunction = likelihood_loss() if case.role == "actor" else of_states(value_loss(0.2))
         model = build_model(
             architecture_of(case, path),
             self.grid,

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rltrain.algorithms.value import before_tokens
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
@@ -22,7 +23,7 @@ from rltrain.models import read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.evaluable import EvaluableModel
-from rltrain.training.megatron.forward import make_micro_batches, run_schedule, token_values
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.packing import MicroBatch
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, SHAPE, VOCAB_SIZE
@@ -63,15 +64,14 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     scorer.save_pretrained(path)
     samples = experience()
-    values = []
+    scores, values = [], []
     for tokens in samples.tokens.split(samples.lengths.tolist()):
-        scores = scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0]
-        values.append(torch.cat([torch.zeros(1), scores[:-1]]))  # before the first token there is nothing to judge
-    expected = torch.cat(values)
-    loss = squared_error(expected, samples)
+        scores.append(scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0])
+        values.append(torch.cat([torch.zeros(1), scores[-1][:-1]]))  # before the first token there is nothing to judge
+    loss = squared_error(torch.cat(values), samples)
     names, parameters = zip(*scorer.named_parameters(), strict=True)
     gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    save_file({"values": expected.detach(), "loss": loss.detach()}, path / "expected.safetensors")
+    save_file({"scores": torch.cat(scores).detach(), "loss": loss.detach()}, path / "expected.safetensors")
     (path / "gradients").mkdir()
     save_file(gradients, path / "gradients" / "model.safetensors")
     return path
@@ -130,15 +130,15 @@ def _compare(path: Path, layout: str, groups: ProcessGroups, **settings: str) ->
     load_parameters(path, parts, dist.get_rank(), parameters)
     expected = load_file(path / "expected.safetensors")
     evaluable = EvaluableModel(model)
-    values = torch.stack([evaluable.evaluate(experience(), max_tokens=limit) for limit in LIMITS])
+    scores = torch.stack([evaluable.evaluate(experience(), max_tokens=limit) for limit in LIMITS])
     loss = _backward(model, layout)
     gradients = _expected_gradients(path, parts)
     return {
         "names": {name: tuple(p.shape) for name, p in parameters.items()} == dict(parts.on(dist.get_rank()).parameters),
         "dtypes": sorted({str(parameter.dtype) for parameter in parameters.values()}),
         "head": "output_layer.weight" in parameters,
-        "values": _largest(values - expected["values"]),
-        "rounded_values": int((values == values.bfloat16()).sum()),
+        "scores": _largest(scores - expected["scores"]),
+        "rounded_scores": int((scores == scores.bfloat16()).sum()),
         "loss": loss / float(expected["loss"]) - 1,
         "gradients": {
             name: _largest(parameter.main_grad - gradients[name]) / _largest(gradients[name])
@@ -172,7 +172,7 @@ def _backward(model: LanguageModel, layout: str) -> float:
     samples = samples.select(torch.arange(grid.coordinates(dist.get_rank()).dp, samples.num_samples, grid.dp))
 
     def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        loss = squared_error(token_values(batch, of_tokens), batch.experience)
+        loss = squared_error(before_tokens(of_tokens, batch.experience.lengths), batch.experience)
         return loss, loss.detach().clone()
 
     losses = run_schedule(ddp, make_micro_batches(model, samples, min(LIMITS)), outputs, backward=True)

@@ -25,9 +25,9 @@ def reports(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*COMBINATIONS, "recompute"])
-def test_values_and_gradients_are_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
+def test_scores_and_gradients_are_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
     for report in reports(ranks, name):
-        assert report["values"] < 1e-4
+        assert report["scores"] < 1e-4
         assert abs(report["loss"]) < 1e-5
         for parameter, difference in report["gradients"].items():
             assert difference < 1e-4, parameter
@@ -50,12 +50,12 @@ def test_no_vocabulary_projection_is_ever_made(ranks: list[dict[str, Any]]) -> N
     assert vocabulary not in last_stage and hidden in last_stage
 
 
-def test_values_of_bfloat16_weights_are_not_rounded(ranks: list[dict[str, Any]]) -> None:
+def test_scores_of_bfloat16_weights_are_not_rounded(ranks: list[dict[str, Any]]) -> None:
     for report in reports(ranks, "bfloat16"):
         assert report["dtypes"] == ["torch.bfloat16"]
-        assert report["values"] < 0.5
-        assert report["rounded_values"] < 50
+        assert report["scores"] < 0.5
+        assert report["rounded_scores"] < 50
 
 
-def test_no_samples_have_no_values(ranks: list[dict[str, Any]]) -> None:
+def test_no_samples_have_no_scores(ranks: list[dict[str, Any]]) -> None:
     assert [report["empty"] for report in reports(ranks, "qwen3/pp2")] == [[], []]

@@ -1,4 +1,4 @@
-"""A model that says of every token its log-prob or value."""
+"""A model that says of every token its log-prob, or the score of its sample up to there."""
 
 from collections.abc import Mapping
 

@@ -19,7 +19,7 @@ from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, its local logits [tokens, columns], or values [tokens]) -> (loss scalar, anything to keep)."""
+"""(micro-batch, its local logits [tokens, columns], or scores [tokens]) -> (loss scalar, anything to keep)."""
 
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
@@ -99,14 +99,3 @@ def token_logprobs(
     predicted = torch.ones(batch.num_tokens, device=logits.device)
     predicted[experience.offsets()[:-1]] = 0
     return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
-
-
-def token_values(batch: MicroBatch, outputs: Tensor) -> Tensor:
-    """[tokens] fp32: at every token the value of the state before it was drawn, 0 at a sample's first token.
-
-    `outputs` [tokens] are what a value model makes of a sample's tokens up to and with each one. Gradients flow to
-    them.
-    """
-    drawn = torch.ones(batch.num_tokens, device=outputs.device)
-    drawn[batch.experience.offsets()[:-1]] = 0
-    return outputs.roll(1) * drawn

@@ -1,43 +1,35 @@
-"""What a model is for, by its head: the numbers per token that its loss function gets, and what is reported of them."""
+"""What a model says of every token, by its head: the numbers that its loss function gets."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from rltrain.algorithms import value
 from rltrain.models.architecture import Head
-from rltrain.training.megatron.forward import token_logprobs, token_values
+from rltrain.training.megatron.forward import token_logprobs
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch
-
-Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`role` is the name in config keys and messages.
-
-    `token_outputs` takes (model, micro-batch, the last stage's output for its tokens, temperature) and gives the
+    """`token_outputs` takes (model, micro-batch, the last stage's output for its tokens, temperature) and gives the
     `num_outputs` tensors [tokens] that the loss function takes, differentiable, of which an evaluation gives the first.
-    It may be collective over the tensor-parallel group. `summarize` makes a mini-batch's reported metrics from the
-    means of the loss function's sums.
+    It may be collective over the tensor-parallel group.
     """
 
-    role: str
     token_outputs: Callable[[LanguageModel, MicroBatch, Tensor, float], tuple[Tensor, ...]]
     num_outputs: int
-    summarize: Callable[[Metrics], dict[str, float]] = dict
 
 
-def _token_values(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:
-    return (token_values(batch, outputs),)
+def _scores(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:
+    return (outputs,)
 
 
-POLICY = Objective("actor", token_logprobs, num_outputs=2)
+POLICY = Objective(token_logprobs, num_outputs=2)
 """Loss functions get the log-prob of every token, and the entropy of the distribution that it was drawn from."""
 
-VALUE = Objective("critic", _token_values, num_outputs=1, summarize=value.summarize)
-"""Loss functions get the value of the state before every token. Temperature plays no part."""
+SCORE = Objective(_scores, num_outputs=1)
+"""Loss functions get at every token the score of its sample up to and with it. Temperature plays no part."""
 
-OBJECTIVES: dict[Head, Objective] = {"vocabulary": POLICY, "value": VALUE}
+OBJECTIVES: dict[Head, Objective] = {"vocabulary": POLICY, "value": SCORE}

@@ -31,12 +31,14 @@ NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
 class TrainableModel(EvaluableModel):
     """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
-    around a model whose weights are loaded, unless `load_state` follows."""
+    around a model whose weights are loaded, unless `load_state` follows. `role` is for messages."""
 
-    def __init__(self, model: LanguageModel, settings: schema.Trained, *, total_updates: int) -> None:
+    def __init__(
+        self, model: LanguageModel, settings: schema.Trained, *, total_updates: int, role: str = "actor"
+    ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model)
-        self.settings = settings
+        self.settings, self.role = settings, role
         self.total_updates = total_updates
         self.num_updates = 0
         self.groups = model.pg_collection
@@ -131,7 +133,7 @@ class TrainableModel(EvaluableModel):
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
         grad_norm = self._update(divisor, rate) if divisor else 0.0
         self.num_updates += 1
-        return {**self.objective.summarize(metrics), "grad_norm": grad_norm, "lr": rate}
+        return {**metrics, "grad_norm": grad_norm, "lr": rate}
 
     def save_state(self) -> Contents:
         if self._pending is not None:
@@ -179,17 +181,16 @@ class TrainableModel(EvaluableModel):
     def _require_samples(self, num_samples: float) -> None:
         if not num_samples:
             raise ConfigError(
-                f"optimizer step {self.num_updates + 1} of the {self.objective.role} has no sample on any of its "
+                f"optimizer step {self.num_updates + 1} of the {self.role} has no sample on any of its "
                 f"{self.groups.dp_cp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
                 "batch.mini_batches"
             )
 
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
-            role = self.objective.role
             raise DivergenceError(
-                f"the {role}'s {what} is {value} at optimizer step {self.num_updates + 1}; its weights were left as "
-                f"they were. Lower {role}.optimizer.lr, or look at this step's rewards and log-probs."
+                f"the {self.role}'s {what} is {value} at optimizer step {self.num_updates + 1}; its weights were left "
+                f"as they were. Lower {self.role}.optimizer.lr, or look at this step's rewards and log-probs."
             )
 
 
