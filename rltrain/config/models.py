@@ -96,3 +96,19 @@ class Reference(Evaluating):
 class Inference(Evaluating):
     """The actor's log-probs before an update, on ranks of their own. It is given the actor's weights whenever the
     rollout is. Placed on the actor's ranks in the actor's layout it is the actor itself."""
+
+
+class RewardModel(Evaluating):
+    """Scores whole responses by a classifier, a *ForSequenceClassification with one label: part of the reward."""
+
+    path: str | None = None
+    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
+    weight: float = 1.0
+    """Of its score in the reward."""
+    name: str = "model"
+    """What its metrics are called by: rollout/reward_<name>."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """auto: its tokenizer's template, where it has one, writes the conversation; never: the prompt's text and the
+    response, one after the other."""
+    max_tokens: Count | None = None
+    """Of a longer text only so many at its end are read. None: as many as the model has positions."""

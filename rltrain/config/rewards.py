@@ -31,9 +31,9 @@ class Reward(Section):
     function: str = "exact_match"
     """exact_match, math, code, environment, an URL, or a user's own "file.py:function", "module:function" or
     "module.function". Its parameters' names decide how it is called: docs/rewards.md."""
-    functions: tuple[RewardPart, ...] = Field(default=(), strict=False)
+    functions: tuple[RewardPart, ...] | None = Field(default=None, strict=False)
     """In the place of `function` several, a list of {function, weight, name, options}: the reward is the weighted
-    sum."""
+    sum. []: none, where a model tells what responses are worth."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the reward function."""
     timeout_s: Positive = 5.0
@@ -55,8 +55,13 @@ class Reward(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The functions that are in use."""
-        return tuple(part.function for part in self.functions) or (self.function,)
+        return tuple(part.function for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """`functions`, or the only one, `function`."""
+        return (RewardPart(function=self.function, options=self.options),) if self.functions is None else self.functions
 
     def alone(self, part: RewardPart) -> "Reward":
         """With the function of `part` as the only one."""
-        return self.model_copy(update={"function": part.function, "options": part.options, "functions": ()})
+        return self.model_copy(update={"function": part.function, "options": part.options, "functions": None})

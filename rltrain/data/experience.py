@@ -35,6 +35,7 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "advantages": (torch.float32, "token"),
     "returns": (torch.float32, "token"),
     "reward_parts": (torch.float32, "sample"),
+    "model_scores": (torch.float32, "sample"),
 }
 
 WIDE = frozenset({"reward_parts"})
@@ -82,6 +83,8 @@ class Experience:
     """[tokens] what the values should have been."""
     reward_parts: Tensor = field(default_factory=_absent)
     """[samples, functions] what each reward function gave, unweighted."""
+    model_scores: Tensor = field(default_factory=_absent)
+    """[samples] what a model told the reward; NaN where it could not tell."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:

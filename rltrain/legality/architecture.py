@@ -7,7 +7,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, trained_roles
 
 
 def check_against_architecture(
@@ -32,6 +32,8 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
         yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
     if architecture.mla is not None:
         yield f"{found} latent attention; {expected} it"
+    if DECLARED[role].reads_text:
+        return
     if architecture.vocab_size < architectures["actor"].vocab_size:
         yield (
             f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
+from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.problems import longest_text, refuse
@@ -34,9 +34,7 @@ def _role_problems(config: Config) -> Iterator[str]:
     usable = [role for role in role_names() if role in algorithm.usable_roles()]
     without = "" if algorithm.generates or config.data.eval else " without data.eval"
     for key, role in placed:
-        if role in NOT_YET:
-            yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
-        elif role not in role_names():
+        if role not in role_names():
             closest = nearest(role, usable)
             hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
             yield f"placement.{key}: unknown role {role!r}; {hint}"

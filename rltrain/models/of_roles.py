@@ -1,4 +1,4 @@
-"""The architecture of every role's model: the actor's, but for a critic's head and a role's own checkpoint."""
+"""The architecture of every role's model: the actor's, but for a value head and a role's own checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -6,16 +6,23 @@ from pathlib import Path
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models.architecture import Architecture, read_architecture
+from rltrain.models.classifier import require_classifier
+from rltrain.tasks.roles import DECLARED
 
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
     """By role, with that of model.path under actor. CheckpointError where a config.json cannot be used."""
-    architectures = {}
-    for role in ("actor", *roles):
-        path, key = config.checkpoint_of(role)
-        model = read_architecture(Path(path), key)
-        architectures[role] = model.value_model() if role == "critic" else model
-    return architectures
+    return {role: _architecture(config, role) for role in ("actor", *roles)}
+
+
+def _architecture(config: Config, role: str) -> Architecture:
+    declared, (path, key) = DECLARED[role], config.checkpoint_of(role)
+    model = read_architecture(Path(path), key)
+    if declared.head == "vocabulary":
+        return model
+    if declared.reads_text:
+        require_classifier(Path(path), key)
+    return model.value_model()
 
 
 def reference_uses_actor_modules(

@@ -9,6 +9,8 @@ from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
 from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.rewarding_model import rewarding_models
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
@@ -31,7 +33,8 @@ class Reward(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.has_judged = False
-        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
+        self.models = rewarding_models(job.config, job.placement.roles)
+        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, self.models)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
         self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
@@ -47,8 +50,7 @@ class Reward(Role):
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics()
-        samples = self.shipments.pop(("samples", step, chunk))
-        scored = self._score(samples, self.training, step, self.statistics)
+        scored = self._score("samples", chunk, self.training, step, self.statistics)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
@@ -61,7 +63,7 @@ class Reward(Role):
         """The held-out score, which the role's leader learns from its other ranks."""
         assert self.evaluation is not None, "the order evaluates only where data.eval is set"
         statistics = RewardStatistics()
-        self._score(self.shipments.pop(("evaluation_samples", step, chunk)), self.evaluation, step, statistics)
+        self._score("evaluation_samples", chunk, self.evaluation, step, statistics)
         metrics = self._gather("evaluation", step, statistics)
         if not metrics:
             return {}
@@ -73,15 +75,24 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
-        scores = self.scorer.score(source.of(shipment.experience, step))
+    def _score(
+        self, transfer: str, chunk: int, source: Scorables, step: int, statistics: RewardStatistics
+    ) -> Shipment:
+        shipment = self.shipments.pop((transfer, step, chunk))
         experience = shipment.experience
+        scores = self.scorer.score(source.of(experience, step), self._told_of(transfer, step, chunk, experience))
         scored = shipment.with_fields(
             rewards=torch.tensor(scores.rewards, dtype=torch.float32),
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
         )
         statistics.add(scored.experience, scores)
         return scored
+
+    def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:
+        """What each model has said of the samples that a transfer brought."""
+        told = (self.shipments.pop((model.transfer(transfer), step, chunk)) for model in self.models)
+        scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
+        return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.
@@ -122,11 +133,11 @@ class Reward(Role):
             "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
             f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first."
         )
-        for function in self.scorer.functions:
+        for function in self.scorer.parts:
             errors, timeouts = (int(sums[f"{prefix(function.title)}_{kind}"]) for kind in ("errors", "timeouts"))
             if are_too_many(errors + timeouts):
                 raise RewardError(
-                    f"{function.config_key}.function: {function.place} failed on {errors + timeouts} of {num_samples} "
+                    f"{function.key}: {function.place} failed on {errors + timeouts} of {num_samples} "
                     f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
                     f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(function.title)}"
                 )

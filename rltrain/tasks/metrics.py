@@ -86,6 +86,10 @@ GENERATE = (
     Metric("env/began_anew", "episodes", "that could not go on from a checkpoint"),
     Metric("env/<info>", "", "mean over episodes of a number in their last step's info"),
 )
+MODEL_SCORES = (
+    Metric("reward_model/text_tokens_mean", "tokens", "of its own tokens, that the reward model read per sample"),
+    Metric("reward_model/cut_ratio", "fraction", "texts longer than reward_model.max_tokens, of which the end was read"),
+)
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),

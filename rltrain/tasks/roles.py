@@ -34,6 +34,8 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "scored": (*SAMPLES, "rewards"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
+    "model_scores": ("group_ids", "lengths", "model_scores"),
+    "evaluation_model_scores": ("group_ids", "lengths", "model_scores"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
@@ -82,6 +84,7 @@ CRITIC = RoleTasks(
         ),
     ),
     model="trained",
+    head="value",
 )
 REFERENCE = RoleTasks(
     "reference",
@@ -113,6 +116,25 @@ INFERENCE = RoleTasks(
     model="evaluated",
     needed_by_algorithm=False,
 )
+REWARD_MODEL = RoleTasks(
+    "reward_model",
+    tuple(
+        Task(
+            f"{of}model_scores",
+            Needs(reads=_weights("reward_model")),
+            takes=(f"{of}samples",),
+            leaves=(f"{of}model_scores",),
+            informs="reward",
+            reports=reports,
+            kind="reward model",
+        )
+        for of, reports in (("", metrics.MODEL_SCORES), ("evaluation_", ()))
+    ),
+    model="evaluated",
+    head="value",
+    reads_text=True,
+    needed_by_algorithm=False,
+)
 ROLLOUT = RoleTasks(
     "rollout",
     (
@@ -132,7 +154,7 @@ REWARD = RoleTasks(
 )
 
 DECLARED: dict[str, RoleTasks] = {
-    role.name: role for role in (ACTOR, CRITIC, REFERENCE, INFERENCE, ENV, ROLLOUT, REWARD)
+    role.name: role for role in (ACTOR, CRITIC, REFERENCE, INFERENCE, REWARD_MODEL, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 
@@ -185,6 +207,11 @@ def device_roles() -> frozenset[str]:
 def optional_roles() -> tuple[str, ...]:
     """Roles that say something of the samples which no algorithm asks for, and which may be placed all the same."""
     return tuple(role.name for role in DECLARED.values() if not role.needed_by_algorithm)
+
+
+def rewarding_roles() -> tuple[str, ...]:
+    """Roles that tell the reward what responses are worth."""
+    return tuple(role.name for role in DECLARED.values() if any(task.informs == "reward" for task in role.tasks))
 
 
 def takers(transfer: str) -> tuple[str, ...]:
