@@ -1,0 +1,61 @@
+"""Reward models with a tokenizer and template that no policy has: random ones, and one of which it is known what it
+likes."""
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+LETTERS = {"<unknown>": 0, **{letter: number for number, letter in enumerate(string.printable, 1)}}
+
+
+def make_random(path: Path, family: str, **settings: Any) -> "PreTrainedModel":
+    """A classifier of letters, also written to `path`."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(LETTERS),
+        num_labels=1,
+        **{"num_hidden_layers": 2, "max_position_embeddings": 64, "initializer_range": 0.2, **shape, **settings},
+    )
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    with torch.no_grad():
+        model.score.weight.normal_()
+    model.save_pretrained(path)
+    _save_tokenizer(path)
+    return model
+
+
+def make_lover_of(letter: str, path: Path) -> Path:
+    """A classifier that scores a text 1 if it ends with the letter, and else 0."""
+    model = make_random(path, "Qwen2", num_hidden_layers=1)
+    width = model.config.hidden_size
+    with torch.no_grad():
+        for layer in model.model.layers:  # so that nothing but the last token reaches the head
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings = torch.zeros(len(LETTERS), width)
+        embeddings[:, 1] = 1.0
+        embeddings[LETTERS[letter]] = torch.eye(width)[0]
+        model.model.embed_tokens.weight.copy_(embeddings)
+        model.score.weight.copy_(torch.eye(width)[:1] / width**0.5)
+    model.save_pretrained(path)
+    return path
+
+
+def _save_tokenizer(path: Path) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(LETTERS, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
