@@ -16,11 +16,13 @@ from rltrain.roles.reward import Reward
 from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job, Role
 from rltrain.roles.rollout import Rollout
+from rltrain.roles.teacher import Teacher
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 
 ROLES: dict[str, type[Role]] = {
-    role.name: role for role in (Actor, Critic, Reference, Inference, RewardModel, Env, Rollout, Reward)
+    role.name: role
+    for role in (Actor, Critic, Reference, Teacher, Inference, RewardModel, Env, Rollout, Reward)
 }
 
 

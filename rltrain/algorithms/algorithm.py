@@ -84,8 +84,10 @@ class Algorithm:
     def loss_function(self) -> "LossFunction":
         """The actor's."""
         from rltrain.algorithms.policy import policy_loss
+        from rltrain.algorithms.teaching import teaching_loss
 
-        return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
+        loss, longest = self.config.loss, self.config.rollout.sampling.max_response_tokens
+        return teaching_loss(policy_loss(loss, longest), self.config.teacher, loss.normalization, longest)
 
     def penalizes_reward(self) -> bool:
         """Whether the distance from the reference is taken off the rewards."""

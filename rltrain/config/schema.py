@@ -24,6 +24,7 @@ from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
+from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
@@ -96,7 +97,7 @@ class Config(Section):
     ranks. Where a model is placed that tells the reward what responses are worth, and no function is named, that is the
     reward."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "distillation", "sft"] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -110,6 +111,7 @@ class Config(Section):
     reference: Reference = Reference()
     inference: Inference = Inference()
     reward_model: RewardModel = RewardModel()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -147,7 +149,9 @@ class Config(Section):
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own: str | None = getattr(getattr(self, role, None), "path", None)
+        own = getattr(getattr(self, role, None), "path", None)
+        if isinstance(own, dict):
+            own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

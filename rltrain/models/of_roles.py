@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, read_architecture
 from rltrain.models.classifier import require_classifier
 from rltrain.tasks.roles import DECLARED
@@ -18,11 +19,22 @@ def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Archit
 def _architecture(config: Config, role: str) -> Architecture:
     declared, (path, key) = DECLARED[role], config.checkpoint_of(role)
     model = read_architecture(Path(path), key)
+    if role == "teacher":
+        _expect_one_architecture(config, model)
     if declared.head == "vocabulary":
         return model
     if declared.reads_text:
         require_classifier(Path(path), key)
     return model.value_model()
+
+
+def _expect_one_architecture(config: Config, first: Architecture) -> None:
+    for name, path in config.teacher.checkpoints.items():
+        if read_architecture(Path(path), f"teacher.path.{name}") != first:
+            raise ConfigError(
+                f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
+                "expected teachers of one architecture, since they share a layout and take each other's place"
+            )
 
 
 def reference_uses_actor_modules(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
@@ -64,6 +65,8 @@ class Actor(TrainedRole):
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
         experience = self.algorithm.with_advantages(experience)
+        if experience.has("teacher_logprobs") and self.config.teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, self.config.teacher.coef)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on

@@ -33,6 +33,7 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "model_scores": ("group_ids", "lengths", "model_scores"),
     "evaluation_model_scores": ("group_ids", "lengths", "model_scores"),
@@ -101,6 +102,21 @@ REFERENCE = RoleTasks(
     model="evaluated",
     needed_by_algorithm=False,
 )
+TEACHER = RoleTasks(
+    "teacher",
+    (
+        Task(
+            "teacher_logprobs",
+            Needs(reads=_weights("teacher")),
+            takes=("scored",),
+            leaves=("teacher_logprobs",),
+            informs="actor",
+            kind="teacher",
+        ),
+    ),
+    model="evaluated",
+    needed_by_algorithm=False,
+)
 INFERENCE = RoleTasks(
     "inference",
     (
@@ -154,7 +170,8 @@ REWARD = RoleTasks(
 )
 
 DECLARED: dict[str, RoleTasks] = {
-    role.name: role for role in (ACTOR, CRITIC, REFERENCE, INFERENCE, REWARD_MODEL, ENV, ROLLOUT, REWARD)
+    role.name: role
+    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 

@@ -39,9 +39,13 @@ class ModelSite:
     """To be called with every micro-batch that begins: with the lengths of its samples, and whether gradients are made.
     So others see the model getting on, and what it computes is counted."""
 
+    checkpoint: str | None = None
+    """The folder that the model starts from, where that is not the role's."""
+
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the role starts from."""
+        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the model starts from."""
         path, key = self.config.checkpoint_of(self.role)
+        path = self.checkpoint or path
         load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
 
 
@@ -61,6 +65,14 @@ class Model(Protocol):
 
         Every rank of the replica passes the same samples, perhaps none, and gets the same result. Micro-batches have
         at most `max_tokens`, but for longer samples. Collective over: this replica.
+        """
+        ...
+
+    def distributions(
+        self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In the place of each token: its own log-prob [tokens], the `count` likeliest tokens and their log-probs, both
+        [tokens, count]. As `evaluate`. Collective over: this replica.
         """
         ...
 
