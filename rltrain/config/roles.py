@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from rltrain.tasks.roles import DECLARED
 
+
 def role_names() -> tuple[str, ...]:
     """Every role name, in the order in which roles are listed."""
     return tuple(DECLARED)

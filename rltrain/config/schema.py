@@ -27,6 +27,7 @@ from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.records import Checkpoint, Logging
+from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section
@@ -115,6 +116,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
+    judge: Judge = Judge()
     batch: Batch = Batch()
     loss: Loss = Loss()
     advantages: Advantages = Advantages()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rltrain.chat.template import ChatTemplate, RenderError
+from rltrain.chat.turn_end import TurnEnd
 from rltrain.data.tokenizer import load_tokenizer
 
 Message = Mapping[str, Any]
@@ -17,7 +18,9 @@ class UnreadableTextError(Exception):
 class OwnText:
     """Texts that another model drew, each encoded once, as a whole."""
 
-    def __init__(self, path: Path, config_key: str, *, vocab_size: int, chat_template: Literal["auto", "never"]) -> None:
+    def __init__(
+        self, path: Path, config_key: str, *, vocab_size: int, chat_template: Literal["auto", "never"]
+    ) -> None:
         """CheckpointError where the checkpoint's folder has no usable tokenizer."""
         self.tokenizer, self.vocab_size = load_tokenizer(path, config_key), vocab_size
         uses_template = chat_template == "auto" and self.tokenizer.chat_template is not None
@@ -35,6 +38,23 @@ class OwnText:
         except RenderError as error:
             raise UnreadableTextError(f"its chat template refuses the conversation: {error}") from error
         return self._usable(self.template.encode(text))
+
+    def question_ids(self, question: str) -> list[int]:
+        """Of a user's question, up to where the model's answer begins. Raises UnreadableTextError."""
+        if self.template is None:
+            return self._usable(self.tokenizer(question)["input_ids"])
+        try:
+            text = self.template.render([{"role": "user", "content": question}])
+        except RenderError as error:
+            raise UnreadableTextError(f"its chat template refuses the question: {error}") from error
+        return self._usable(self.template.encode(text))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Those that end an answer, by the tokenizer and its template."""
+        eos = self.tokenizer.eos_token_id
+        named = {eos} if isinstance(eos, int) else set()
+        return frozenset(named | (TurnEnd.of(self.template, named).tokens if self.template else set()))
 
     def _usable(self, ids: Sequence[int]) -> list[int]:
         if not ids:

@@ -9,6 +9,7 @@ from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import served_roles
 
 
 def check_config(config: Config) -> None:
@@ -60,7 +61,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.ep > 1:
             yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
-        if role == "rollout":
+        if role in served_roles():
             yield from _engine_problems(key, parallel)
         elif parallel.sequence_parallel and parallel.tp == 1:
             yield f"{key}.sequence_parallel: got true with {key}.tp 1; expected false, or a tp of at least 2"

@@ -80,6 +80,8 @@ def _model_problems(config: Config) -> Iterator[str]:
         path = getattr(config, role).path
         if role in placed and path is None:
             yield f"{role}.path: got null, and placement has role {role}; expected the folder of its checkpoint"
+        if role in placed and role == "judge" and config.judge.prompt is None:
+            yield "judge.prompt: got null; expected what the judge is asked, a text with {response}"
         if role not in placed and path is not None:
             yield f"{role}.path: got {path!r}, but no role {role} is placed; expected {role}: ranks in placement"
 

@@ -1,4 +1,4 @@
-"""What config.json says of a checkpoint that scores whole texts, as transformers' models for sequence classification."""
+"""What config.json says of a checkpoint that scores texts, as transformers' models for sequence classification."""
 
 from pathlib import Path
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rltrain.config.schema import Config
 from rltrain.rewards.conventions import Wants
+from rltrain.rewards.judge_question import Question
 from rltrain.rewards.scorer import Scores
 from rltrain.tasks.roles import DECLARED, rewarding_roles
 
@@ -59,10 +60,11 @@ class RewardingModel:
 
 
 def rewarding_models(config: Config, placed: Sequence[str]) -> list[RewardingModel]:
-    """Of the roles in `placed`."""
+    """Of the roles in `placed`. ConfigError where a judge's question cannot be asked."""
     found = []
     for role in rewarding_roles():
         if role in placed:
             settings = getattr(config, role)
-            found.append(RewardingModel(role, settings.name, settings.weight, settings.path, WholeConversation()))
+            wants = Question(config.judge.prompt) if role == "judge" else WholeConversation()
+            found.append(RewardingModel(role, settings.name, settings.weight, settings.path, wants))
     return found

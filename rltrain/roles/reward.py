@@ -1,5 +1,6 @@
 """The reward: scores responses against their prompts' labels."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
@@ -25,6 +26,11 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
         ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
         placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
     return placed
+
+
+def reward_parts(scores: CombinedScores) -> torch.Tensor:
+    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
+    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
 
 
 class Reward(Role):
@@ -75,15 +81,14 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(
-        self, transfer: str, chunk: int, source: Scorables, step: int, statistics: RewardStatistics
-    ) -> Shipment:
+    def _score(self, transfer: str, chunk: int, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
         shipment = self.shipments.pop((transfer, step, chunk))
         experience = shipment.experience
         scores = self.scorer.score(source.of(experience, step), self._told_of(transfer, step, chunk, experience))
         scored = shipment.with_fields(
             rewards=torch.tensor(scores.rewards, dtype=torch.float32),
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+            reward_parts=reward_parts(scores),
         )
         statistics.add(scored.experience, scores)
         return scored
@@ -164,6 +169,9 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.scorer.parts) > 1:
+                parts = zip(self.scorer.parts, first.reward_parts[number].tolist(), strict=True)
+                record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in parts}
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)

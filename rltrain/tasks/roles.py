@@ -37,6 +37,8 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "model_scores": ("group_ids", "lengths", "model_scores"),
     "evaluation_model_scores": ("group_ids", "lengths", "model_scores"),
+    "verdicts": ("group_ids", "lengths", "model_scores"),
+    "evaluation_verdicts": ("group_ids", "lengths", "model_scores"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
@@ -151,6 +153,24 @@ REWARD_MODEL = RoleTasks(
     reads_text=True,
     needed_by_algorithm=False,
 )
+JUDGE = RoleTasks(
+    "judge",
+    tuple(
+        Task(
+            f"{of}verdicts",
+            Needs(reads=_weights("judge"), rewrites=parts_of("judge", "kv_cache")),
+            takes=(f"{of}samples",),
+            leaves=(f"{of}verdicts",),
+            informs="reward",
+            reports=reports,
+            kind="judge",
+        )
+        for of, reports in (("", metrics.VERDICTS), ("evaluation_", ()))
+    ),
+    model="served",
+    reads_text=True,
+    needed_by_algorithm=False,
+)
 ROLLOUT = RoleTasks(
     "rollout",
     (
@@ -171,7 +191,7 @@ REWARD = RoleTasks(
 
 DECLARED: dict[str, RoleTasks] = {
     role.name: role
-    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, ENV, ROLLOUT, REWARD)
+    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 
@@ -214,6 +234,11 @@ def trained_roles() -> tuple[str, ...]:
 def model_roles() -> tuple[str, ...]:
     """Roles whose model is the training backend's."""
     return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "evaluated"))
+
+
+def served_roles() -> tuple[str, ...]:
+    """Roles whose model an engine has."""
+    return tuple(role.name for role in DECLARED.values() if role.model == "served")
 
 
 def device_roles() -> frozenset[str]:
