@@ -84,10 +84,9 @@ class Algorithm:
     def loss_function(self) -> "LossFunction":
         """The actor's."""
         from rltrain.algorithms.policy import policy_loss
-        from rltrain.algorithms.teaching import teaching_loss
 
-        loss, longest = self.config.loss, self.config.rollout.sampling.max_response_tokens
-        return teaching_loss(policy_loss(loss, longest), self.config.teacher, loss.normalization, longest)
+        config = self.config
+        return policy_loss(config.loss, config.rollout.sampling.max_response_tokens, config.teacher)
 
     def penalizes_reward(self) -> bool:
         """Whether the distance from the reference is taken off the rewards."""

@@ -13,8 +13,14 @@ from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
+from rltrain.config.learning import ClipCov as ClipCov
+from rltrain.config.learning import Correction as Correction
+from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
+from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import PolicyLoss as PolicyLoss
+from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Inference as Inference
@@ -58,7 +64,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on, weighed as loss.tis_clip says. Counted in either case."""
+    on, weighed as loss.correction says. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25

@@ -36,12 +36,19 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "returns": (torch.float32, "token"),
     "reward_parts": (torch.float32, "sample"),
     "model_scores": (torch.float32, "sample"),
+    "reference_top_ids": (torch.int64, "token"),
+    "reference_top_logprobs": (torch.float32, "token"),
     "teacher_logprobs": (torch.float32, "token"),
     "teacher_top_ids": (torch.int64, "token"),
     "teacher_top_logprobs": (torch.float32, "token"),
 }
 
-WIDE = frozenset({"reward_parts", "teacher_top_ids", "teacher_top_logprobs"})
+WIDE = frozenset(
+    {
+        *("reward_parts", "reference_top_ids", "reference_top_logprobs"),
+        *("teacher_top_ids", "teacher_top_logprobs"),
+    }
+)
 """Fields of several numbers for each sample or token: their tensors have a second dimension."""
 
 
@@ -88,9 +95,12 @@ class Experience:
     """[samples, functions] what each reward function gave, unweighted."""
     model_scores: Tensor = field(default_factory=_absent)
     """[samples] what a model told the reward; NaN where it could not tell."""
+    reference_top_ids: Tensor = field(default_factory=_absent)
+    """[tokens, k] the tokens that the reference finds likeliest in the token's place; k is 0 where nobody asks."""
+    reference_top_logprobs: Tensor = field(default_factory=_absent)
     teacher_logprobs: Tensor = field(default_factory=_absent)
     teacher_top_ids: Tensor = field(default_factory=_absent)
-    """[tokens, k] the tokens that the teacher found likeliest in the token's place; k is 0 where nobody asks."""
+    """As the reference's."""
     teacher_top_logprobs: Tensor = field(default_factory=_absent)
 
     def __post_init__(self) -> None:

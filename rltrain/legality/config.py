@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape
@@ -24,6 +25,7 @@ def check_config(config: Config) -> None:
         *algorithm_of(config).problems(),
         *_training_problems(config),
         *_teacher_problems(config),
+        *learning_problems(config),
         *reward_problems(config),
         *_checkpoint_problems(config),
     ]

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.correction import apply_staleness_limit
+from rltrain.algorithms import correction
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
@@ -88,6 +89,7 @@ class Actor(TrainedRole):
             mini_batches = self.batch.mini_batches(experience)
             updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
+        updates = [correction.summarize(update) for update in updates]
         metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
         metrics |= {

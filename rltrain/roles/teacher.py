@@ -9,7 +9,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import DataError
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
-from rltrain.training.backend import Model
+from rltrain.training.backend import Model, log_probs
 from rltrain.training.build import training_backend
 
 
@@ -44,22 +44,18 @@ class Teacher(Role):
         for number, model in enumerate(self.models):
             mine = self._samples_of(number, experience)
             at = torch.nonzero(torch.repeat_interleave(mine, experience.lengths)).flatten()
-            found = self._ask(model, experience.select(torch.nonzero(mine).flatten()))
+            found = log_probs(
+                model,
+                experience.select(torch.nonzero(mine).flatten()),
+                count=self.count,
+                max_tokens=self.settings.micro_batch_tokens,
+                temperature=self.temperature,
+            )
             for result, values in zip((logprobs, ids, top), found, strict=True):
                 result[at] = values
         self.shipments["teacher_logprobs", step, chunk] = scored.with_fields(
             teacher_logprobs=logprobs, teacher_top_ids=ids, teacher_top_logprobs=top
         )
-
-    def _ask(self, model: Model, experience: Experience) -> tuple[Tensor, Tensor, Tensor]:
-        max_tokens = self.settings.micro_batch_tokens
-        if self.count:
-            return model.distributions(
-                experience, count=self.count, max_tokens=max_tokens, temperature=self.temperature
-            )
-        logprobs = model.evaluate(experience, max_tokens=max_tokens, temperature=self.temperature)
-        nothing = torch.empty(experience.num_tokens, 0)
-        return logprobs, nothing.long(), nothing
 
     def _samples_of(self, number: int, experience: Experience) -> Tensor:
         """[samples] whether it is their teacher."""

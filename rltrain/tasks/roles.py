@@ -32,7 +32,7 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "samples": SAMPLES,
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards"),
-    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs", "reference_top_ids", "reference_top_logprobs"),
     "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "model_scores": ("group_ids", "lengths", "model_scores"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
@@ -75,6 +76,17 @@ class Model(Protocol):
         [tokens, count]. As `evaluate`. Collective over: this replica.
         """
         ...
+
+
+def log_probs(
+    model: Model, experience: Experience, *, count: int, max_tokens: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Model.distributions` gives; with a `count` of 0 what `Model.evaluate` does, and no other tokens."""
+    if count:
+        return model.distributions(experience, count=count, max_tokens=max_tokens, temperature=temperature)
+    logprobs = model.evaluate(experience, max_tokens=max_tokens, temperature=temperature)
+    nothing = torch.empty(experience.num_tokens, 0)
+    return logprobs, nothing.long(), nothing
 
 
 class TrainedModel(Model, Protocol):

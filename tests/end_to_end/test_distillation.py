@@ -61,3 +61,20 @@ def test_each_row_has_the_teacher_that_it_names(
 
     assert distance("same", "same") < 1e-6
     assert distance("same", "other") == pytest.approx(distance("other", "other") / 2, rel=0.5)
+
+
+def test_the_penalty_may_be_the_divergence_over_the_whole_vocabulary(
+    warmed_up: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    """With the reference in another layout than the actor's; on average it is what k3 estimates."""
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        *[f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides, "data.eval=null", "steps=3"],
+        *["batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 1}", "checkpoint.save_hf=false"],
+        *["placement={'actor': '0-1', 'rollout, reward': 0, reference: '0-1'}", "reference.parallel={pp: 2}"],
+        *["loss.kl={coef: 0.05, estimator: full}", "actor.optimizer={lr: 1e-3, warmup_steps: 0}"],
+        num_ranks=2,
+    )
+    exact, estimated = column(records, "train/kl_loss"), column(records, "train/reference_kl")
+    assert abs(exact[0]) < 1e-6
+    assert exact[1:] == pytest.approx(estimated[1:], rel=0.5)

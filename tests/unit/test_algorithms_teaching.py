@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.distillation import Distillation
-from rltrain.algorithms.losses import LossOutput
-from rltrain.algorithms.teaching import reverse_kl, teaching_loss, with_teacher_advantages
-from rltrain.config.schema import Config, Teacher
+from rltrain.algorithms.divergence import asked_tokens, divergence_from, reverse_kl
+from rltrain.algorithms.policy import policy_loss
+from rltrain.algorithms.teaching import with_teacher_advantages
+from rltrain.config.schema import Config, Loss, Teacher
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
@@ -70,38 +71,47 @@ def test_an_advantage_is_lowered_by_how_much_likelier_its_token_is_to_the_actor(
         assert float(taught[token]) == pytest.approx(expected, abs=1e-6)
 
 
-def policy(experience: Experience, logprobs: Tensor, entropy: Tensor) -> LossOutput:
-    """A loss of its own to be added to."""
-    return LossOutput(loss=torch.tensor(2.0), divisor=experience.response_mask.sum().float())
-
-
 @pytest.mark.parametrize("settings", [{"where": "loss"}, {"where": "loss", "top_k": 4}, {"where": "advantage"}])
 @pytest.mark.parametrize("shape", [[(2, 3), (1, 2)], [(2, 0), (1, 4)], []])
 def test_the_term_of_the_loss(settings: dict[str, Any], shape: list[tuple[int, int]]) -> None:
-    """Sums over response tokens alone, whatever stands elsewhere."""
+    """Sums over response tokens alone, whatever stands elsewhere, beside the policy's own loss."""
     teacher, top_k = Teacher(coef=0.7, **settings), settings.get("top_k", 0)
-    experience = with_teacher(packed_experience(shape), top_k)
+    experience = packed_experience(shape)
+    experience = with_teacher(experience.with_fields(advantages=torch.randn(experience.num_tokens)), top_k)
     logits = torch.randn(experience.num_tokens, VOCAB, requires_grad=True)
     drawn, asked = logits.log_softmax(1)[:, 0], logits.log_softmax(1).gather(1, experience.teacher_top_ids)
-    dirty = torch.where(experience.response_mask, drawn, float("inf"))
-    others = [torch.where(experience.response_mask[:, None], asked, float("nan"))] if top_k else []
-    loss = teaching_loss(policy, teacher, "token_mean", 1)
-    output = loss(experience, dirty, torch.zeros_like(dirty), *others)
     inside = experience.response_mask
+    dirty = torch.where(inside, drawn, float("inf"))
+    others = [torch.where(inside[:, None], asked, float("nan"))] if top_k else []
+    arguments = experience, dirty, torch.zeros_like(dirty)
+    taught, alone = (policy_loss(Loss(), 1, told)(*arguments, *others) for told in (teacher, None))
     if top_k:
         expected = reverse_kl(asked[inside], experience.teacher_top_logprobs[inside]).sum()
     else:
         expected = ((drawn - experience.teacher_logprobs)[inside] ** 2 / 2).sum()
     is_term = settings["where"] == "loss"
-    added = output.loss - policy(experience, torch.zeros(1), torch.zeros(1)).loss
-    torch.testing.assert_close(added, 0.7 * expected * is_term, equal_nan=True)
-    assert ("teacher_loss" in output.sums) is is_term and "teacher_kl" in output.token_sums
+    torch.testing.assert_close(taught.loss - alone.loss, 0.7 * expected * is_term)
+    (gradient,) = torch.autograd.grad(taught.loss - alone.loss, logits, retain_graph=True)
+    (expected_gradient,) = torch.autograd.grad(0.7 * expected * is_term, logits)
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert ("teacher_loss" in taught.sums) is is_term and "teacher_kl" in taught.token_sums
 
 
-def test_without_a_teacher_the_loss_is_the_policys() -> None:
-    experience = packed_experience([(1, 2)])
-    loss = teaching_loss(policy, Teacher(), "token_mean", 1)
-    assert loss(experience, torch.zeros(3), torch.zeros(3)) == policy(experience, torch.zeros(3), torch.zeros(3))
+def test_the_divergence_from_the_reference_and_from_the_teacher_stand_beside_each_other() -> None:
+    """Each asks for tokens of its own."""
+    experience = packed_experience([(1, 3), (2, 2)])
+    ids = {"reference": torch.arange(VOCAB).expand(experience.num_tokens, -1), "teacher": torch.randint(VOCAB, (8, 3))}
+    told = {role: torch.randn(8, VOCAB).log_softmax(1).gather(1, of_role) for role, of_role in ids.items()}
+    for role in ids:
+        experience = experience.with_fields(**{f"{role}_top_ids": ids[role], f"{role}_top_logprobs": told[role]})
+    actor = torch.randn(8, VOCAB).log_softmax(1)
+    asked = asked_tokens(experience)
+    assert asked is not None and asked.shape == (8, VOCAB + 3)
+    for role in ids:
+        found = divergence_from(role, experience, [actor.gather(1, asked)])
+        expected = reverse_kl(actor.gather(1, ids[role]), told[role]).masked_fill(~experience.response_mask, 0)
+        torch.testing.assert_close(found, expected)
+    assert divergence_from("teacher", packed_experience([(1, 1)]), []) is None
 
 
 def test_distillation_learns_from_the_teacher_alone() -> None:

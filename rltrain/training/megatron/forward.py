@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
@@ -85,8 +86,8 @@ def run_schedule(
 
 def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
-    from; both [tokens] fp32, 0 at a sample's first token. Where `asked_tokens` names others, their log-probs as well,
-    [tokens, n]. Collective over: the tensor-parallel group."""
+    from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
+    well, [tokens, n]. Collective over: the tensor-parallel group."""
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
@@ -100,12 +101,6 @@ def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temp
     if asked is None:
         return at_drawn(batch, logprobs), at_drawn(batch, entropy)
     return at_drawn(batch, logprobs[:, 0]), at_drawn(batch, entropy), at_drawn(batch, logprobs[:, 1:])
-
-
-def asked_tokens(experience: Experience) -> Tensor | None:
-    """[tokens, n] whose log-probs a loss function wants in each token's place, beside that of the token."""
-    asks = experience.has("teacher_top_ids") and experience.teacher_top_ids.size(1) > 0
-    return experience.teacher_top_ids if asks else None
 
 
 def likeliest_tokens(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.divergence import asked_tokens
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Head
-from rltrain.training.megatron.forward import asked_tokens, token_logprobs
+from rltrain.training.megatron.forward import token_logprobs
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch
 
