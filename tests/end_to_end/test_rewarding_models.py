@@ -25,7 +25,7 @@ def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, wa
         f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, prompt: '{{prompt}} {{response}}', "
         "verdict: 'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
         "reward={functions: []}",
-        "steps=12",
+        "steps=8",
         "batch={prompts_per_step: 16, samples_per_prompt: 8, mini_batches: 1}",
         "actor={parallel: {tp: 1}, optimizer: {lr: 1e-3, warmup_steps: 0}}",
         "loss.kl.coef=0",
@@ -41,5 +41,5 @@ def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, wa
     assert evaluated[-1] > evaluated[0] + 0.2 and max(liked) > liked[0] + 0.2
     shown = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     for sample in shown:
-        assert sample["rewards"]["model"] == pytest.approx(sample["response"].endswith("7"), abs=1e-4)
+        assert sample["rewards"]["model"] == pytest.approx(float(sample["response"].endswith("7")), abs=1e-4)
         assert sample["rewards"]["judge"] == sample["response"].endswith("1")
