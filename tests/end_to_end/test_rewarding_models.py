@@ -21,8 +21,8 @@ def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, wa
         *data_overrides,
         "data.eval.max_rows=32",
         PLACEMENT,
-        f"reward_model={{path: {classifier}, parallel: {{tp: 2}}}}",
-        f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, prompt: '{{prompt}} {{response}}', "
+        f"reward_model={{path: {classifier}, parallel: {{tp: 2}}, offload: true}}",
+        f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, offload: true, prompt: '{{prompt}} {{response}}', "
         "verdict: 'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
         "reward={functions: []}",
         "steps=8",

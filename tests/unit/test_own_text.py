@@ -23,8 +23,9 @@ def own(tmp_path: Path) -> Any:
 
         tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tests/warmed_up")
         tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path)
-        return OwnText(tmp_path, "judge.path", vocab_size=vocab_size, chat_template=chat_template)
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        tokenizer.save_pretrained(folder)
+        return OwnText(folder, "judge.path", vocab_size=vocab_size, chat_template=chat_template)
 
     return make
 
