@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
@@ -42,7 +43,8 @@ class Reward(Role):
         self.models = rewarding_models(job.config, job.placement.roles)
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, self.models)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = functions if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
@@ -91,6 +93,9 @@ class Reward(Role):
             reward_parts=reward_parts(scores),
         )
         statistics.add(scored.experience, scores)
+        if len(source.dataset.sources) > 1:
+            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
+            statistics.add_sources(sources, scores.rewards)
         return scored
 
     def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:
@@ -172,6 +177,8 @@ class Reward(Role):
             if len(self.scorer.parts) > 1:
                 parts = zip(self.scorer.parts, first.reward_parts[number].tolist(), strict=True)
                 record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in parts}
+            if len(self.training.dataset.sources) > 1:
+                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorable import Scorable
@@ -23,7 +24,8 @@ class TellingRole(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         prompts, data, wanting = job.prompts, self.config.data, rewarding_models(self.config, (self.name,))
-        self.training = Scorables(wanting, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = wanting if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(wanting, prompts.evaluation, prompts.decoder, data.eval, "data.eval")

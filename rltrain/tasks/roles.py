@@ -163,7 +163,7 @@ JUDGE = RoleTasks(
             leaves=(f"{of}verdicts",),
             informs="reward",
             reports=reports,
-            kind="judge",
+            kind="reward model",
         )
         for of, reports in (("", metrics.VERDICTS), ("evaluation_", ()))
     ),
@@ -201,7 +201,8 @@ SYNCED = {"weight_sync": "rollout", "sync_inference": "inference", "refresh_refe
 
 
 def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
-    return Task(task, Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task])), reports=reports)
+    needs = Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task]))
+    return Task(task, needs, reports=reports, kind="weight sync")
 
 
 JOINT = {
