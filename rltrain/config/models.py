@@ -124,7 +124,7 @@ class Inference(Evaluating):
 class RewardModel(Evaluating):
     """Scores whole responses by a classifier, a *ForSequenceClassification with one label: part of the reward."""
 
-    path: str | None = None
+    path: Annotated[str | None, HubName("model")] = None
     """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
     weight: float = 1.0
     """Of its score in the reward."""

@@ -1,13 +1,13 @@
 """What the config says of rewards."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rltrain.config.engines import Sampling
 from rltrain.config.models import Offload, Parallel
-from rltrain.config.section import Count, NonNegative, NonNegativeInt, Positive, Section, Share
+from rltrain.config.section import Count, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 
 class RewardPart(Section):
@@ -77,7 +77,7 @@ class JudgeSampling(Sampling):
 class Judge(Section):
     """A model that is asked what each response is worth, and answers in words: part of the reward."""
 
-    path: str | None = None
+    path: Annotated[str | None, HubName("model")] = None
     """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own; an embedded engine serves it."""
     weight: float = 1.0
     """Of its verdicts in the reward."""
