@@ -133,5 +133,8 @@ class RewardModel(Evaluating):
     chat_template: Literal["auto", "never"] = "auto"
     """auto: its tokenizer's template, where it has one, writes the conversation; never: the prompt's text and the
     response, one after the other."""
+    ends_with_eos: bool = False
+    """Whether texts end with the tokenizer's eos_token, as `algorithm: reward_model` has them: what a template writes
+    behind the last one is left out, and where there is none it is added."""
     max_tokens: Count | None = None
     """Of a longer text only so many at its end are read. None: as many as the model has positions."""

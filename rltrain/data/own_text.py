@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rltrain.chat.template import ChatTemplate, RenderError
 from rltrain.chat.turn_end import TurnEnd
 from rltrain.data.tokenizer import load_tokenizer
+from rltrain.errors import CheckpointError
 
 Message = Mapping[str, Any]
 
@@ -23,6 +24,7 @@ class OwnText:
     ) -> None:
         """CheckpointError where the checkpoint's folder has no usable tokenizer."""
         self.tokenizer, self.vocab_size = load_tokenizer(path, config_key), vocab_size
+        self.config_key = config_key
         uses_template = chat_template == "auto" and self.tokenizer.chat_template is not None
         self.template = ChatTemplate(self.tokenizer, (), {}) if uses_template else None
 
@@ -38,6 +40,20 @@ class OwnText:
         except RenderError as error:
             raise UnreadableTextError(f"its chat template refuses the conversation: {error}") from error
         return self._usable(self.template.encode(text))
+
+    def up_to_eos(self, ids: Sequence[int]) -> list[int]:
+        """Without what stands behind the last end-of-sequence token, which is added where there is none."""
+        eos = self.eos
+        behind = next((count for count, token in enumerate(reversed(ids)) if token == eos), None)
+        return [*ids, eos] if behind is None else [*ids[: len(ids) - behind]]
+
+    @property
+    def eos(self) -> int:
+        """CheckpointError where the tokenizer names none."""
+        token = self.tokenizer.eos_token_id
+        if not isinstance(token, int):
+            raise CheckpointError(f"{self.config_key}: the tokenizer has no eos_token; set it in tokenizer_config.json")
+        return token
 
     def question_ids(self, question: str) -> list[int]:
         """Of a user's question, up to where the model's answer begins. Raises UnreadableTextError."""

@@ -62,6 +62,8 @@ class RewardModel(TellingRole):
         except UnreadableTextError as error:
             self.log_failure(sample, str(error))
             return []
+        if self.settings.ends_with_eos:
+            ids = self.text.up_to_eos(ids)
         self.num_samples += 1
         self.num_cut += len(ids) > self.max_tokens
         ids = ids[-self.max_tokens :]

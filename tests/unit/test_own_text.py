@@ -59,6 +59,17 @@ def test_what_cannot_be_read_is_told(own: Any, tmp_path: Path) -> None:
         OwnText(tmp_path / "nowhere", "judge.path", vocab_size=9, chat_template="auto")
 
 
+def test_a_text_may_be_made_to_end_with_eos(own: Any) -> None:
+    text = own()
+    eos = text.eos
+    assert text.up_to_eos([5, 6]) == [5, 6, eos]
+    assert text.up_to_eos([5, eos, 6, eos, 7, 8]) == [5, eos, 6, eos]
+    assert text.up_to_eos([5, eos]) == [5, eos]
+    text.tokenizer.eos_token = None
+    with pytest.raises(CheckpointError, match="judge.path: the tokenizer has no eos_token"):
+        text.up_to_eos([5])
+
+
 def test_an_answer_ends_as_the_tokenizer_says(own: Any) -> None:
     text = own(SHOWS)
     assert text.tokenizer.eos_token_id in text.end_tokens
