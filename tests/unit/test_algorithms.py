@@ -45,7 +45,8 @@ def test_the_config_takes_the_names_of_the_registry():
 def test_the_roles_of_a_run(name, sections, needed, usable):
     algorithm = of(name, **sections)
     assert algorithm.needs().keys() == needed
-    assert algorithm.usable_roles() == needed | usable | ({"env"} if algorithm.generates else set())
+    rewarding = {"reward_model", "judge"} if "reward" in needed else set()
+    assert algorithm.usable_roles() == needed | usable | rewarding | ({"env"} if algorithm.generates else set())
 
 
 @pytest.mark.parametrize("kl", [{}, PENALTY], ids=["no penalty", "penalty in the reward"])
