@@ -10,13 +10,13 @@ from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.combined import CombinedScorer
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorer import Scores
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import Scorables, turn_ends
+from rltrain.roles.scorables import Scorables, reward_parts, turn_ends
 
 
 def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
@@ -27,11 +27,6 @@ def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[flo
         ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
         placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
     return placed
-
-
-def reward_parts(scores: CombinedScores) -> torch.Tensor:
-    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
-    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))
 
 
 class Reward(Role):
@@ -57,7 +52,7 @@ class Reward(Role):
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics()
+            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         scored = self._score("samples", chunk, self.training, step, self.statistics)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
@@ -94,8 +89,9 @@ class Reward(Role):
         )
         statistics.add(scored.experience, scores)
         if len(source.dataset.sources) > 1:
-            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
-            statistics.add_sources(sources, scores.rewards)
+            reported = statistics.reported(scored.experience)
+            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            statistics.add_sources(sources, reported.rewards.tolist())
         return scored
 
     def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:

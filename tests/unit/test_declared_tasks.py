@@ -60,8 +60,8 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "accumulate_critic": ("critic", True),
         "update_critic": ("critic", True),
         "reference_logprobs": ("reference", False),
-        "inference_logprobs": ("inference", False),
         "teacher_logprobs": ("teacher", False),
+        "inference_logprobs": ("inference", False),
         "model_scores": ("reward_model", False),
         "evaluation_model_scores": ("reward_model", False),
     }
