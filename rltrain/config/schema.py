@@ -39,6 +39,7 @@ from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
+from rltrain.config.roles import split_roles
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section
 from rltrain.tasks.roles import rewarding_roles
 
@@ -176,6 +177,13 @@ class Config(Section):
         if isinstance(own, dict):
             own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
+    @property
+    def reward_weights(self) -> tuple[float, ...]:
+        """Of what the reward is the sum of: its functions, then the models that are placed for it."""
+        placed = {role for key in self.placement for role in split_roles(key)}
+        models = (getattr(self, role).weight for role in rewarding_roles() if role in placed)
+        return (*(part.weight for part in self.reward.parts), *models)
 
     @property
     def checkpoint_dir(self) -> str:
