@@ -11,8 +11,10 @@ from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.env import Env
 from rltrain.roles.inference import Inference
+from rltrain.roles.judge import Judge
 from rltrain.roles.reference import Reference, uses_actor_modules
 from rltrain.roles.reward import Reward
+from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.teacher import Teacher
@@ -20,7 +22,7 @@ from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 
 ROLES: dict[str, type[Role]] = {
-    role.name: role for role in (Actor, Critic, Reference, Teacher, Inference, Env, Rollout, Reward)
+    role.name: role for role in (Actor, Critic, Reference, Teacher, Inference, RewardModel, Judge, Env, Rollout, Reward)
 }
 
 

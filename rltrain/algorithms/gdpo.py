@@ -20,8 +20,8 @@ class Gdpo(GroupRelative):
         A_i = sum over f of w_f (r_(f, i) - mean(r_f)) / std(r_f)        over the responses of a prompt
         A_i becomes (A_i - mean(A)) / std(A)        over all response tokens of the step
 
-    with the weights w_f of reward.functions. A response that a function is not for (None) is no member of that
-    function's groups. advantages.normalize_std false leaves out the first division.
+    with the weights w_f of reward.functions, and of placed models that score responses. A response that a function is
+    not for (None) is no member of that function's groups. advantages.normalize_std false leaves out the first division.
     """
 
     name = "gdpo"
@@ -30,11 +30,10 @@ class Gdpo(GroupRelative):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        functions = self.config.reward.functions
-        if len(functions) < MIN_FUNCTIONS:
+        if len(self.config.reward_weights) < MIN_FUNCTIONS:
             yield (
-                f"reward.functions: got {len(functions)}; expected at least {MIN_FUNCTIONS}: algorithm gdpo "
-                "normalises each apart, and for one alone there is grpo"
+                f"reward.functions: got {len(self.config.reward.functions or ())}; expected at least {MIN_FUNCTIONS}: "
+                "algorithm gdpo normalises each apart, and for one alone there is grpo"
             )
         reason = "algorithm gdpo looks at what each of reward.functions gave, of which that is none"
         if self.penalizes_reward():
@@ -45,9 +44,9 @@ class Gdpo(GroupRelative):
     def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
         """`rewards` are [members, functions], NaN where a function is not for the sample."""
         advantages = rewards.new_zeros(len(rewards))
-        for part, of_function in zip(rewards.unbind(1), self.config.reward.functions, strict=True):
+        for part, weight in zip(rewards.unbind(1), self.config.reward_weights, strict=True):
             known = ~part.isnan()
             own, among = part[known], groups.select(known)
             normalised = among.standardized(own) if self.config.advantages.normalize_std else among.centred(own)
-            advantages[known] += of_function.weight * normalised
+            advantages[known] += weight * normalised
         return advantages

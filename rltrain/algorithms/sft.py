@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rltrain.algorithms.algorithm import Algorithm
+from rltrain.tasks.roles import rewarding_roles
 
 if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
@@ -19,7 +20,7 @@ class Sft(Algorithm):
         return {"actor": f"algorithm {self.name}", **evaluating}
 
     def usable_roles(self) -> frozenset[str]:
-        return frozenset(self.needs())
+        return frozenset({*self.needs(), *(rewarding_roles() if self.config.data.eval else ())})
 
     def problems(self) -> Iterator[str]:
         yield from ()

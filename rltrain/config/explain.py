@@ -58,11 +58,11 @@ def _keys(section: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class of an annotation that is one, one or null, or a list of such."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    """The section class of an annotation that is one, one or null, or a list of such, or that or null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = () if get_origin(annotation) is dict else get_args(annotation)
+    return next((found for argument in inner if (found := section_of(argument)) is not None), None)
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -83,6 +83,8 @@ def _element(annotation: Any) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _element(arguments[0])
+    if origin in (types.UnionType, typing.Union):
+        return _element(next(argument for argument in arguments if argument is not types.NoneType))
     if origin is dict:
         return arguments[1]
     return arguments[0] if origin is tuple else Any

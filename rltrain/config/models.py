@@ -119,3 +119,22 @@ class Teacher(Evaluating):
 class Inference(Evaluating):
     """The actor's log-probs before an update, on ranks of their own. It is given the actor's weights whenever the
     rollout is. Placed on the actor's ranks in the actor's layout it is the actor itself."""
+
+
+class RewardModel(Evaluating):
+    """Scores whole responses by a classifier, a *ForSequenceClassification with one label: part of the reward."""
+
+    path: Annotated[str | None, HubName("model")] = None
+    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
+    weight: float = 1.0
+    """Of its score in the reward."""
+    name: str = "model"
+    """What its metrics are called by: rollout/reward_<name>."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """auto: its tokenizer's template, where it has one, writes the conversation; never: the prompt's text and the
+    response, one after the other."""
+    ends_with_eos: bool = False
+    """Whether texts end with the tokenizer's eos_token, as `algorithm: reward_model` has them: what a template writes
+    behind the last one is left out, and where there is none it is added."""
+    max_tokens: Count | None = None
+    """Of a longer text only so many at its end are read. None: as many as the model has positions."""

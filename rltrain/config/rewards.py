@@ -1,11 +1,13 @@
 """What the config says of rewards."""
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Share
+from rltrain.config.engines import Sampling
+from rltrain.config.models import Offload, Parallel
+from rltrain.config.section import Count, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 
 class RewardPart(Section):
@@ -31,9 +33,9 @@ class Reward(Section):
     function: str = "exact_match"
     """exact_match, math, code, environment, an URL, or a user's own "file.py:function", "module:function" or
     "module.function". Its parameters' names decide how it is called: docs/rewards.md."""
-    functions: tuple[RewardPart, ...] = Field(default=(), strict=False)
+    functions: tuple[RewardPart, ...] | None = Field(default=None, strict=False)
     """In the place of `function` several, a list of {function, weight, name, options}: the reward is the weighted
-    sum."""
+    sum. []: none, where a model tells what responses are worth."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the reward function."""
     timeout_s: Positive = 5.0
@@ -55,8 +57,45 @@ class Reward(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The functions that are in use."""
-        return tuple(part.function for part in self.functions) or (self.function,)
+        return tuple(part.function for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """`functions`, or the only one, `function`."""
+        return (RewardPart(function=self.function, options=self.options),) if self.functions is None else self.functions
 
     def alone(self, part: RewardPart) -> "Reward":
         """With the function of `part` as the only one."""
-        return self.model_copy(update={"function": part.function, "options": part.options, "functions": ()})
+        return self.model_copy(update={"function": part.function, "options": part.options, "functions": None})
+
+
+class JudgeSampling(Sampling):
+    temperature: NonNegative = 0.0
+    max_response_tokens: Count = 512
+
+
+class Judge(Section):
+    """A model that is asked what each response is worth, and answers in words: part of the reward."""
+
+    path: Annotated[str | None, HubName("model")] = None
+    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own; an embedded engine serves it."""
+    weight: float = 1.0
+    """Of its verdicts in the reward."""
+    name: str = "judge"
+    """What its metrics are called by: rollout/reward_<name>."""
+    parallel: Parallel = Parallel()
+    prompt: str | None = None
+    """What it is asked, or a file that has it: a text with {response}, and as wanted {prompt}, {label}, {conversation}
+    or a column of the row. {{name}} stands for {name}."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """auto: its tokenizer's template, where it has one, makes the question a message of the user."""
+    verdict: str = r"([-+]?\d+(?:\.\d+)?)\D*$"
+    """How a number is read from the answer: a regular expression with one group, whose last match counts, or a function
+    of the text, "file.py:function" or "module:function", that returns a number or None. By default the last number."""
+    sampling: JudgeSampling = JudgeSampling()
+    max_running_requests: Count = 256
+    max_context_tokens: Count = 4096
+    """Question and answer together; what is asked of a longer one fails, and is counted."""
+    kv_cache_gb: Literal["auto"] | Positive = "auto"
+    """As rollout.kv_cache_gb."""
+    offload: Offload = "auto"

@@ -5,11 +5,6 @@ from collections.abc import Iterable
 
 from rltrain.tasks.roles import DECLARED
 
-NOT_YET = {
-    "reward_model": "reward models come in a later version; role reward scores responses by a function",
-}
-"""Roles that a placement may not name, and why."""
-
 
 def role_names() -> tuple[str, ...]:
     """Every role name, in the order in which roles are listed."""

@@ -34,13 +34,17 @@ from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
+from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.preference import Preference as Preference
 from rltrain.config.records import Checkpoint, Logging
+from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart
+from rltrain.config.roles import split_roles
 from rltrain.config.section import Count, NonNegativeInt, Positive, Section
+from rltrain.tasks.roles import rewarding_roles
 
 
 class WeightSync(Section):
@@ -104,7 +108,8 @@ class Timeouts(Section):
 
 class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
-    ranks."""
+    ranks. Where a model is placed that tells the reward what responses are worth, and no function is named, that is the
+    reward."""
 
     algorithm: Literal[
         "grpo",
@@ -133,10 +138,12 @@ class Config(Section):
     critic: Critic = Critic()
     reference: Reference = Reference()
     inference: Inference = Inference()
+    reward_model: RewardModel = RewardModel()
     teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
+    judge: Judge = Judge()
     batch: Batch = Batch()
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
@@ -151,14 +158,17 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _reward_of_environments(cls, given: Any) -> Any:
+    def _reward_of_placed_roles(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("placement"), dict):
             return given
         placed = {role.strip(): ranks for key, ranks in given["placement"].items() for role in str(key).split(",")}
-        if "env" not in placed or "rollout" not in placed or "reward" in placed:
-            return given
-        placement = {**given["placement"], "reward": placed["rollout"]}
-        return {"reward": {"function": "environment"}, **given, "placement": placement}
+        if "env" in placed and "rollout" in placed and "reward" not in placed:
+            placement = {**given["placement"], "reward": placed["rollout"]}
+            given = {"reward": {"function": "environment"}, **given, "placement": placement}
+        reward = given.get("reward", {})
+        if {*rewarding_roles()} & {*placed} and isinstance(reward, dict) and not {"function", "functions"} & {*reward}:
+            given = {**given, "reward": {**reward, "functions": []}}
+        return given
 
     def parallel_of(self, role: str) -> tuple[Parallel, str]:
         """The parallel sizes of a role and the config key that gives them."""
@@ -174,6 +184,13 @@ class Config(Section):
         if isinstance(own, dict):
             own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
+    @property
+    def reward_weights(self) -> tuple[float, ...]:
+        """Of what the reward is the sum of: its functions, then the models that are placed for it."""
+        placed = {role for key in self.placement for role in split_roles(key)}
+        models = (getattr(self, role).weight for role in rewarding_roles() if role in placed)
+        return (*(part.weight for part in self.reward.parts), *models)
 
     @property
     def checkpoint_dir(self) -> str:

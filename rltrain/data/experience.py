@@ -37,6 +37,7 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "advantages": (torch.float32, "token"),
     "returns": (torch.float32, "token"),
     "reward_parts": (torch.float32, "sample"),
+    "model_scores": (torch.float32, "sample"),
     "reference_top_ids": (torch.int64, "token"),
     "reference_top_logprobs": (torch.float32, "token"),
     "teacher_logprobs": (torch.float32, "token"),
@@ -99,6 +100,8 @@ class Experience:
     """[tokens] what the values should have been."""
     reward_parts: Tensor = field(default_factory=_absent)
     """[samples, functions] what each reward function gave, unweighted."""
+    model_scores: Tensor = field(default_factory=_absent)
+    """[samples] what a model told the reward; NaN where it could not tell."""
     reference_top_ids: Tensor = field(default_factory=_absent)
     """[tokens, k] the tokens that the reference finds likeliest in the token's place; k is 0 where nobody asks."""
     reference_top_logprobs: Tensor = field(default_factory=_absent)

@@ -19,17 +19,18 @@ MAX_FORMATS = 64
 Prompt = str | Sequence[Message]
 
 
-def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a Hugging Face checkpoint folder. Reads local files only and runs none of their code."""
+def load_tokenizer(path: Path, config_key: str = "model.path") -> "PreTrainedTokenizerBase":
+    """The tokenizer of a Hugging Face checkpoint folder. Reads local files only and runs none of their code.
+    `config_key` is the key that names the folder, for messages."""
     from transformers import AutoTokenizer
 
     if not path.is_dir():
-        raise CheckpointError(f"model.path: there is no folder {str(path)!r} (relative paths start at {Path.cwd()})")
+        raise CheckpointError(f"{config_key}: there is no folder {str(path)!r} (relative paths start at {Path.cwd()})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(
-            f"model.path: {str(path)!r} holds no usable tokenizer ({type(error).__name__}: {error}); "
+            f"{config_key}: {str(path)!r} holds no usable tokenizer ({type(error).__name__}: {error}); "
             "expected tokenizer.json and tokenizer_config.json beside the weights"
         ) from error
     return tokenizer

@@ -53,6 +53,10 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     if role == "rollout":
         return {"weights": job.served_bytes, "kv_cache": _cache(job, _running(job) * _positions(job))}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
+    if role == "judge":
+        tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
+        cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
+        return {"weights": job.served_bytes_of(role), "kv_cache": cache}
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
@@ -99,6 +103,10 @@ def _running(job: PlannedJob) -> int:
     return running if job.config.data.eval else min(running, job.samples_per_replica("rollout"))
 
 
+def _judged_at_once(job: PlannedJob) -> int:
+    return min(job.config.judge.max_running_requests, job.samples_per_replica("judge"))
+
+
 def _positions(job: PlannedJob) -> int:
     """Of the longest context."""
     return -(-job.config.rollout.max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
@@ -113,6 +121,9 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         return _sync_bytes(job, stages)
     if task in ("generate", "generate_evaluation"):
         return _generating_bytes(job)
+    if task in ("verdicts", "evaluation_verdicts"):
+        logits = _judged_at_once(job) * job.architectures["judge"].vocab_size
+        return {"logits": logits * FP32 * SAMPLING_COPIES}
     role, trains = model_tasks().get(task, (None, False))
     if role is None:
         return {}

@@ -90,9 +90,13 @@ class PlannedJob:
 
     @property
     def served_bytes(self) -> int:
-        """Of the weights on a rank of an engine."""
-        config, tp = self.config, self.grids["rollout"].tp
-        return served_bytes(self.architectures["rollout"], tp, config.model.dtype, config.rollout.dtype == "fp8")
+        """Of the weights on a rank of the rollout's engine."""
+        return self.served_bytes_of("rollout")
+
+    def served_bytes_of(self, role: str) -> int:
+        """Of the weights on a rank of an engine of the role's."""
+        is_fp8 = role == "rollout" and self.config.rollout.dtype == "fp8"
+        return served_bytes(self.architectures[role], self.grids[role].tp, self.config.model.dtype, is_fp8)
 
     @property
     def longest_tokens(self) -> int:

@@ -8,7 +8,7 @@ from rltrain.estimate.links import GridLinks
 from rltrain.estimate.memory import kv_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
-from rltrain.estimate.workload import Workload
+from rltrain.estimate.workload import MEAN_OF_LONGEST, Workload
 from rltrain.models import Architecture
 from rltrain.models.flops import expert_flops, forward_flops
 
@@ -41,12 +41,24 @@ def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) 
     return Generation(prefill, num_steps * decode_step(job, gpu, workload, running), num_steps, running)
 
 
-def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float) -> float:
+def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:
+    """Seconds of a step's questions to the judge, each as long as the sample that it shows. Answers are as much shorter
+    than they may be as responses are taken to be."""
+    architecture, grid, settings = job.architectures["judge"], job.grids["judge"], job.config.judge
+    num, answer = float(job.samples_per_replica("judge")), settings.sampling.max_response_tokens * MEAN_OF_LONGEST
+    asked = Workload(prompt=workload.sample, response=answer, longest_response=answer)
+    running = min(num, settings.max_running_requests)
+    peak = gpu.flops(job.config.model.dtype) * grid.tp
+    prefill = num * asked.prompt * _at_peak(architecture, gpu, asked.prompt / 2) / peak
+    return prefill + num * answer / running * decode_step(job, gpu, asked, running, "judge")
+
+
+def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, role: str = "rollout") -> float:
     """One token of each of `running` responses: what has to be read of weights, keys and values, or what has to be
     multiplied, whichever takes longer; and what tensor parallelism sends."""
-    architecture, grid, efficiency = job.architectures["rollout"], job.grids["rollout"], gpu.efficiency
+    architecture, grid, efficiency = job.architectures[role], job.grids[role], gpu.efficiency
     context = workload.prompt + workload.response / 2
-    bytes_per_element = job.served_bytes / served_elements(architecture, grid.tp)
+    bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp)
     read = weights_read(architecture, grid.tp, running) * bytes_per_element
     read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
     products = running * _at_peak(architecture, gpu, context) / grid.tp

@@ -10,7 +10,7 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.peak import cache_bytes, places_along, rank_memories
 from rltrain.estimate.planned import Kind, PlannedJob
-from rltrain.estimate.rollout_time import generation
+from rltrain.estimate.rollout_time import generation, judging
 from rltrain.estimate.sync_time import PlannedSync, least_sync_s
 from rltrain.estimate.training_time import TrainingTime
 from rltrain.estimate.workload import Workload
@@ -118,6 +118,8 @@ class Clock:
         if name == "generate":
             made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
             return share * (made.prefill_s + made.decode_s) + task_s
+        if name == "verdicts":
+            return share * judging(self.job, self.gpu, self.workload) + task_s
         if name == "score":
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s

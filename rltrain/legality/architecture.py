@@ -7,7 +7,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, trained_roles
 
 
 def check_against_architecture(
@@ -32,6 +32,9 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
         yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
     if architecture.mla is not None:
         yield f"{found} latent attention; {expected} it"
+    if DECLARED[role].reads_text:
+        yield from _context_problems(config, role, architecture)
+        return
     if architecture.vocab_size < architectures["actor"].vocab_size:
         yield (
             f"{found} a vocabulary of {architecture.vocab_size}; expected at least the "
@@ -43,6 +46,17 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
             f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
             "of at most that"
         )
+
+
+def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Of an engine that reads other texts than the policy's samples."""
+    if DECLARED[role].model == "served":
+        longest = getattr(config, role).max_context_tokens
+        if longest > architecture.max_positions:
+            yield (
+                f"{role}.max_context_tokens: got {longest}, but the model in {role}.path has "
+                f"{architecture.max_positions} positions; expected at most that"
+            )
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:

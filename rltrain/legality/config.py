@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
+from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.data import data_problems
@@ -11,6 +11,7 @@ from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
+from rltrain.tasks.roles import served_roles
 
 
 def check_config(config: Config) -> None:
@@ -40,9 +41,7 @@ def _role_problems(config: Config) -> Iterator[str]:
     settled = algorithm.generates or algorithm.from_pairs or config.data.eval
     without = "" if settled else " without data.eval"
     for key, role in placed:
-        if role in NOT_YET:
-            yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
-        elif role not in role_names():
+        if role not in role_names():
             closest = nearest(role, usable)
             hint = f"the nearest valid role is {closest}" if closest else f"expected one of {', '.join(usable)}"
             yield f"placement.{key}: unknown role {role!r}; {hint}"
@@ -67,7 +66,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.ep > 1:
             yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
-        if role == "rollout":
+        if role in served_roles():
             yield from _engine_problems(key, parallel)
         elif parallel.sequence_parallel and parallel.tp == 1:
             yield f"{key}.sequence_parallel: got true with {key}.tp 1; expected false, or a tp of at least 2"

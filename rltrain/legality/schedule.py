@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
+from rltrain.config.roles import role_names
 from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
 from rltrain.legality.problems import refuse
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles, model_roles
+from rltrain.tasks.roles import device_roles
 
 OVERLAP_OFF = "disable_overlap_schedule"
 """SGLang's argument."""
@@ -31,7 +32,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         named = f"algorithm {config.algorithm}"
         yield f"schedule.mode: got {mode} with {named}, which generates nothing; expected sequential"
         return
-    consumers = [role for role in ("reward", *model_roles()) if role in placement.roles]
+    consumers = [role for role in ("reward", *_roles_of_samples()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
     apart = [role for role in consumers if rollout.isdisjoint(placement.ranks(role))]
     if mode == "pipelined" and not apart:
@@ -44,9 +45,14 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         yield from _asynchronous_problems(config, placement, apart)
 
 
+def _roles_of_samples() -> list[str]:
+    """Those whose models work on what the rollout drew."""
+    return [role for role in role_names() if role in device_roles() and role != "rollout"]
+
+
 def _asynchronous_problems(config: Config, placement: Placement, apart: list[str]) -> Iterator[str]:
     nearest = f"schedule.mode: {'pipelined' if apart else 'sequential'}{_without_staleness(config)}"
-    for role in model_roles():
+    for role in _roles_of_samples():
         if role in placement.roles and role not in apart:
             shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
             yield (

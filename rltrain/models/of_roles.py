@@ -1,4 +1,4 @@
-"""The architecture of every role's model: the actor's, but for a critic's head and a role's own checkpoint."""
+"""The architecture of every role's model: the actor's, but for a value head and a role's own checkpoint."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,18 +7,24 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, read_architecture
+from rltrain.models.classifier import require_classifier
+from rltrain.tasks.roles import DECLARED
 
 
 def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Architecture]:
     """By role, with that of the trained model under actor. CheckpointError where a config.json cannot be used."""
-    architectures = {}
-    for role in ("actor", *roles):
-        path, key = config.checkpoint_of(role)
-        model = read_architecture(Path(path), key)
-        architectures[role] = model.value_model() if _scores(config, role) else model
-        if role == "teacher":
-            _expect_one_architecture(config, model)
-    return architectures
+    return {role: _architecture(config, role) for role in ("actor", *roles)}
+
+
+def _architecture(config: Config, role: str) -> Architecture:
+    declared, (path, key) = DECLARED[role], config.checkpoint_of(role)
+    model = read_architecture(Path(path), key)
+    if role == "teacher":
+        _expect_one_architecture(config, model)
+    if declared.reads_text and declared.head == "value":
+        require_classifier(Path(path), key)
+    learns_scores = role == "actor" and config.algorithm == "reward_model"
+    return model.value_model() if declared.head == "value" or learns_scores else model
 
 
 def _expect_one_architecture(config: Config, first: Architecture) -> None:
@@ -28,11 +34,6 @@ def _expect_one_architecture(config: Config, first: Architecture) -> None:
                 f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
                 "expected teachers of one architecture, since they share a layout and take each other's place"
             )
-
-
-def _scores(config: Config, role: str) -> bool:
-    """Whether the role's model has a head that gives scores, in the place of the vocabulary's."""
-    return role == "critic" or (role == "actor" and config.algorithm == "reward_model")
 
 
 def reference_uses_actor_modules(

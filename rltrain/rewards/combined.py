@@ -1,4 +1,4 @@
-"""Scores samples with all reward functions of a run."""
+"""Scores samples with all reward functions of a run, and with what models have told of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,17 +8,20 @@ from typing import Any
 
 from rltrain.config import schema
 from rltrain.rewards.registry import RewardFunction, load_rewards
+from rltrain.rewards.rewarding_model import RewardingModel
 from rltrain.rewards.scorable import Scorable
 from rltrain.rewards.scorer import PendingScores, Scorer, Scores
+
+Part = RewardFunction | RewardingModel
 
 
 @dataclass(frozen=True)
 class CombinedScores:
-    """The reward of each sample: the weighted sum of what the functions gave."""
+    """The reward of each sample: the weighted sum of what functions and models gave."""
 
     rewards: list[float]
     by_function: Mapping[str, Scores]
-    """By the functions' titles."""
+    """By the titles of functions and models."""
     unscored: frozenset[int] = frozenset()
     """Samples that none of the functions is for, with reward 0."""
     turn_rewards: Mapping[int, list[float]] = field(default_factory=dict)
@@ -53,25 +56,35 @@ class CombinedScores:
 
 
 class CombinedScorer:
-    """Has the functions of the config's section score the same samples, beside each other. Close it at the end."""
+    """Has the functions of the config's section score the same samples, beside each other. Close it at the end.
 
-    def __init__(self, settings: schema.Reward, on_scored: Callable[[], None] = lambda: None) -> None:
-        self.functions: Sequence[RewardFunction] = load_rewards(settings)
+    `models` have scored them already, and are parts of the reward behind the functions.
+    """
+
+    def __init__(
+        self,
+        settings: schema.Reward,
+        on_scored: Callable[[], None] = lambda: None,
+        models: Sequence[RewardingModel] = (),
+    ) -> None:
+        self.functions: Sequence[RewardFunction] = load_rewards(settings, is_part=bool(models))
+        self.parts: Sequence[Part] = (*self.functions, *models)
         self._scorers = [Scorer.of(function, settings, on_scored) for function in self.functions]
 
-    def score(self, samples: Sequence[Scorable]) -> CombinedScores:
-        """Rewards in the order of `samples`. Raises ConfigError if a function's worker cannot start."""
-        return self.wait(self.begin(samples))
+    def score(self, samples: Sequence[Scorable], told: Sequence[Scores] = ()) -> CombinedScores:
+        """Rewards in the order of `samples`, of which models have `told`. Raises ConfigError if a function's worker
+        cannot start."""
+        return self.wait(self.begin(samples), told)
 
     def begin(self, samples: Sequence[Scorable]) -> Sequence[PendingScores]:
         """Have all functions begin with `samples`, for what `score` gives."""
         with self._closing_at_failure():
             return [scorer.begin(samples) for scorer in self._scorers]
 
-    def wait(self, pending: Sequence[PendingScores]) -> CombinedScores:
+    def wait(self, pending: Sequence[PendingScores], told: Sequence[Scores] = ()) -> CombinedScores:
         """What came of `begin`."""
         with self._closing_at_failure():
-            return combined(self.functions, [scores.wait() for scores in pending])
+            return combined(self.parts, [*(scores.wait() for scores in pending), *told])
 
     @contextmanager
     def _closing_at_failure(self) -> Iterator[None]:
@@ -93,9 +106,9 @@ class CombinedScorer:
         self.close()
 
 
-def combined(functions: Sequence[RewardFunction], scores: Sequence[Scores]) -> CombinedScores:
-    """Of the scores of each function for the same samples."""
-    weights = [function.weight for function in functions]
+def combined(parts: Sequence[Part], scores: Sequence[Scores]) -> CombinedScores:
+    """Of the scores by each part for the same samples."""
+    weights = [part.weight for part in parts]
     rewards = [
         sum(weight * reward for weight, reward in zip(weights, of_sample, strict=True))
         for of_sample in zip(*(of_function.rewards for of_function in scores), strict=True)
@@ -103,7 +116,7 @@ def combined(functions: Sequence[RewardFunction], scores: Sequence[Scores]) -> C
     by_turns = sorted({index for of_function in scores for index in of_function.turn_rewards})
     return CombinedScores(
         rewards,
-        {function.title: of_function for function, of_function in zip(functions, scores, strict=True)},
+        {part.title: of_part for part, of_part in zip(parts, scores, strict=True)},
         frozenset.intersection(*(of_function.skipped for of_function in scores)),
         {index: _turn_rewards(index, weights, scores) for index in by_turns},
     )

@@ -75,14 +75,19 @@ class Call:
     """Metrics that the function hands in while it runs."""
 
 
-class Convention(ABC):
-    """How one function is called for a sample, or if `batched` for all samples of a prompt at once."""
+class Wants:
+    """What is asked for of a sample."""
 
     fields: frozenset[str] = frozenset()
-    """Those of a Scorable that it needs beside prompt, response and label."""
+    """Those of a Scorable beside prompt, response and label."""
     columns = Columns()
-    batched = False
     takes_label = True
+
+
+class Convention(Wants, ABC):
+    """How one function is called for a sample, or if `batched` for all samples of a prompt at once."""
+
+    batched = False
     allows_none: ClassVar[bool] = False
     """Whether None is an answer: not for this sample."""
     passes_options: ClassVar[bool] = True

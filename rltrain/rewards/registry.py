@@ -49,6 +49,11 @@ class RewardFunction:
     """Where it stands."""
 
     @property
+    def key(self) -> str:
+        """The one that names it."""
+        return f"{self.config_key}.function"
+
+    @property
     def trusted(self) -> bool:
         """Safe to run in this process, without a time limit."""
         return self.name in TRUSTED
@@ -113,10 +118,11 @@ def _parts(returned: Any) -> list[Any] | None:
         return None
 
 
-def load_rewards(settings: schema.Reward) -> list[RewardFunction]:
-    """The functions that the section names. Raises ConfigError where one cannot be imported or called."""
-    if not settings.functions:
-        return [load_reward(settings)]
+def load_rewards(settings: schema.Reward, *, is_part: bool = False) -> list[RewardFunction]:
+    """The functions that the section names; `is_part` says that the reward has other parts than these, so that a single
+    one has a title too. Raises ConfigError where one cannot be imported or called."""
+    if settings.functions is None:
+        return [load_reward(settings, settings.parts[0].title if is_part else "")]
     return [
         load_reward(settings.alone(part), part.title, part.weight, f"reward.functions.{number}")
         for number, part in enumerate(settings.functions)

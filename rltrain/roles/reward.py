@@ -1,5 +1,6 @@
 """The reward: scores responses against their prompts' labels."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import load_group_filter
+from rltrain.rewards.rewarding_model import rewarding_models
+from rltrain.rewards.scorer import Scores
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
@@ -27,7 +30,8 @@ class Reward(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.has_judged = False
-        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
+        self.models = rewarding_models(job.config, job.placement.roles)
+        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, self.models)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
         of_training = functions if algorithm_of(self.config).generates else ()
         self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
@@ -60,15 +64,11 @@ class Reward(Role):
         chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
-        samples = self.shipments.pop(("samples", step, chunk))
-        scored = samples
         if not self.job.shape.selects_groups:
-            scored = self._score(samples, self.training, step, self.statistics)
-        elif self.scoring is not None:
-            handed_over = self.scoring.handed_over.pop((step, chunk))
-            for experience, scores in handed_over.groups:
-                self._add(experience, scores, self.training, self.statistics)
-            self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
+            scored = self._score("samples", chunk, self.training, step, self.statistics)
+        else:
+            scored = self.shipments.pop(("samples", step, chunk))
+            self._take_handed_over(step, chunk)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
@@ -81,7 +81,7 @@ class Reward(Role):
         """The held-out score, which the role's leader learns from its other ranks."""
         assert self.evaluation is not None, "the order evaluates only where data.eval is set"
         statistics = RewardStatistics()
-        self._score(self.shipments.pop(("evaluation_samples", step, chunk)), self.evaluation, step, statistics)
+        self._score("evaluation_samples", chunk, self.evaluation, step, statistics)
         metrics = self._gather("evaluation", step, statistics)
         if not metrics:
             return {}
@@ -93,11 +93,22 @@ class Reward(Role):
         """End the reward function's processes."""
         self.scorer.close()
 
-    def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
-        scores = self.scorer.score(source.of(shipment.experience, step))
+    def _score(self, transfer: str, chunk: int, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
+        shipment = self.shipments.pop((transfer, step, chunk))
+        told = self._told_of(transfer, step, chunk, shipment.experience)
+        scores = self.scorer.score(source.of(shipment.experience, step), told)
         scored = replace(shipment, experience=with_scores(shipment.experience, scores))
         self._add(scored.experience, scores, source, statistics)
         return scored
+
+    def _take_handed_over(self, step: int, chunk: int) -> None:
+        """What the engine of this rank had scored before it handed its samples over."""
+        if self.scoring is None:
+            return
+        handed_over = self.scoring.handed_over.pop((step, chunk))
+        for experience, scores in handed_over.groups:
+            self._add(experience, scores, self.training, self.statistics)
+        self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
 
     @staticmethod
     def _add(experience: Experience, scores: CombinedScores, source: Scorables, statistics: RewardStatistics) -> None:
@@ -106,6 +117,12 @@ class Reward(Role):
             reported = statistics.reported(experience)
             sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
             statistics.add_sources(sources, reported.rewards.tolist())
+
+    def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:
+        """What each model has said of the samples that a transfer brought."""
+        told = (self.shipments.pop((model.transfer(transfer), step, chunk)) for model in self.models)
+        scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
+        return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.
@@ -146,11 +163,11 @@ class Reward(Role):
             "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
             f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first."
         )
-        for function in self.scorer.functions:
+        for function in self.scorer.parts:
             errors, timeouts = (int(sums[f"{prefix(function.title)}_{kind}"]) for kind in ("errors", "timeouts"))
             if are_too_many(errors + timeouts):
                 raise RewardError(
-                    f"{function.config_key}.function: {function.place} failed on {errors + timeouts} of {num_samples} "
+                    f"{function.key}: {function.place} failed on {errors + timeouts} of {num_samples} "
                     f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
                     f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(function.title)}"
                 )
@@ -177,6 +194,9 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.scorer.parts) > 1:
+                parts = zip(self.scorer.parts, first.reward_parts[number].tolist(), strict=True)
+                record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in parts}
             if len(self.training.dataset.sources) > 1:
                 record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):

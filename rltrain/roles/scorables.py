@@ -1,4 +1,4 @@
-"""Samples of an experience as reward functions get them: what the functions of this run ask for, and no more."""
+"""Samples of an experience as reward functions and models get them: what those of this run ask for, and no more."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,8 +12,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
-from rltrain.rewards.combined import CombinedScores
-from rltrain.rewards.registry import RewardFunction
+from rltrain.rewards.combined import CombinedScores, Part
 from rltrain.rewards.scorable import Scorable, Turn
 
 ENVIRONMENT_FIELDS = frozenset({"turns", "env_reward"})
@@ -28,7 +27,7 @@ class Scorables:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        functions: Sequence[Part],
         dataset: PromptDataset,
         decoder: TextDecoder,
         file: schema.PromptFile,
@@ -113,14 +112,14 @@ def turn_ends(mask: Tensor) -> Tensor:
 
 
 def _wanted_columns(
-    functions: Sequence[RewardFunction], dataset: PromptDataset, file: schema.PromptFile, config_key: str
+    functions: Sequence[Part], dataset: PromptDataset, file: schema.PromptFile, config_key: str
 ) -> RowColumns | None:
     wanted = [function.convention.columns for function in functions]
     has_labels = all(source.label_key is not None for source in file.parts())
     for function in functions:
         if function.convention.takes_label and not has_labels:
             raise ConfigError(
-                f"{config_key}.label_key: got null, but {function.config_key}.function {function.name!r} takes a "
+                f"{config_key}.label_key: got null, but {function.key} {function.name!r} takes a "
                 "label; expected the column that has it"
             )
     if not any(columns.any for columns in wanted):
@@ -130,7 +129,7 @@ def _wanted_columns(
         file,
         config_key=config_key,
         required={
-            name: f"{function.config_key}.function {function.name!r}"
+            name: f"{function.key} {function.name!r}"
             for function in functions
             for name in sorted(function.convention.columns.required)
         },

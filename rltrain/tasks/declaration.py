@@ -73,5 +73,10 @@ class RoleTasks:
     model: Literal["trained", "evaluated", "served", None] = None
     """Trained: with an optimizer, in mini-batches, saved in checkpoints of the run. Evaluated: it learns nothing, and
     has weights of its own or the actor's. Served: by an engine."""
+    head: Literal["vocabulary", "value"] = "vocabulary"
+    """Of an own model."""
+    reads_text: bool = False
+    """Whether its model has a tokenizer of its own, which reads what was drawn as text: then it need not have the
+    policy's vocabulary, nor room for its longest sample."""
     needed_by_algorithm: bool = True
     """Otherwise it may be placed by whoever wants what it says of the samples."""

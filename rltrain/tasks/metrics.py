@@ -124,6 +124,17 @@ GENERATE = (
     Metric("env/began_anew", "episodes", "that could not go on from a checkpoint"),
     Metric("env/<info>", "", "mean over episodes of a number in their last step's info"),
 )
+MODEL_SCORES = (
+    Metric("reward_model/text_tokens_mean", "tokens", "of its own tokens, that the reward model read per sample"),
+    Metric(
+        "reward_model/cut_ratio", "fraction", "texts longer than reward_model.max_tokens, of which the end was read"
+    ),
+)
+VERDICTS = (
+    Metric("judge/question_tokens_mean", "tokens", "of its own tokens, that the judge was asked per sample"),
+    Metric("judge/answer_tokens_mean", "tokens", "that it answered"),
+    Metric("judge/cut_ratio", "fraction", "answers cut at judge.sampling.max_response_tokens"),
+)
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
@@ -144,7 +155,11 @@ SCORE = (
     ),
     Metric("rollout/reward_timeouts", "samples", "samples with reward 0 because it ran past reward.timeout_s"),
     Metric("rollout/reward_unscored", "samples", "samples with reward 0 because every function returned None for them"),
-    Metric("rollout/reward_<name>", "", "mean of one of reward.functions, over the samples that it is for"),
+    Metric(
+        "rollout/reward_<name>",
+        "",
+        "mean of one of reward.functions, over the samples that it is for, or of what a model told the reward",
+    ),
     Metric("rollout/reward_<name>_errors", "samples", "samples that this one failed on; _timeouts alike"),
     Metric("rollout/reward_<key>", "", "mean of a number beside the score; of reward.functions reward_<name>_<key>"),
     Metric("rollout/dynamic_filter/dropped", "groups", "drawn in the step and left out, with batch.dynamic_sampling"),

@@ -36,6 +36,10 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "evaluation_logprobs": ("group_ids", "lengths", "reference_logprobs"),
     "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
+    "model_scores": ("group_ids", "lengths", "model_scores"),
+    "evaluation_model_scores": ("group_ids", "lengths", "model_scores"),
+    "verdicts": ("group_ids", "lengths", "model_scores"),
+    "evaluation_verdicts": ("group_ids", "lengths", "model_scores"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
@@ -92,6 +96,7 @@ CRITIC = RoleTasks(
         ),
     ),
     model="trained",
+    head="value",
 )
 REFERENCE = RoleTasks(
     "reference",
@@ -145,6 +150,43 @@ INFERENCE = RoleTasks(
     model="evaluated",
     needed_by_algorithm=False,
 )
+REWARD_MODEL = RoleTasks(
+    "reward_model",
+    tuple(
+        Task(
+            f"{of}model_scores",
+            Needs(reads=_weights("reward_model")),
+            takes=(f"{of}samples",),
+            leaves=(f"{of}model_scores",),
+            informs="reward",
+            reports=reports,
+            kind="reward model",
+        )
+        for of, reports in (("", metrics.MODEL_SCORES), ("evaluation_", ()))
+    ),
+    model="evaluated",
+    head="value",
+    reads_text=True,
+    needed_by_algorithm=False,
+)
+JUDGE = RoleTasks(
+    "judge",
+    tuple(
+        Task(
+            f"{of}verdicts",
+            Needs(reads=_weights("judge"), rewrites=parts_of("judge", "kv_cache")),
+            takes=(f"{of}samples",),
+            leaves=(f"{of}verdicts",),
+            informs="reward",
+            reports=reports,
+            kind="reward model",
+        )
+        for of, reports in (("", metrics.VERDICTS), ("evaluation_", ()))
+    ),
+    model="served",
+    reads_text=True,
+    needed_by_algorithm=False,
+)
 ROLLOUT = RoleTasks(
     "rollout",
     (
@@ -164,7 +206,8 @@ REWARD = RoleTasks(
 )
 
 DECLARED: dict[str, RoleTasks] = {
-    role.name: role for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, ENV, ROLLOUT, REWARD)
+    role.name: role
+    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 
@@ -174,7 +217,8 @@ SYNCED = {"weight_sync": "rollout", "sync_inference": "inference", "refresh_refe
 
 
 def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
-    return Task(task, Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task])), reports=reports)
+    needs = Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task]))
+    return Task(task, needs, reports=reports, kind="weight sync")
 
 
 JOINT = {
@@ -209,6 +253,11 @@ def model_roles() -> tuple[str, ...]:
     return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "evaluated"))
 
 
+def served_roles() -> tuple[str, ...]:
+    """Roles whose model an engine has."""
+    return tuple(role.name for role in DECLARED.values() if role.model == "served")
+
+
 def device_roles() -> frozenset[str]:
     """Roles with something on the device."""
     return frozenset(role.name for role in DECLARED.values() if role.model is not None)
@@ -217,6 +266,11 @@ def device_roles() -> frozenset[str]:
 def optional_roles() -> tuple[str, ...]:
     """Roles that say something of the samples which no algorithm asks for, and which may be placed all the same."""
     return tuple(role.name for role in DECLARED.values() if not role.needed_by_algorithm)
+
+
+def rewarding_roles() -> tuple[str, ...]:
+    """Roles that tell the reward what responses are worth."""
+    return tuple(role.name for role in DECLARED.values() if any(task.informs == "reward" for task in role.tasks))
 
 
 def takers(transfer: str) -> tuple[str, ...]:

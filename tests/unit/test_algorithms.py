@@ -48,7 +48,8 @@ def test_the_config_takes_the_names_of_the_registry():
 def test_the_roles_of_a_run(name, sections, needed, usable):
     algorithm = of(name, **sections)
     assert algorithm.needs().keys() == needed
-    assert algorithm.usable_roles() == needed | usable | (OPTIONAL if algorithm.generates else set())
+    rewarding = {"reward_model", "judge"} if "reward" in needed else set()
+    assert algorithm.usable_roles() == needed | usable | rewarding | (OPTIONAL if algorithm.generates else set())
 
 
 @pytest.mark.parametrize("penalised", [False, True])

@@ -93,17 +93,14 @@ def test_configs_that_work_are_accepted(sections):
         ({"algorithm": "dpo", "placement": {"actor": 0}}, "placement.reference: the role is not placed, but algorithm"),
         ({"placement": {**GRPO, "critic": 0}}, "placement.critic: role critic has nothing to do in algorithm grpo"),
         (
-            {"placement": {**GRPO, "reward_model": 0}},
-            "role reward_model cannot be placed: reward models come in a later version; role reward scores responses",
-        ),
-        (
             {"algorithm": "ppo"},
             "placement.critic: the role is not placed, but algorithm ppo needs it; expected critic: ranks",
         ),
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
         (
             {"placement": {**GRPO, "qq": 0}},
-            "unknown role 'qq'; expected one of actor, reference, teacher, inference, env, rollout, reward",
+            "unknown role 'qq'; expected one of actor, reference, teacher, inference, reward_model, judge, env, "
+            "rollout, reward",
         ),
     ],
 )

@@ -65,6 +65,8 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "score_evaluation_pairs": ("actor", False),
         "teacher_logprobs": ("teacher", False),
         "inference_logprobs": ("inference", False),
+        "model_scores": ("reward_model", False),
+        "evaluation_model_scores": ("reward_model", False),
     }
     teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")
     monkeypatch.setitem(DECLARED, "teacher", RoleTasks("teacher", (teaches,), model="evaluated"))

@@ -15,6 +15,7 @@ from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
 from rltrain.estimate.shares import served_bytes, stage_layers
 from rltrain.models import canonical_tensors, quantizable_tensors
+from rltrain.tasks.roles import DECLARED
 from tests.model_shards import tiny_architecture
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b
 
@@ -38,7 +39,8 @@ def job_of(architecture, placement, world_size, *, ranks_per_node=8, **sections)
     config = Config.model_validate(values | sections)
     placed = resolve_placement(config.placement, world_size, ranks_per_node)
     architectures = {
-        role: architecture.value_model() if role == "critic" else architecture for role in ("actor", *placed.roles)
+        role: architecture.value_model() if DECLARED[role].head == "value" else architecture
+        for role in ("actor", *placed.roles)
     }
     return plan_job(config, placed, architectures, ranks_per_node)
 

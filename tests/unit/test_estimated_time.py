@@ -215,3 +215,19 @@ def test_search_proposes_what_fits_fastest_first():
     steps = [made.step.step_s for made in found]
     assert steps == sorted(steps) and all(made.memory.fits(H100) for made in found)
     assert proposals(job, H100, WORKLOAD, {}, lambda job: False) == []
+
+
+def test_models_that_tell_the_reward_take_room_and_time():
+    placement = {"actor": "0-7", "rollout, reward": "8-11", "reward_model, judge": "12-15"}
+    judge = {"parallel": {"tp": 4}, "sampling": {"max_response_tokens": 400}}
+    job = job_of(qwen3_8b(), placement, 16, judge=judge, **LONG)
+    clock = Clock(job, H100, WORKLOAD)
+    scored, judged = clock.task("model_scores", "reward_model"), clock.task("verdicts", "judge")
+    assert 0.1 < scored < judged, "reading is quick, and answering takes token after token"
+    longer = job_of(qwen3_8b(), placement, 16, judge=judge | {"sampling": {"max_response_tokens": 800}}, **LONG)
+    assert Clock(longer, H100, WORKLOAD).task("verdicts", "judge") > judged
+    (shared,) = (memory for memory in rank_memories(job, H100) if "judge" in memory.kind.roles)
+    assert shared.parts["judge", "weights"] == pytest.approx(16.4e9 / 4, rel=0.05)
+    assert {"model_scores", "verdicts"} <= {task.task for task in shared.tasks}
+    (asked,) = (task for task in shared.tasks if task.task == "verdicts")
+    assert asked.bytes_of["judge.kv_cache"] > 1e9 and "reward_model.weights" not in asked.bytes_of, "they take turns"

@@ -26,7 +26,7 @@ def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **
     role = Reward.__new__(Reward)
     role.has_judged = False
     settings = schema.Reward(max_failures=max_failures, **reward)
-    role.scorer = SimpleNamespace(functions=load_rewards(settings))  # type: ignore[assignment]
+    role.scorer = SimpleNamespace(parts=load_rewards(settings))  # type: ignore[assignment]
     role.config = SimpleNamespace(reward=settings)  # type: ignore[assignment]
     role.grid = Grid((4, 6))
     role.job = SimpleNamespace(  # type: ignore[assignment]

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     """As rollout.build says. ConfigError where rollout.kv_cache_gb cannot hold a sample, or cannot be auto."""
     config, world = site.config, site.world
-    budget = budget_within(site)
+    budget = budget_within(site, config.rollout.kv_cache_gb, "rollout")
     dtype = getattr(torch, config.model.dtype)
     layout = whole_engine(config, site.architecture, site.grid).layout
     parameters = allocate_parameters(layout, world.rank, device=world.device)
@@ -51,12 +51,12 @@ def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
     return kv_cache.memory.keeps_addresses and not released
 
 
-def budget_within(site: EngineSite) -> KvBudget | None:
-    """For the engine of a site; ConfigError where auto cannot be known."""
-    budget = budget_of(site.config.rollout.kv_cache_gb, site.world.device)
+def budget_within(site: EngineSite, given: float | str, role: str) -> KvBudget | None:
+    """For the engine of a site, whose config section is `role`; ConfigError where auto cannot be known."""
+    budget = budget_of(given, site.world.device)
     if budget and budget.given == "auto" and site.others and not site.leaves:
         raise ConfigError(
-            f"rollout.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "
-            "expected a number, since it cannot see what those will need, or rollout.offload: true"
+            f"{role}.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "
+            f"expected a number, since it cannot see what those will need, or {role}.offload: true"
         )
     return budget

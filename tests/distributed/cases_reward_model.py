@@ -1,0 +1,93 @@
+"""What ranks do in test_reward_model: role reward_model scores what a policy of another vocabulary drew."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.placement import resolve_placement, role_grids
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config.schema import Config
+from rltrain.data.experience import Experience
+from rltrain.exchange.exchange import Shipment
+from rltrain.models.of_roles import role_architectures
+from rltrain.roles.reward_model import RewardModel
+from rltrain.roles.role import Job
+from tests.end_to_end.jobs import REPOSITORY
+
+POLICY = REPOSITORY / "tests/warmed_up"
+PROMPTS = ("1+1=", "20+301=")
+RESPONSES = ("2", "0+1=1,321", "9" * 70, "12+", "")
+"""All letters of the policy's vocabulary, whose ids are others than the reward model's."""
+
+
+def all_cases(folder: str, families: list[str]) -> dict[str, list[float]]:
+    """By case, the scores that this rank's replica has of `drawn`, or of every second sample of it."""
+    return {
+        f"{family}/{layout}": scores(make_job(Path(folder), family, layout), half=layout == "dp2")
+        for family in families
+        for layout in ("tp2", "dp2")
+    }
+
+
+def make_job(folder: Path, family: str, layout: str) -> Any:
+    """As much of one as the role asks for."""
+    placement = {"actor, rollout, reward": 0, "reward_model": "0-1"}
+    config = Config.model_validate(
+        {
+            "steps": 1,
+            "placement": placement,
+            "model": {"path": str(POLICY), "dtype": "float32"},
+            "data": {"train": {"path": str(folder / "prompts.jsonl"), "label_key": None}, "max_prompt_tokens": 16},
+            "reward_model": {
+                "path": str(folder / family),
+                "micro_batch_tokens": 50,
+                "parallel": {"tp": 2 if layout == "tp2" else 1},
+            },
+        }
+    )
+    placed = resolve_placement(placement, 2, 2)
+    grids = role_grids(config, placed)
+    return Job(
+        config=config,
+        world=SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu"), ranks_per_node=2),
+        placement=placed,
+        grids=grids,
+        groups=ProcessGroups(group_lists(grids, 2), backend="gloo", timeout_s=60),
+        architectures=role_architectures(config, placed.roles),
+        job_store=SimpleNamespace(heartbeat=SimpleNamespace(advance=lambda: None)),
+        waiter=None,
+    )
+
+
+def scores(job: Job, *, half: bool) -> list[float]:
+    role = RewardModel(job)
+    samples = drawn(job)
+    if half:
+        samples = samples.select(torch.arange(role.dp, samples.num_samples, 2))
+    role.shipments["samples", 0, 0] = Shipment(samples, samples.lengths)
+    role.model_scores(0, 0)
+    experience = role.shipments["model_scores", 0, 0].experience
+    return [float(score) for score in experience.model_scores]
+
+
+def drawn(job: Job) -> Experience:
+    """A group of all responses for each prompt."""
+    encoder = job.prompts.train.encoder
+    texts = [(row, response) for row in range(len(PROMPTS)) for response in RESPONSES]
+    ids = [(job.prompts.train.prompt_tokens(row), *encoder.encode_responses([said])) for row, said in texts]
+    lengths = [len(prompt) + len(response) for prompt, response in ids]
+    return Experience(
+        sample_ids=torch.arange(len(texts)),
+        group_ids=torch.tensor([row for row, _ in texts]),
+        prompt_ids=torch.tensor([row for row, _ in texts]),
+        lengths=torch.tensor(lengths),
+        tokens=torch.tensor([token for prompt, response in ids for token in (*prompt, *response)]),
+        response_mask=torch.tensor([drawn for p, r in ids for drawn in (*[False] * len(p), *[True] * len(r))]),
+        turn_rewards=torch.zeros(sum(lengths)),
+    )

@@ -1,0 +1,45 @@
+"""Whole jobs against models that tell the reward what responses are worth."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.reward_models import make_judge_who_loves, make_lover_of
+
+PLACEMENT = "placement={actor: 0, 'rollout, reward': 1, reward_model: '0-1', judge: '0-1'}"
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, warmed_up: Path, data_overrides) -> None:
+    """A classifier of another vocabulary wants a 7 at the end and weighs most; a judge would like a 1."""
+    classifier, judge = make_lover_of("7", tmp_path / "rm"), make_judge_who_loves("1", tmp_path / "judge")
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        f"model.path={warmed_up}",
+        *data_overrides,
+        "data.eval.max_rows=32",
+        PLACEMENT,
+        f"reward_model={{path: {classifier}, parallel: {{tp: 2}}, offload: true}}",
+        f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, offload: true, prompt: '{{prompt}} {{response}}', "
+        "verdict: 'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
+        "reward={functions: []}",
+        "steps=8",
+        "batch={prompts_per_step: 16, samples_per_prompt: 8, mini_batches: 1}",
+        "actor={parallel: {tp: 1}, optimizer: {lr: 1e-3, warmup_steps: 0}}",
+        "loss.kl.coef=0",
+        "checkpoint.save_hf=false",
+        f"output_dir={tmp_path / 'run'}",
+        num_ranks=2,
+    )
+    rewards, liked = column(records, "rollout/reward_mean"), column(records, "rollout/reward_model")
+    judged, unread = column(records, "rollout/reward_judge"), column(records, "rollout/reward_judge_errors")
+    assert [model + 0.25 * judge for model, judge in zip(liked, judged, strict=True)] == pytest.approx(rewards)
+    assert max(unread) == 0 and max(judged) > 0
+    evaluated = column(records, "eval/reward_model")
+    assert evaluated[-1] > evaluated[0] + 0.2 and max(liked) > liked[0] + 0.2
+    shown = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    for sample in shown:
+        assert sample["rewards"]["model"] == pytest.approx(float(sample["response"].endswith("7")), abs=1e-4)
+        assert sample["rewards"]["judge"] == sample["response"].endswith("1")
