@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.server import EndpointServer
 from rltrain.endpoint.sessions import Opened
 from rltrain.endpoint.trajectory import RecordedSession
@@ -17,18 +16,6 @@ from rltrain.rollout.stream.episodes import Answer, with_shared_reward
 
 FIRST_TURN_ID = 2**50
 """Of the samples that an endpoint draws: above those of the stream of prompts."""
-
-
-class EndpointGuests:
-    """Implements `Guests` by an endpoint's turns."""
-
-    def __init__(self, feed: EngineFeed) -> None:
-        self.feed = feed
-        self.begin_step, self.end_step, self.take_back = feed.begin_step, feed.end_step, feed.take_back
-
-    @property
-    def is_wanted(self) -> bool:
-        return self.feed.num_turns > 0 or self.feed.mailbox.wait(0.0)
 
 
 class AgentEpisodes(EnvironmentEpisodes):

@@ -17,7 +17,7 @@ from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
 from rltrain.rollout.stream.episodes import Episodes, FollowedEpisodes
-from rltrain.rollout.stream.groups import Guests
+from rltrain.rollout.stream.guests import Guests
 from rltrain.rollout.stream.turn_format import ChatTurns, PlainText
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class EpisodeSessions:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on))
+            return Conversations(FollowedEpisodes(going_on), self._followed_guests(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)
@@ -101,6 +101,14 @@ class EpisodeSessions:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, is_evaluation, arguments, settings)
 
+    def _followed_guests(self, engine: Engine) -> Guests | None:
+        """On the ranks of an engine that are not its first."""
+        if self.job.config.env.agent is None:
+            return None
+        from rltrain.endpoint.engine_feed import EngineFeed
+
+        return EngineFeed(engine, self.job.prompts.decoder)
+
     def _of_agents(
         self,
         dataset: PromptDataset,
@@ -111,7 +119,7 @@ class EpisodeSessions:
         settings: dict[str, Any],
     ) -> "Conversations":
         """With a server in front of the engine. Its web stack is imported here, for those who have an agent."""
-        from rltrain.endpoint.agent_episodes import FIRST_TURN_ID, AgentEpisodes, EndpointGuests
+        from rltrain.endpoint.agent_episodes import FIRST_TURN_ID, AgentEpisodes
         from rltrain.endpoint.engine_feed import EngineFeed
         from rltrain.endpoint.limits import Limits
         from rltrain.endpoint.mailbox import EngineMailbox
@@ -144,8 +152,8 @@ class EpisodeSessions:
         )
         server.start()
         self._servers.append((server, mailbox))
-        guests = EndpointGuests(EngineFeed(engine, mailbox, self.job.prompts.decoder))
-        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), guests)
+        feed = EngineFeed(engine, self.job.prompts.decoder, mailbox)
+        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
 
     def _rows(self, dataset: PromptDataset, is_evaluation: bool) -> RowColumns:
         """With all columns of the file."""
