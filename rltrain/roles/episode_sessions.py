@@ -51,6 +51,8 @@ class EpisodeSessions:
         self._places = {
             rank: job.job_store.get(place_of(rank), waiting_for=f"the environments of rank {rank}") for rank in env
         }
+        self._tools = next(iter(self._places.values()))["tools"] if env else ()
+        """That the chat template tells the model of."""
         self._chat = self._chat_format() if env else None
 
     @property
@@ -97,6 +99,8 @@ class EpisodeSessions:
             "number_of": (lambda sample: -1 - sample) if is_evaluation else (lambda sample: sample),
             "overlaps": self.job.config.env.overlap,
         }
+        if self._tools:
+            settings["own_prompt"] = lambda row: dataset[row].prompt
         if self.job.config.env.agent is None:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, is_evaluation, arguments, settings)
@@ -167,7 +171,7 @@ class EpisodeSessions:
         job, encoder = self.job, self.job.prompts.train.encoder
         if not encoder.uses_template:
             return None
-        tools = next(iter(self._places.values()))["tools"]
+        tools = self._tools
         end_tokens = end_token_ids(Path(job.config.model.path))
         chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens)
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rltrain.environments.calculator import Calculator
 from tests.end_to_end.jobs import column, train
-from tests.end_to_end.tool_caller import CALL, EXPRESSIONS, PROMPTS, RECORDS, write_tool_caller
+from tests.end_to_end.noting_reward import RECORDS
+from tests.end_to_end.tool_caller import CALL, EXPRESSIONS, PROMPTS, write_tool_caller
 
 NUM_SAMPLES = 12
 
@@ -29,7 +30,7 @@ def test_calls_of_a_tool_are_answered_in_the_templates_own_increments(
         "env={function: calculator, num_workers: 1, max_turns: 4}",
         "rollout.sampling.max_response_tokens=400",
         "rollout.max_context_tokens=1000",
-        "reward={function: 'tests/end_to_end/tool_caller.py:noted'}",
+        "reward={function: 'tests/end_to_end/noting_reward.py:noted'}",
         "batch={prompts_per_step: 2, samples_per_prompt: 6, mini_batches: 1}",
         "placement={'actor, rollout, reward, env': 0}",
         "loss.kl.coef=0",

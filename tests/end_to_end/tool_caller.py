@@ -1,7 +1,6 @@
 """A model for tests that calls a tool or gives an answer: what it draws depends on the last token alone."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +9,13 @@ import transformers
 
 from tests.talking_engine import byte_tokenizer
 
-CALL = ('\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "', '"}}', "\n</tool_call>")
+CALL = ('<tool_call>\n{"name": "calculate", "arguments": {"expression": "', '"}}', "\n</tool_call>")
 EXPRESSIONS = {"6*7": "42", "2+2": "4", "1/0": "error: division by zero"}
 ANSWER = "42"
 PROMPTS = ("What is six times seven?", "And two and two?")
 HIDDEN = 64
 CERTAINTY = 3.0
 """Times HIDDEN ** 0.5: by how much the logits of what may follow a token stand out."""
-
-RECORDS = "RLTRAIN_TEST_SAMPLES"
-"""Environment variable: the file to which `noted` appends what it is given."""
-
-
-def noted(args: Any, sample: Any) -> float:
-    """A reward function as slime has them."""
-    response = slice(len(sample.tokens) - sample.response_length, None)
-    record = {
-        "id": sample.index,
-        "prompt": sample.tokens[: response.start],
-        "response": sample.tokens[response],
-        "mask": sample.loss_mask,
-    }
-    with Path(os.environ[RECORDS]).open("a") as records:
-        records.write(json.dumps(record) + "\n")
-    return float(len(sample.tokens) % 2)
 
 
 def write_tool_caller(folder: Path) -> None:

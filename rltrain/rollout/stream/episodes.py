@@ -12,6 +12,10 @@ CURRENT_VERSION = -1
 """In the place of a policy version: the engine's, when it learns of the token."""
 
 
+class Unusable(Exception):  # noqa: N818 - a finding, which fails an episode
+    """Nothing of an episode can be drawn or trained on: why."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What became of a sample that waited: of its beginning, or of the turn that it ended. Equal on all ranks of its
