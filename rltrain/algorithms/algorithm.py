@@ -35,7 +35,8 @@ class Algorithm:
 
     def usable_roles(self) -> frozenset[str]:
         """Roles that have a task in the run. A reference that no penalty needs still gives the distance from it."""
-        return frozenset({*self.needs(), *optional_roles()})
+        unused = set() if self.needs_actor_logprobs() else {"inference"}
+        return frozenset({*self.needs(), *optional_roles()} - unused)
 
     def problems(self) -> Iterator[str]:
         """What the config asks for and this algorithm cannot do, in sentences for the user."""
@@ -84,7 +85,8 @@ class Algorithm:
         """The actor's."""
         from rltrain.algorithms.policy import policy_loss
 
-        return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
+        config = self.config
+        return policy_loss(config.loss, config.rollout.sampling.max_response_tokens, config.teacher)
 
     def penalizes_reward(self) -> bool:
         """Whether the distance from the reference is taken off the rewards."""

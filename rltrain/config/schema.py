@@ -13,15 +13,23 @@ from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
+from rltrain.config.learning import ClipCov as ClipCov
+from rltrain.config.learning import Correction as Correction
+from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
+from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import PolicyLoss as PolicyLoss
+from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
+from rltrain.config.models import Inference as Inference
 from rltrain.config.models import Model as Model
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
+from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
@@ -53,7 +61,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on, weighed as loss.tis_clip says. Counted in either case."""
+    on, weighed as loss.correction says. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25
@@ -92,7 +100,7 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "distillation", "sft"] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -104,6 +112,8 @@ class Config(Section):
     actor: Actor = Actor()
     critic: Critic = Critic()
     reference: Reference = Reference()
+    inference: Inference = Inference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -130,15 +140,17 @@ class Config(Section):
 
     def parallel_of(self, role: str) -> tuple[Parallel, str]:
         """The parallel sizes of a role and the config key that gives them."""
-        inheriting = {"critic": self.critic.parallel, "reference": self.reference.parallel}
-        own = {"actor": self.actor.parallel, "rollout": self.rollout.parallel, **inheriting}.get(role)
-        if own is not None:
-            return own, f"{role}.parallel"
-        return (self.actor.parallel, "actor.parallel") if role in inheriting else (Parallel(), f"placement.{role}")
+        section: Any = getattr(self, role, None)
+        if not hasattr(section, "parallel"):
+            return Parallel(), f"placement.{role}"
+        own: Parallel | None = section.parallel
+        return (self.actor.parallel, "actor.parallel") if own is None else (own, f"{role}.parallel")
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own = {"critic": self.critic.path, "reference": self.reference.path}.get(role)
+        own = getattr(getattr(self, role, None), "path", None)
+        if isinstance(own, dict):
+            own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

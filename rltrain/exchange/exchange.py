@@ -5,6 +5,7 @@ the token counts of all groups. A message is a fixed-size header, sent even when
 bytes. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
-from rltrain.data.experience import FIELDS, Experience, join
+from rltrain.data.experience import FIELDS, WIDE, Experience, join
 from rltrain.liveness.waiting import Waiter
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
@@ -94,7 +95,7 @@ class Exchange:
     def wait(self, route: Route) -> Shipment:
         """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
         sources = [rank for rank in route.source.owners() if rank != self.rank]
-        headers = {rank: torch.empty(len(HEADER), dtype=torch.int64) for rank in sources}
+        headers = {rank: torch.empty(header_length(route.fields), dtype=torch.int64) for rank in sources}
         self._receive(route, 0, headers)
         bodies = {rank: torch.empty(body_bytes(headers[rank], route.fields), dtype=torch.uint8) for rank in sources}
         self._receive(route, 1, bodies)
@@ -138,35 +139,52 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Header [3] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
+    """Header [`header_length`] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
     experience, group_tokens = shipment.experience, shipment.group_tokens
-    header = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens)])
-    return header, torch.cat([as_bytes(group_tokens)] + [as_bytes(getattr(experience, name)) for name in fields])
+    values = [getattr(experience, name) for name in fields]
+    widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
+    header = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    return header, torch.cat([as_bytes(group_tokens), *map(as_bytes, values)])
 
 
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
     """The inverse of `encode`."""
-    sizes = layout(header, fields)
-    padded = torch.split(body, [padded for _, padded in sizes])
-    group_tokens, *values = (piece[:size] for piece, (size, _) in zip(padded, sizes, strict=True))
-    columns = {name: value.view(FIELDS[name][0]) for name, value in zip(fields, values, strict=True)}
-    return Shipment(Experience(**columns), group_tokens.view(torch.int64))
+    shapes = [(torch.int64, header[2:3].tolist()), *shapes_of(header, fields)]
+    padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
+    group_tokens, *values = (
+        piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        for piece, (dtype, shape) in zip(padded, shapes, strict=True)
+    )
+    return Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
+
+
+def header_length(fields: Sequence[str]) -> int:
+    return len(HEADER) + sum(name in WIDE for name in fields)
 
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
-    return sum(padded for _, padded in layout(header, fields))
+    num_groups = header[2:3].tolist()
+    return padded_bytes(torch.int64, num_groups) + sum(
+        padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields)
+    )
 
 
-def layout(header: Tensor, fields: Sequence[str]) -> list[tuple[int, int]]:
-    """(bytes, padded bytes) of group_tokens and of each field."""
-    num_samples, num_tokens, num_groups = (int(n) for n in header)
-    sizes = [num_groups * torch.int64.itemsize]
+def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
+    """(dtype, shape) of each field's tensor."""
+    num_samples, num_tokens, _, *widths = header.tolist()
+    remaining = iter(widths)
+    shapes = []
     for name in fields:
         dtype, extent = FIELDS[name]
-        sizes.append((num_samples if extent == "sample" else num_tokens) * dtype.itemsize)
-    return [(size, size + -size % ALIGNMENT_BYTES) for size in sizes]
+        length = num_samples if extent == "sample" else num_tokens
+        shapes.append((dtype, [length, next(remaining)] if name in WIDE else [length]))
+    return shapes
+
+
+def padded_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return -(-dtype.itemsize * math.prod(shape) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    flat = values.contiguous().view(torch.uint8)
+    flat = values.contiguous().flatten().view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT_BYTES))

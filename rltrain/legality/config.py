@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape
@@ -22,6 +23,8 @@ def check_config(config: Config) -> None:
         *_environment_problems(config),
         *algorithm_of(config).problems(),
         *_training_problems(config),
+        *_teacher_problems(config),
+        *learning_problems(config),
         *reward_problems(config),
         *_checkpoint_problems(config),
     ]
@@ -53,12 +56,10 @@ def _role_problems(config: Config) -> Iterator[str]:
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
-    sections = {"actor": config.actor.parallel, "rollout": config.rollout.parallel}
-    for role, own in (("critic", config.critic.parallel), ("reference", config.reference.parallel)):
-        if own is not None:
-            sections[role] = own
-    for role, parallel in sections.items():
-        key = f"{role}.parallel"
+    for role in role_names():
+        parallel, key = config.parallel_of(role)
+        if key != f"{role}.parallel":
+            continue
         if parallel.cp > 1:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.ep > 1:
@@ -123,7 +124,25 @@ def _environment_problems(config: Config) -> Iterator[str]:
         yield f"env.batch_size: got {env.batch_size} with env.agent, whose runs go on by themselves; expected 1"
 
 
+def _teacher_problems(config: Config) -> Iterator[str]:
+    teacher, is_placed = config.teacher, any("teacher" in split_roles(key) for key in config.placement)
+    if is_placed and not teacher.path:
+        yield "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from"
+    if teacher.path and not is_placed:
+        yield "placement.teacher: the role is not placed, but teacher.path names a model; expected teacher: ranks"
+    if teacher.top_k and teacher.where == "advantage":
+        yield (
+            f"teacher.top_k: got {teacher.top_k} with teacher.where advantage, which is of the drawn token; expected "
+            "teacher.where: loss, or teacher.top_k: 0"
+        )
+
+
 def _training_problems(config: Config) -> Iterator[str]:
+    if config.reference.refresh_every and not any("reference" in split_roles(key) for key in config.placement):
+        yield (
+            f"reference.refresh_every: got {config.reference.refresh_every}, but no role reference is placed; expected "
+            "0, or reference: ranks in placement"
+        )
     if config.evaluation.stop_at is not None and config.data.eval is None:
         yield (
             f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.staleness import apply_staleness_limit
+from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
@@ -17,7 +18,7 @@ from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.tasks.roles import evaluations
+from rltrain.tasks.roles import informing
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
@@ -55,7 +56,7 @@ class Actor(TrainedRole):
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
         experience = scored.experience
-        for name in (task.name for _, task in evaluations()):
+        for name in (task.leaves[0] for _, task in informing("actor", "scored")):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         schedule = self.config.schedule
@@ -64,6 +65,8 @@ class Actor(TrainedRole):
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
         experience = self.algorithm.with_advantages(experience)
+        if experience.has("teacher_logprobs") and self.config.teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, self.config.teacher.coef)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on

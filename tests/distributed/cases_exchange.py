@@ -15,7 +15,7 @@ from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.waiting import Waiter
 from tests.unit.test_experience import make_experience
 
-FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs")
+FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs", "reward_parts")
 SAMPLES_PER_GROUP = 2
 
 
