@@ -2,12 +2,12 @@
 
     python tools/benchmarks/environments.py [--steps 6] [--rounds 2] [--seconds 0.2] [key=value ...]
 
-An untrained model ends its turns at random; the environment sleeps for every step, as long as the engine decodes a turn
-of all samples where --seconds says nothing else: then neither is there for the other's sake. Both ways run as whole jobs
-of two ranks, one after the other, in rounds. Prints the medians, those of every round, and one JSON object last.
+An untrained model ends its turns at random; the environment sleeps for every step, about as long as the engine decodes
+one turn of all samples, unless --seconds says how long. Both ways run as whole jobs of two ranks, one after the other,
+in rounds. Prints the medians, the ratio of every round, and one JSON object last.
 
-What is not overlapped is the last step of the environments, which the engine has nothing to do beside: of T turns a
-T-th part of what they take. So with four turns less is to be had than with eight.
+What nothing overlaps is the last step of the environments: of T turns a T-th part of what they take. So with four turns
+less is to be had than with eight.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def generate_seconds(
     """The median of a job's generate tasks. RuntimeError with its output where it fails."""
     environment = (
         "env={function: 'tools.benchmarks.slow_environment:SlowEnvironment', num_workers: 1, "
-        f"max_turn_tokens: {TURN_TOKENS}, overlap: {str(overlap).lower()}, options: {{seconds: {seconds}, turns: {TURNS}}}}}"
+        f"max_turn_tokens: {TURN_TOKENS}, overlap: {str(overlap).lower()}, "
+        f"options: {{seconds: {seconds}, turns: {TURNS}}}}}"
     )
     paths = [f"model.path={start}/model", f"data.train.path={start}/train.jsonl", f"output_dir={output}"]
     settings = [*COMMON, environment, *paths, f"steps={steps + WARM_UP_STEPS}", *more]
