@@ -12,6 +12,7 @@ from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.data.prompts import report_dropped
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
@@ -34,6 +35,8 @@ class Actor(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.demonstrations = self.algorithm.demonstrations()
+        if self.demonstrations is not None and job.world.rank == self.leader:
+            report_dropped("data.train", self.demonstrations.dataset)
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")

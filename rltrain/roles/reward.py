@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
@@ -33,7 +34,8 @@ class Reward(Role):
         self.has_judged = False
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = functions if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
@@ -81,6 +83,9 @@ class Reward(Role):
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
         )
         statistics.add(scored.experience, scores)
+        if len(source.dataset.sources) > 1:
+            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
+            statistics.add_sources(sources, scores.rewards)
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
@@ -153,6 +158,8 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.training.dataset.sources) > 1:
+                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)

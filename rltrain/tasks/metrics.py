@@ -100,6 +100,12 @@ GENERATE = (
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
+    Metric(
+        "rollout/reward_mean/<source>",
+        "",
+        "mean reward of the samples whose prompts are from one of data.train.sources",
+    ),
+    Metric("rollout/share/<source>", "fraction", "samples whose prompts are from it"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
@@ -119,6 +125,7 @@ OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 SCORE_EVALUATION = (
     Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+    Metric("eval/reward_mean/<source>", "", "mean reward of the prompts from one of data.eval.sources"),
     Metric("eval/reward_<name>", "", "as rollout/reward_<name> and rollout/reward_<key>, of the held-out prompts"),
 )
 WEIGHT_SYNC = (
