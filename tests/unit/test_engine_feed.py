@@ -12,7 +12,7 @@ from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.turn import EngineBusy, EngineGone
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stream.guests import Mail, Turn
 from tests.talking_engine import CONTEXT_TOKENS, TalkingEngine, byte_tokenizer
@@ -132,6 +132,13 @@ def test_what_an_engine_refuses_fails_alone() -> None:
         assert isinstance(wrong.exception(), Exception) and "5000 tokens" in str(wrong.exception())
 
     asyncio.run(run())
+
+
+def test_mail_is_the_same_on_all_ranks() -> None:
+    sampling = SamplingParams(1.0, 0.9, 5, 10, (257,), ("x",), GreedyPlaces(1, 4))
+    sample = Sample(3, (1, 2), 7).drawn([4], [-0.5], [1], Status.STOPPED).observed([5], turn_limit=9)
+    mail = Mail((Turn(sample, sampling, ("y",), True),), frozenset({1}), frozenset({2, 8}))
+    assert Mail.of_record(json.loads(json.dumps(mail.record()))) == mail
 
 
 def test_an_engine_is_told_which_conversations_are_over() -> None:

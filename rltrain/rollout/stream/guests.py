@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample
 
 
@@ -26,12 +26,14 @@ class Turn:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Turn":
-        sampling = {
+        sampling: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record["sampling"].items()
         }
+        greedy = sampling.pop("greedy")
+        places = None if greedy is None else GreedyPlaces(**greedy)
         return cls(
             Sample.of_record(record["sample"]),
-            SamplingParams(**sampling),
+            SamplingParams(**sampling, greedy=places),
             tuple(record["stop"]),
             record["is_watched"],
         )
