@@ -184,7 +184,7 @@ def endpoint(
     mailbox, ended = EngineMailbox(bounds.max_turns), []
     server = EndpointServer(mailbox, tokenizer, settings, ended.append)
     stopping = threading.Event()
-    feed = EngineFeed(engine, mailbox, TextDecoder(tokenizer))
+    feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     steps = threading.Thread(target=draw_turns, args=(feed, stopping))
     server.start()
     steps.start()

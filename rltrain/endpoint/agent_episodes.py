@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from rltrain.data.experience import SIBLINGS_APART
-from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.server import EndpointServer
 from rltrain.endpoint.sessions import Opened
 from rltrain.endpoint.trajectory import RecordedSession
@@ -13,22 +12,10 @@ from rltrain.environments.agent import SESSION
 from rltrain.environments.batch import Event
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, Waiting
-from rltrain.rollout.stream.episodes import Answer, with_shared_reward
+from rltrain.rollout.stream.episodes import Answer, Unusable, with_shared_reward
 
 FIRST_TURN_ID = 2**50
 """Of the samples that an endpoint draws: above those of the stream of prompts."""
-
-
-class EndpointGuests:
-    """Implements `Guests` by an endpoint's turns."""
-
-    def __init__(self, feed: EngineFeed) -> None:
-        self.feed = feed
-        self.begin_step, self.end_step, self.take_back = feed.begin_step, feed.end_step, feed.take_back
-
-    @property
-    def is_wanted(self) -> bool:
-        return self.feed.num_turns > 0 or self.feed.mailbox.wait(0.0)
 
 
 class AgentEpisodes(EnvironmentEpisodes):
@@ -66,8 +53,10 @@ class AgentEpisodes(EnvironmentEpisodes):
         reward = event.reward if event.info.get("rewarded") else None
         self.server.end_session(opened.id, "its agent failed" if failed else "its agent ended", status, reward)
         session = self.recorded.pop(opened.id, None)
-        if failed or session is None or not session.trajectories:
+        if failed:
             return Answer(waiting.sample.id, Status.FAILED)
+        if session is None or not session.trajectories:
+            raise Unusable("its agent has asked for no turn to the end")
         return Answer(
             waiting.sample.id,
             session.trajectories[0].sample.status,

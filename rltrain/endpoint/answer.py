@@ -10,8 +10,9 @@ from http import HTTPStatus
 from rltrain.endpoint.opening import Opening, Reply
 from rltrain.endpoint.refused import Refused
 from rltrain.endpoint.trajectory import TurnEnd
-from rltrain.endpoint.turn import EngineBusy, EngineGone, Turn, Turns
+from rltrain.endpoint.turn import EngineBusy, EngineGone, Turns
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.stream.guests import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,15 @@
-"""A mailbox's turns on an engine: the side of whoever steps it."""
+"""Turns of an endpoint on an engine: the side of whoever steps it."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.turn import Turn
 from rltrain.errors import DataError
 from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
+from rltrain.rollout.stream.guests import Mail, Turn
 
 PULSE_STEPS = 4
 """Decode steps between two looks at what running turns have drawn: their stop strings, and what is told of them."""
@@ -47,26 +47,30 @@ class _Entry:
 
 @dataclass
 class EngineFeed:
-    """The turns of `mailbox` on `engine`, beside whatever else it draws.
+    """Implements `Guests`: the turns of a mailbox on `engine`, beside whatever else it draws.
 
-    Before every decode step call `begin_step`, after it `end_step` with what the step returned; both by the engine's
-    one thread. Where somebody suspends the engine in between, `take_back` what was this feed's of it: it goes on at the
-    next `begin_step`. An engine draws with one SamplingParams at a time. Where others wait, turns take turns by decode
-    steps: so everybody gets on, and what is drawn does not depend on the clock. Whatever else is on the engine must
-    have the sampling of the turns.
+    Before every decode step call `begin_step` with the `mail`, after it `end_step` with what the step returned; all by
+    the engine's one thread. Where somebody suspends the engine in between, `take_back` what was this feed's of it: it
+    goes on at the next `begin_step`. An engine draws with one SamplingParams at a time. Where others wait, turns take
+    turns by decode steps: so everybody gets on, and what is drawn does not depend on the clock. Whatever else is on the
+    engine must have the sampling of the turns.
 
-    For an engine of one rank.
+    All ranks of an engine have one, and begin a step with equal mail. The mailbox is the first one's, which alone looks
+    for stop strings of turns: what it finds ended it gives up for the others in its next mail.
     """
 
     engine: Engine
-    mailbox: EngineMailbox
     tokenizer: Tokenizer
+    mailbox: EngineMailbox | None = None
+    """None: this is not the engine's first rank."""
     slice_steps: int = SLICE_STEPS
     _waiting: dict[SamplingParams, deque[_Entry]] = field(default_factory=dict)
     """Not on the engine, by sampling; those that are served next come first."""
     _running: dict[int, _Entry] = field(default_factory=dict)
     _sampling: SamplingParams | None = None
     """Of what runs."""
+    _cut: set[int] = field(default_factory=set)
+    """Turns that have been delivered, and that the engine has yet to be rid of."""
     _num_steps: int = 0
     _slice_end: int = 0
 
@@ -75,9 +79,16 @@ class EngineFeed:
         """Taken from the mailbox and not ended."""
         return len(self._running) + sum(map(len, self._waiting.values()))
 
-    def begin_step(self) -> None:
-        """Take what has come, and give the engine what it is to draw."""
-        mail = self.mailbox.take()
+    def mail(self) -> Mail | None:
+        """As `Guests` says."""
+        assert self.mailbox is not None, "the engine's first rank is asked"
+        come = self.mailbox.take()
+        mail = replace(come, given_up=come.given_up | self._cut)
+        self._cut.clear()
+        return mail if mail or self.num_turns else None
+
+    def begin_step(self, mail: Mail) -> None:
+        """Give the engine what it is to draw."""
         if mail.given_up:
             self._drop(mail.given_up)
         if mail.forgotten:
@@ -101,12 +112,13 @@ class EngineFeed:
             entry = self._running.pop(sample.id, None)
             if entry is None:
                 foreign.append(sample)
-            else:
+            elif sample.id not in self._cut:
                 own.append(_ended(entry, sample) or sample)
-        if own:
-            self.mailbox.deliver(own)
-        if self._num_steps % PULSE_STEPS == 0:
-            self._look()
+        if self.mailbox is not None:
+            if own:
+                self.mailbox.deliver(own)
+            if self._num_steps % PULSE_STEPS == 0:
+                self._look(self.mailbox)
         return foreign
 
     def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -130,7 +142,8 @@ class EngineFeed:
             self.engine.submit([entry.sample for entry in entries], sampling)
         except (DataError, ValueError) as error:  # one of them alone can be refused, and none has been queued
             if len(entries) == 1:
-                self.mailbox.fail({entry.sample.id: error for entry in entries})
+                if self.mailbox is not None:
+                    self.mailbox.fail({entry.sample.id: error for entry in entries})
                 return
             for entry in entries:
                 self._submit([entry], sampling)
@@ -148,9 +161,10 @@ class EngineFeed:
             else:
                 del self._waiting[sampling]
 
-    def _look(self) -> None:
+    def _look(self, mailbox: EngineMailbox) -> None:
         """Tell what is watched, and end what has drawn a stop string of its own."""
-        looked_at = [n for n, entry in self._running.items() if entry.turn.is_watched or entry.search is not None]
+        going_on_here = [(n, entry) for n, entry in self._running.items() if n not in self._cut]
+        looked_at = [n for n, entry in going_on_here if entry.turn.is_watched or entry.search is not None]
         going_on, ended = [], []
         for sample in self.engine.progress(looked_at) if looked_at else ():
             if (cut := _ended(self._running[sample.id], sample)) is not None:
@@ -158,15 +172,13 @@ class EngineFeed:
             elif self._running[sample.id].turn.is_watched:
                 going_on.append(sample)
         if ended:
-            self.engine.withdraw([sample.id for sample in ended])
-            for sample in ended:
-                del self._running[sample.id]
-            self.mailbox.deliver(ended)
-        self.mailbox.report(going_on)
+            self._cut.update(sample.id for sample in ended)
+            mailbox.deliver(ended)
+        mailbox.report(going_on)
 
     def _entry(self, turn: Turn) -> _Entry:
         search = None
-        if turn.stop:
+        if turn.stop and self.mailbox is not None:
             strings = StopStrings(self.tokenizer, turn.stop)
             search = _StopSearch(strings, strings.recent(()), len(turn.sample.tokens))
         return _Entry(turn, turn.sample, search)

@@ -6,19 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rltrain.endpoint.turn import EngineBusy, EngineGone, Progress, Turn
+from rltrain.endpoint.turn import EngineBusy, EngineGone, Progress
 from rltrain.rollout.sample import Sample
-
-
-@dataclass(frozen=True)
-class Mail:
-    """What has come since it was last asked for."""
-
-    turns: tuple[Turn, ...]
-    given_up: frozenset[int]
-    """Ids of samples whose turns were taken earlier, and that nobody waits for any more."""
-    forgotten: frozenset[int]
-    """Ids of samples that have no further turn."""
+from rltrain.rollout.stream.guests import Mail, Turn
 
 
 @dataclass(frozen=True)

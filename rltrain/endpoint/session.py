@@ -12,9 +12,10 @@ from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.opening import Opening
 from rltrain.endpoint.refused import Refused, invalid
 from rltrain.endpoint.trajectory import RecordedSession, SampleIds, Trajectory, TurnEnd
-from rltrain.endpoint.turn import Turn, Turns
+from rltrain.endpoint.turn import Turns
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.stream.guests import Turn
 from rltrain.rollout.stream.seeds import request_seed
 
 REMEMBERED_ANSWERS = 128

@@ -1,27 +1,13 @@
-"""What a server of requests asks of whoever holds an engine: to draw one turn of a conversation."""
+"""What a server of requests asks of whoever holds an engine: to draw turns of conversations."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol
 
-from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.stream.guests import Turn
 
 Progress = Callable[[Sample], None]
 """Is given the sample of a turn with what has been drawn of it so far."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A pending sample whose next turn is to be drawn. Those that are under way at one time have distinct ids."""
-
-    sample: Sample
-    sampling: SamplingParams
-    stop: tuple[str, ...] = ()
-    """Strings of the request's own that end the turn, beside those of `sampling`. They are looked for in what the turn
-    draws alone, and the tokens that spell one are part of the turn."""
-    is_watched: bool = False
-    """Whether its progress is to be told."""
 
 
 class EngineGone(Exception):  # noqa: N818 - names what happened

@@ -131,11 +131,6 @@ def _environment_problems(config: Config) -> Iterator[str]:
         yield "env.agent: expected either command or function"
     if env.agent is not None and env.batch_size > 1:
         yield f"env.batch_size: got {env.batch_size} with env.agent, whose runs go on by themselves; expected 1"
-    if env.agent is not None and config.rollout.parallel.tp > 1:
-        yield (
-            f"env.agent: got one with rollout.parallel.tp {config.rollout.parallel.tp}; expected 1: the endpoint is in "
-            "front of engines of one rank"
-        )
 
 
 def _teacher_problems(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rltrain.roles.role import Job
 from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
 from rltrain.rollout.stream.episodes import Episodes, FollowedEpisodes
-from rltrain.rollout.stream.groups import Guests
+from rltrain.rollout.stream.guests import Guests
 from rltrain.rollout.stream.turn_format import ChatTurns, PlainText
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class EpisodeSessions:
         self._places = {
             rank: job.job_store.get(place_of(rank), waiting_for=f"the environments of rank {rank}") for rank in env
         }
+        self._tools = next(iter(self._places.values()))["tools"] if env else ()
+        """That the chat template tells the model of."""
         self._chat = self._chat_format() if env else None
 
     @property
@@ -87,7 +89,7 @@ class EpisodeSessions:
             return Conversations()
         if not self.is_leader:
             going_on = frozenset(number for place in self._places.values() for number in place["episodes"])
-            return Conversations(FollowedEpisodes(going_on))
+            return Conversations(FollowedEpisodes(going_on), self._followed_guests(engine))
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)
@@ -97,9 +99,19 @@ class EpisodeSessions:
             "number_of": (lambda sample: -1 - sample) if is_evaluation else (lambda sample: sample),
             "overlaps": self.job.config.env.overlap,
         }
+        if self._tools:
+            settings["own_prompt"] = lambda row: dataset[row].prompt
         if self.job.config.env.agent is None:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
         return self._of_agents(dataset, engine, sampling, is_evaluation, arguments, settings)
+
+    def _followed_guests(self, engine: Engine) -> Guests | None:
+        """On the ranks of an engine that are not its first."""
+        if self.job.config.env.agent is None:
+            return None
+        from rltrain.endpoint.engine_feed import EngineFeed
+
+        return EngineFeed(engine, self.job.prompts.decoder)
 
     def _of_agents(
         self,
@@ -111,7 +123,7 @@ class EpisodeSessions:
         settings: dict[str, Any],
     ) -> "Conversations":
         """With a server in front of the engine. Its web stack is imported here, for those who have an agent."""
-        from rltrain.endpoint.agent_episodes import FIRST_TURN_ID, AgentEpisodes, EndpointGuests
+        from rltrain.endpoint.agent_episodes import FIRST_TURN_ID, AgentEpisodes
         from rltrain.endpoint.engine_feed import EngineFeed
         from rltrain.endpoint.limits import Limits
         from rltrain.endpoint.mailbox import EngineMailbox
@@ -144,8 +156,8 @@ class EpisodeSessions:
         )
         server.start()
         self._servers.append((server, mailbox))
-        guests = EndpointGuests(EngineFeed(engine, mailbox, self.job.prompts.decoder))
-        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), guests)
+        feed = EngineFeed(engine, self.job.prompts.decoder, mailbox)
+        return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
 
     def _rows(self, dataset: PromptDataset, is_evaluation: bool) -> RowColumns:
         """With all columns of the file."""
@@ -159,7 +171,7 @@ class EpisodeSessions:
         job, encoder = self.job, self.job.prompts.train.encoder
         if not encoder.uses_template:
             return None
-        tools = next(iter(self._places.values()))["tools"]
+        tools = self._tools
         end_tokens = end_token_ids(Path(job.config.model.path))
         chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens)
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))

@@ -27,7 +27,7 @@ from rltrain.roles.operations import Operations
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles
+from rltrain.tasks.roles import device_roles, device_roles_if_offloaded
 from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
 
@@ -77,8 +77,8 @@ class Job:
     @property
     def offloads(self) -> dict[str, Offload]:
         """Of this rank's roles that have something on its device, whether they leave it."""
+        on_device = device_roles() | {role for role in device_roles_if_offloaded() if self.offload_of(role)}
         hosted = self.placement.hosts(self.world.rank)
-        on_device = device_roles() | ({"env"} if self.config.env.offload else set())
         return {role: self.offload_of(role) for role in hosted if role in on_device}
 
     @property

@@ -14,6 +14,7 @@ What is numbered, and by which name:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 from rltrain.data.experience import SIBLINGS_APART
 
@@ -158,6 +159,17 @@ class Sample:
             turns=turns,
             turn_rewards=self.turn_rewards[: len(turns)],
         )
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self)}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> "Sample":
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**{**values, "status": Status(record["status"])})
 
 
 @dataclass(frozen=True)

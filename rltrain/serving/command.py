@@ -19,7 +19,8 @@ from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
 from rltrain.errors import CheckpointError, ConfigError, UserError
-from rltrain.rollout.engine import Engine, SamplingParams
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.stream.guests import Mail
 from rltrain.serving.engine import EngineSettings, load_engine, longest_context, stop_tokens
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     server = EndpointServer(mailbox, tokenizer, settings)
     server.start()
     print(_greeting(server.url, settings, has_chats=tokenizer.chat_template is not None), flush=True)
-    feed = EngineFeed(engine, mailbox, TextDecoder(tokenizer))
+    feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     try:
         draw_turns(feed, stopping)
     finally:
@@ -93,13 +94,14 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
 
 def draw_turns(feed: EngineFeed, stopping: threading.Event) -> None:
     """Step the engine while there is something to draw, until `stopping` is set."""
-    engine: Engine = feed.engine
+    engine, mailbox = feed.engine, feed.mailbox
+    assert mailbox is not None, "this process is the engine's first rank"
     while not stopping.is_set():
-        feed.begin_step()
+        feed.begin_step(feed.mail() or Mail())
         if engine.num_unfinished:
             feed.end_step(engine.step())
         else:
-            feed.mailbox.wait(LOOK_S)
+            mailbox.wait(LOOK_S)
 
 
 def _sampling(

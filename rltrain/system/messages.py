@@ -6,12 +6,15 @@ neither side waits for the other to read.
 
 import hmac
 import json
+import logging
 import selectors
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 from rltrain.errors import StallError
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -100,7 +103,7 @@ def connect(host: str, port: int, token: str) -> Connection:
 
 class MessageServer:
     """Takes connections at `address`, on a port that the system chooses. A peer that does not begin with `token` is
-    dropped, and so is one that breaks the rules; `lost` names those that were known."""
+    dropped, and so is one that breaks the rules."""
 
     def __init__(self, address: str, token: str) -> None:
         self._token = token.encode()
@@ -109,8 +112,6 @@ class MessageServer:
         self._peers: dict[int, Connection] = {}
         self._known: set[int] = set()
         self._next = 0
-        self.lost: list[str] = []
-        """Why known peers went, for whoever asks."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
 
@@ -178,7 +179,7 @@ class MessageServer:
 
     def _drop(self, peer: int, reason: str) -> None:
         if peer in self._known:
-            self.lost.append(reason)
+            logger.debug("a connection was lost: %s", reason)  # which a job's end does to all
         self._forget(peer)
 
     def _forget(self, peer: int) -> None:

@@ -80,3 +80,5 @@ class RoleTasks:
     policy's vocabulary, nor room for its longest sample."""
     needed_by_algorithm: bool = True
     """Otherwise it may be placed by whoever wants what it says of the samples."""
+    on_device_if_offloaded: bool = False
+    """Without a model it has something on the device where `<role>.offload` says that this is to leave."""

@@ -195,7 +195,7 @@ ROLLOUT = RoleTasks(
     ),
     model="served",
 )
-ENV = RoleTasks("env", needed_by_algorithm=False)
+ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
 """Answers what the rollout draws, in the rollout's tasks."""
 REWARD = RoleTasks(
     "reward",
@@ -261,6 +261,11 @@ def served_roles() -> tuple[str, ...]:
 def device_roles() -> frozenset[str]:
     """Roles with something on the device."""
     return frozenset(role.name for role in DECLARED.values() if role.model is not None)
+
+
+def device_roles_if_offloaded() -> frozenset[str]:
+    """Those that have something there where their `offload` says that it is to leave."""
+    return frozenset(role.name for role in DECLARED.values() if role.on_device_if_offloaded)
 
 
 def optional_roles() -> tuple[str, ...]:

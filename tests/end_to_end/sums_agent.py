@@ -1,8 +1,10 @@
 """Agents of tests: they ask a model for two sums by OpenAI's client, and say how many were right."""
 
+import asyncio
 import json
 import os
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,27 @@ async def two_sums(row: Mapping[str, Any], base_url: str, api_key: str) -> float
         text += answer.text + "123+456="
     await client.close()
     return right
+
+
+TOOL_S = 0.1
+"""How long `counts_on` does something else between its turns."""
+RECORDS = "RLTRAIN_TEST_SESSIONS"
+"""Environment variable: the file to which `counts_on` appends the records of its sessions."""
+
+
+async def counts_on(row: Mapping[str, Any], base_url: str, api_key: str, session_url: str) -> float:
+    """A conversation of several turns, whatever is said; writes down what the endpoint has recorded of it."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    text = str(row["prompt"])
+    for _ in range(3):
+        answer = (await client.completions.create(model="any", prompt=text, max_tokens=24)).choices[0]
+        text += answer.text + "123+456="
+        await asyncio.sleep(TOOL_S)
+    await client.close()
+    request = urllib.request.Request(session_url, headers={"Authorization": f"Bearer {api_key}"})
+    with urllib.request.urlopen(request) as told, Path(os.environ[RECORDS]).open("a") as records:
+        records.write(told.read().decode() + "\n")
+    return len(text) % 2
 
 
 def main() -> None:

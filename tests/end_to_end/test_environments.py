@@ -5,11 +5,13 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
+from tests.end_to_end.sums_agent import RECORDS
 
 ENVIRONMENT = ["env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}"]
 SETTINGS = [
@@ -138,6 +140,50 @@ def test_an_agent_draws_its_turns_at_the_endpoint(
 
 
 @pytest.mark.slow
+def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
+    tmp_path: Path, quickstart_files: Path, data_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of an engine of two ranks, which takes new weights while it draws for the actor on another."""
+    monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
+    steps = 4
+    records = train(
+        "configs/quickstart.yaml",
+        *data_overrides,
+        *SETTINGS[1:],
+        *ORDERS["one step ahead, weights in flight"],
+        "env={agent: {function: 'tests.end_to_end.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
+        "rollout.parallel.tp=2",
+        "rollout.max_running_requests=8",
+        "data.eval=null",
+        "placement={'actor, reference, env': 0, rollout: 1-2, reward: 0}",
+        "actor.parallel.tp=1",
+        f"model.path={quickstart_files}/model",
+        f"output_dir={tmp_path}",
+        f"steps={steps}",
+        num_ranks=3,
+    )
+    assert len(column(records, "train/loss")) == steps
+    assert all(failed == 0 for failed in column(records, "env/failed"))
+    sessions = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+    assert len(sessions) == steps * 16
+    versions = [versions_of_turns(sample) for session in sessions for sample in session["samples"]]
+    for turns in versions:
+        drawn = [version for turn in turns for version in turn]
+        assert drawn == sorted(drawn) and drawn[-1] < steps, "weights only get newer"
+    assert any(len({*turn}) > 1 for turns in versions for turn in turns), "some have come inside a turn"
+    assert any(turns[k][-1] < turns[k + 1][0] for turns in versions for k in range(len(turns) - 1)), "or between two"
+
+
+def versions_of_turns(sample: dict[str, Any]) -> list[list[int]]:
+    """Of the tokens that were drawn in each turn; those that were not have version 0."""
+    ends = sample["turns"]
+    told = [*zip(sample["policy_versions"], sample["loss_mask"], strict=True)]
+    assert all(version == 0 for version, drawn in told if not drawn)
+    turns = [told[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [[version for version, drawn in turn if drawn] for turn in turns]
+
+
+@pytest.mark.slow
 def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
     tmp_path: Path, warmed_up: Path, data_overrides: list[str]
 ) -> None:
@@ -195,7 +241,7 @@ def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
 def test_environments_that_step_while_engines_decode_are_faster() -> None:
     """Beside the order in which they take turns; repeated once where the machine was busy."""
     for attempt in range(2):
-        found = run([sys.executable, "tools/benchmarks/environments.py", "--steps", "2"], 300)
+        found = run([sys.executable, "tools/benchmarks/environments.py", "--steps", "2"], 600)
         assert found.returncode == 0, found.stderr
         speedup = json.loads(found.stdout.splitlines()[-1])["speedup"]
         if speedup >= 1.3 or attempt:

@@ -1,10 +1,12 @@
 """Whole jobs that roll out on SGLang, one of its servers per engine."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train
+from tests.end_to_end.sums_agent import RECORDS
 
 IN_MANY_PARTS = ("weight_sync.verify=true", "rollout.sglang.staging_mb=0.1")
 SMALL = ("actor.parallel.tp=1", "data.eval=null", "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}")
@@ -57,3 +59,46 @@ def test_weights_change_while_responses_run(overrides, tmp_path):
     assert len(column(records, "train/loss")) == steps
     ids = [i for step in sample_ids(tmp_path).values() for i in step]
     assert len(ids) == len(set(ids)) == steps * 8 * 4
+
+
+CONVERSATIONS = {
+    "environments": "{function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+    "an agent": "{agent: {function: 'tests.end_to_end.sums_agent:counts_on'}, num_workers: 1, max_turns: 4}",
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations_go_on_while_weights_change(name, overrides, tmp_path, monkeypatch):
+    """Turns are answered by environments, or asked for at the endpoint; what is trained on is what the engine drew."""
+    monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
+    steps = 3
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        *overrides,
+        f"env={CONVERSATIONS[name]}",
+        "reward={function: environment}",
+        "rollout={max_context_tokens: 112, max_running_requests: 8}",
+        "rollout.engine=sglang",
+        "rollout.sampling.max_response_tokens=96",
+        next(one for one in overrides if one.startswith("rollout.sglang.python")),
+        "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
+        "schedule={mode: asynchronous, max_staleness: 1}",
+        "logging={samples: 16, sample_ids: true}",
+        "placement={'actor, reference': 0, rollout: 1, 'reward, env': 2}",
+        f"output_dir={tmp_path}",
+        f"steps={steps}",
+        num_ranks=3,
+        timeout_s=TIMEOUT_S,
+    )
+    assert len(column(records, "train/loss")) == steps
+    assert all(failed == 0 for failed in column(records, "env/failed"))
+    ids = [number for of_step in sample_ids(tmp_path).values() for number in of_step]
+    assert sorted(ids) == [*range(steps * 16)], "every sample is trained on once"
+    if name == "environments":
+        assert all(1 < turns <= 2 for turns in column(records, "env/turns_mean"))
+        return
+    sessions = [json.loads(line) for line in (tmp_path / "sessions.jsonl").read_text().splitlines()]
+    assert len(sessions) == steps * 16
+    for sample in (sample for session in sessions for sample in session["samples"]):
+        drawn = [v for v, drawn in zip(sample["policy_versions"], sample["loss_mask"], strict=True) if drawn]
+        assert len(sample["turns"]) == 3 and drawn == sorted(drawn) and drawn[-1] < steps

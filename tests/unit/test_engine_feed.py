@@ -1,6 +1,7 @@
 """Turns on an engine, whatever the order in which they come, are given up, and are suspended."""
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.endpoint.engine_feed import EngineFeed
 from rltrain.endpoint.mailbox import EngineMailbox
-from rltrain.endpoint.turn import EngineBusy, EngineGone, Turn
-from rltrain.rollout.engine import SamplingParams
+from rltrain.endpoint.turn import EngineBusy, EngineGone
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.stream.guests import Mail, Turn
 from tests.talking_engine import CONTEXT_TOKENS, TalkingEngine, byte_tokenizer
 
 SAMPLINGS = [SamplingParams(temperature, 1.0, 0, CONTEXT_TOKENS, (257,)) for temperature in (0.0, 0.5, 1.0)]
@@ -21,7 +23,7 @@ TEXT = "abcdefghijklmnopqrstuvwxyz"
 
 def feed_of(say: Callable[[str], str] = lambda context: TEXT, slice_steps: int = 7) -> tuple[EngineFeed, TalkingEngine]:
     engine = TalkingEngine(byte_tokenizer(), say, num_slots=3)
-    return EngineFeed(engine, EngineMailbox(100), TextDecoder(byte_tokenizer()), slice_steps), engine
+    return EngineFeed(engine, TextDecoder(byte_tokenizer()), EngineMailbox(100), slice_steps), engine
 
 
 async def let_run() -> None:
@@ -29,9 +31,14 @@ async def let_run() -> None:
         await asyncio.sleep(0)
 
 
-def step(feed: EngineFeed) -> None:
-    feed.begin_step()
-    assert feed.end_step(feed.engine.step()) == []
+def step(feed: EngineFeed, *others: EngineFeed) -> None:
+    """On the engine's first rank, and on `others` of its ranks, which are told what has come."""
+    mail = feed.mail() or Mail()
+    feed.begin_step(mail)
+    for other in others:
+        other.begin_step(Mail.of_record(json.loads(json.dumps(mail.record()))))
+    for one in (feed, *others):
+        assert one.end_step(one.engine.step()) == []
 
 
 turns = st.lists(
@@ -52,18 +59,21 @@ turns = st.lists(
 def test_every_turn_is_drawn_to_its_end_or_given_up(turns: list, suspended_at: set[int]) -> None:
     async def run() -> None:
         feed, engine = feed_of()
+        other_engine = TalkingEngine(byte_tokenizer(), engine.say, num_slots=3)
+        other = EngineFeed(other_engine, TextDecoder(byte_tokenizer()), slice_steps=feed.slice_steps)
         tasks: dict[int, asyncio.Task[Sample]] = {}
         for now in range(1000):
             ask(feed.mailbox, turns, now, tasks)
             await let_run()
             if now in suspended_at:
-                assert feed.take_back(engine.suspend()) == []
-            step(feed)
+                assert feed.take_back(engine.suspend()) == other.take_back(other_engine.suspend()) == []
+            step(feed, other)
+            assert engine.log == other_engine.log and engine.num_drawn_tokens == other_engine.num_drawn_tokens
             await let_run()
             if len(tasks) == len(turns) and all(task.done() for task in tasks.values()):
                 break
-        feed.begin_step()
-        assert feed.num_turns == 0 and engine.num_unfinished == 0
+        step(feed, other)
+        assert feed.num_turns == other.num_turns == engine.num_unfinished == other_engine.num_unfinished == 0
         for number, (_, _, limit, stop, _) in enumerate(turns):
             if not tasks[number].cancelled():
                 check(tasks[number].result(), limit, stop)
@@ -124,10 +134,17 @@ def test_what_an_engine_refuses_fails_alone() -> None:
     asyncio.run(run())
 
 
+def test_mail_is_the_same_on_all_ranks() -> None:
+    sampling = SamplingParams(1.0, 0.9, 5, 10, (257,), ("x",), GreedyPlaces(1, 4))
+    sample = Sample(3, (1, 2), 7).drawn([4], [-0.5], [1], Status.STOPPED).observed([5], turn_limit=9)
+    mail = Mail((Turn(sample, sampling, ("y",), True),), frozenset({1}), frozenset({2, 8}))
+    assert Mail.of_record(json.loads(json.dumps(mail.record()))) == mail
+
+
 def test_an_engine_is_told_which_conversations_are_over() -> None:
     feed, engine = feed_of()
     feed.mailbox.forget([3, 4])
-    feed.begin_step()
+    feed.begin_step(feed.mail() or Mail())
     assert engine.forgotten == {3, 4}
 
 
@@ -136,6 +153,6 @@ def test_what_others_draw_on_the_engine_stays_theirs() -> None:
     engine.submit([Sample(77, (1,), 0)], SAMPLINGS[0])
     assert feed.take_back(engine.suspend()) == [Sample(77, (1,), 0)]
     engine.submit([Sample(78, (1,), 0)], SAMPLINGS[0])
-    feed.begin_step()
+    feed.begin_step(feed.mail() or Mail())
     engine.step()
     assert [sample.id for sample in feed.end_step(engine.step())] == [78]

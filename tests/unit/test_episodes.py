@@ -16,6 +16,7 @@ from rltrain.errors import EpisodeError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.environment_episodes import EnvironmentEpisodes, TurnLimits
+from rltrain.rollout.stream.episodes import Answer
 from rltrain.rollout.stream.groups import PromptGroups
 from rltrain.rollout.stream.leader_decision import LeaderDecision
 from rltrain.rollout.stream.packing import pack_groups
@@ -187,6 +188,41 @@ def draw(
     finished = run(groups, deque(range(4)))
     assert not groups.begun and not groups.waiting, "every group comes to its end"
     return finished
+
+
+class SilentEnvironments:
+    """Show nothing at the beginning."""
+
+    going_on = ()
+
+    def __init__(self) -> None:
+        self.pending: list[Event] = []
+
+    def begin(self, episode: int, row: dict, seed: int) -> None:
+        self.pending.append(Event(episode, None))
+
+    def abandon(self, episode: int) -> None:
+        """It has nothing to end."""
+
+    def events(self) -> list[Event]:
+        events, self.pending = self.pending, []
+        return events
+
+
+@pytest.mark.parametrize("prompt", ["abc", "much too long"])
+def test_a_rows_own_prompt_is_encoded_with_what_environments_tell_of_besides(prompt):
+    episodes = EnvironmentEpisodes(
+        [SilentEnvironments()], Letters(), LIMITS, lambda row: {}, wait_for, own_prompt=lambda row: prompt
+    )
+    sample = Sample(0, (99,), seed=0)
+    episodes.begin(SampleGroup(0, 7, (sample,)), [sample])
+    (answer,) = episodes.answers(engine_is_idle=True)
+    if prompt == "abc":
+        assert answer == Answer(0, tokens=(10, 11, 12))
+        return
+    assert answer == Answer(0, Status.FAILED)
+    with pytest.raises(EpisodeError, match="begins with 13 tokens.*expected 1 to 10"):
+        episodes.metrics()
 
 
 @settings(max_examples=15, deadline=None)

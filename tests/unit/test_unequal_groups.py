@@ -10,7 +10,7 @@ from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.environments.interface import Trajectory
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, with_shared_reward
+from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Unusable, with_shared_reward
 from rltrain.rollout.stream.told_trajectories import told_trajectories
 from tests.unit.packed_experience import packed_experience
 
@@ -102,7 +102,8 @@ def test_told_trajectories_take_what_the_engine_recorded():
     assert (second.id, second.tokens, second.loss_mask) == (3 + SIBLINGS_APART, (8, 9), (False, False))
     assert set(second.policy_versions) == {CURRENT_VERSION}
     unknown = Trajectory((1, 8, 9), num_response_tokens=2, reward=1.0)
-    assert told_trajectories(known, [known], [unknown]).status == Status.FAILED
+    with pytest.raises(Unusable, match="trajectory 0"):
+        told_trajectories(known, [known], [unknown])
 
 
 @pytest.mark.parametrize("answer", [Answer(3, tokens=(1,), reward=0.1), Answer(4, Status.FAILED)])

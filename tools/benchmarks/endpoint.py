@@ -107,7 +107,7 @@ def serving(engine: EmbeddedEngine, sampling: SamplingParams, folder: Path) -> t
         mailbox, tokenizer, EndpointSettings(rules, Limits(CONTEXT_TOKENS), "model", "sk-benchmark")
     )
     stopping = threading.Event()
-    feed = EngineFeed(engine, mailbox, TextDecoder(tokenizer))
+    feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     steps = JobThread(target=draw_turns, args=(feed, stopping))
     server.start()
     steps.start()

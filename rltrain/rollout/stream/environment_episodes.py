@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rltrain.environments.batch import Event
+from rltrain.environments.batch import Event, Failure
 from rltrain.environments.interface import Action, Row, TokenIds
 from rltrain.environments.statistics import EpisodeStatistics, metrics
 from rltrain.errors import EpisodeError
 from rltrain.rollout.sample import Sample, SampleGroup, Status
-from rltrain.rollout.stream.episodes import Answer
+from rltrain.rollout.stream.episodes import Answer, Unusable
 from rltrain.rollout.stream.told_trajectories import told_trajectories
-from rltrain.rollout.stream.turn_format import TurnFormat
+from rltrain.rollout.stream.turn_format import Shown, TurnFormat
 
 
 class Environments(Protocol):
@@ -84,12 +84,16 @@ class EnvironmentEpisodes:
         *,
         number_of: Callable[[int], int] = lambda sample: sample,
         overlaps: bool = True,
+        own_prompt: Callable[[int], Shown] | None = None,
     ) -> None:
         """`row_at` gives the data of a prompt row, `number_of` the number of a sample's episode, and `wait_for` waits
-        until something has come, which it names."""
+        until something has come, which it names. `own_prompt` gives what a row begins with where its environment shows
+        nothing else, for `turn_format` to encode; None: samples have it."""
         self.environments, self.turn_format, self.limits = environments, turn_format, limits
         self.row_at, self.number_of, self.overlaps = row_at, number_of, overlaps
-        self._wait_for = wait_for
+        self._wait_for, self._own_prompt = wait_for, own_prompt
+        self._own_prompts: dict[int, Shown] = {}
+        """By episode that has yet to begin."""
         self.statistics = EpisodeStatistics()
         self._waiting: dict[int, Waiting] = {}
         """By episode."""
@@ -112,6 +116,8 @@ class EnvironmentEpisodes:
             episode = self.number_of(sample.id)
             self._waiting[episode] = Waiting(sample, False, time.monotonic())
             self._places[episode] = environments
+            if self._own_prompt is not None:
+                self._own_prompts[episode] = self._own_prompt(group.row)
             environments.begin(episode, self._row(group.row, episode), seed)
 
     def _row(self, row: int, episode: int) -> Row:
@@ -200,7 +206,11 @@ class EnvironmentEpisodes:
 
     def _answer(self, event: Event) -> Answer:
         waiting = self._waiting.pop(event.episode)
-        answer = self._what_follows(waiting, event)
+        try:
+            answer = self._what_follows(waiting, event)
+        except Unusable as problem:
+            answer = Answer(waiting.sample.id, Status.FAILED)
+            event = replace(event, failure=Failure("error", str(problem)))
         self.statistics.waited(time.monotonic() - waiting.since)
         if answer.status == Status.PENDING:
             self.statistics.happened(event)
@@ -214,6 +224,7 @@ class EnvironmentEpisodes:
         if not event.done:
             place.abandon(event.episode)
         self._closed.pop(event.episode, None)
+        self._own_prompts.pop(event.episode, None)
         self._by_ids.discard(event.episode)
         self.statistics.observed(len(sample.tokens) - sum(sample.loss_mask))
         self.statistics.happened(event if event.done else replace(event, done=True, truncated=True))
@@ -241,14 +252,20 @@ class EnvironmentEpisodes:
         return Answer(sample.id, tokens=tokens, reward=reward, max_turn_tokens=limit)
 
     def _beginning(self, sample: Sample, event: Event) -> Answer:
-        if event.observation is None:
-            return Answer(sample.id)
         assert not isinstance(event.observation, TokenIds)
-        return self._begun(sample, self.turn_format.prompt(event.observation), None)
+        own_prompt = self._own_prompts.pop(event.episode, None)
+        shown = own_prompt if event.observation is None else event.observation
+        if shown is None:
+            return Answer(sample.id)
+        return self._begun(sample, self.turn_format.prompt(shown), None)
 
     def _begun(self, sample: Sample, prompt: tuple[int, ...], limit: int | None) -> Answer:
-        fits = 0 < len(prompt) <= self.limits.max_prompt_tokens
-        return Answer(sample.id, Status.PENDING if fits else Status.FAILED, prompt, max_turn_tokens=limit)
+        if not 0 < len(prompt) <= self.limits.max_prompt_tokens:
+            raise Unusable(
+                f"it begins with {len(prompt)} tokens, with the tools that it is told of; expected 1 to "
+                f"{self.limits.max_prompt_tokens} (data.max_prompt_tokens)"
+            )
+        return Answer(sample.id, Status.PENDING, prompt, max_turn_tokens=limit)
 
     def _turn_of_ids(self, sample: Sample, wanted: TokenIds, event: Event) -> Answer:
         """The context that an environment with a tokenizer of its own gives for its next turn."""

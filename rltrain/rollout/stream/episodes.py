@@ -1,7 +1,7 @@
 """What happens between the turns of samples that are conversations, as an engine's ranks know it."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rltrain.data.experience import SIBLINGS_APART
@@ -10,6 +10,10 @@ from rltrain.rollout.stream.seeds import mix64
 
 CURRENT_VERSION = -1
 """In the place of a policy version: the engine's, when it learns of the token."""
+
+
+class Unusable(Exception):  # noqa: N818 - a finding, which fails an episode
+    """Nothing of an episode can be drawn or trained on: why."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,11 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**vars(self), "trajectories": [sample.record() for sample in self.trajectories]}
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Answer":
-        trajectories = tuple(_sample_of(sample) for sample in record["trajectories"])
+        trajectories = tuple(Sample.of_record(sample) for sample in record["trajectories"])
         return cls(
             **{
                 **record,
@@ -79,13 +83,6 @@ class Answer:
                 "trajectories": trajectories,
             }
         )
-
-
-def _sample_of(record: dict[str, Any]) -> Sample:
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-    }
-    return Sample(**{**values, "status": Status(record["status"])})
 
 
 def with_shared_reward(trajectories: Sequence[Sample], besides: float = 0.0) -> list[Sample]:

@@ -10,6 +10,7 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.rollout.sample import SampleGroup
 from rltrain.rollout.stream.completion_log import CompletionLog, Finished
 from rltrain.rollout.stream.groups import PromptGroups
+from rltrain.rollout.stream.guests import Mail
 from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecision, LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment
@@ -65,7 +66,7 @@ class GenerationLoop:
                 self.groups.start(decision.claims)
             for group in self.groups.answer(decision.answers):
                 self._keep(group)
-            self._step()
+            self._step(decision.mail)
         return self._hand_over(step, chunk)
 
     def state(self) -> RolloutState:
@@ -92,9 +93,9 @@ class GenerationLoop:
         if self.selection is not None:
             self.selection.records = dict(state.records)
 
-    def _step(self) -> None:
+    def _step(self, mail: Mail | None) -> None:
         start = time.monotonic()
-        for group in self.groups.step():
+        for group in self.groups.step(mail):
             self._keep(group)
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - start)
         self.heartbeat.advance()
@@ -144,7 +145,7 @@ class GenerationLoop:
         return LeaderDecision(
             claims=tuple(self.assignment.claim(self.groups.num_wanted, max_position)),
             answers=self.groups.answers(),
-            guests=self.groups.guests is not None and self.groups.guests.is_wanted,
+            mail=self.groups.mail(),
         )
 
     def _hand_over(self, step: int, chunk: int) -> tuple[list[Finished], list[SampleGroup]]:

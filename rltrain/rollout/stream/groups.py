@@ -2,32 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Episodes, with_shared_reward
-
-
-class Guests(Protocol):
-    """Samples on the engine that are no group's own: turns that somebody asks for from outside."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a decode step has something of theirs to do."""
-        ...
-
-    def begin_step(self) -> None:
-        """Before a decode step: give the engine what there is."""
-        ...
-
-    def end_step(self, finished: Iterable[Sample]) -> list[Sample]:
-        """After it: take theirs of what has finished; the others."""
-        ...
-
-    def take_back(self, samples: Iterable[Sample]) -> list[Sample]:
-        """The engine was suspended: take theirs of what it gave back; the others."""
-        ...
+from rltrain.rollout.stream.guests import Guests, Mail
 
 
 class PromptGroups:
@@ -84,10 +63,14 @@ class PromptGroups:
         if samples:
             self.engine.submit(samples, self.sampling)
 
-    def step(self) -> list[SampleGroup]:
-        """One decode step; the groups that it finished."""
+    def mail(self) -> Mail | None:
+        """What is asked for from outside, as `Guests` says; on the engine's first rank."""
+        return None if self.guests is None else self.guests.mail()
+
+    def step(self, mail: Mail | None = None) -> list[SampleGroup]:
+        """One decode step, with what is asked for from outside; the groups that it finished."""
         if self.guests is not None:
-            self.guests.begin_step()
+            self.guests.begin_step(mail or Mail())
         drawn = self.engine.step()
         if self.guests is not None:
             drawn = self.guests.end_step(drawn)

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from rltrain.rollout.stream.episodes import Answer
+from rltrain.rollout.stream.guests import Mail
 
 
 @dataclass(frozen=True)
 class LeaderDecision:
-    """Before the next decode step: take new weights, end the task, start these groups, go on after these answers, count
-    these finished groups or drop them."""
+    """Before the next decode step: take new weights, end the task, start these groups, go on after these answers and
+    with these turns that are asked for from outside, count these finished groups or drop them."""
 
     sync: bool = False
     done: bool = False
@@ -22,12 +23,20 @@ class LeaderDecision:
     """Finished groups that count, by position."""
     dropped: tuple[int, ...] = ()
     """Likewise those that do not."""
-    guests: bool = False
-    """Whether turns are asked for from outside; of an engine of one rank alone."""
+    mail: Mail | None = None
+    """None: a decode step has nothing to do for whoever is outside."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return self.sync or self.done or self.guests or any((self.claims, self.answers, self.kept, self.dropped))
+        positions = any((self.claims, self.answers, self.kept, self.dropped))
+        return self.sync or self.done or positions or self.mail is not None
+
+    def text(self) -> bytes:
+        """Of answers and mail, as JSON; nothing where there are none."""
+        if not self.answers and not self.mail:
+            return b""
+        mail = None if self.mail is None else self.mail.record()
+        return json.dumps([[answer.record() for answer in self.answers], mail]).encode()
 
 
 class LeaderDecisions:
@@ -41,22 +50,23 @@ class LeaderDecisions:
         """The leader's decision, on every rank. Collective over: the engine's ranks."""
         if self.group is None:
             return decision
-        answers = json.dumps([answer.record() for answer in decision.answers]).encode() if decision.answers else b""
+        text = decision.text()
         positions = (decision.claims, decision.kept, decision.dropped)
-        words = torch.tensor([decision.sync, decision.done, len(answers), *map(len, positions)])
+        words = torch.tensor([decision.sync, decision.done, len(text), *map(len, positions)])
         dist.broadcast(words, group=self.group, group_src=0)
         sync, done, num_bytes, *counts = words.tolist()
         flat = [position for part in positions for position in part]
         claims, kept, dropped = self._share(torch.tensor(flat, dtype=torch.int64), sum(counts)).split(counts)
-        text = self._share(torch.tensor([*answers], dtype=torch.uint8), num_bytes)
-        records = json.loads(bytes(text.tolist())) if num_bytes else []
+        told = self._share(torch.tensor(bytearray(text), dtype=torch.uint8), num_bytes)
+        answers, mail = json.loads(told.numpy().tobytes()) if num_bytes else ([], None)
         return LeaderDecision(
             bool(sync),
             bool(done),
             tuple(claims.tolist()),
-            tuple(Answer.of_record(record) for record in records),
+            tuple(Answer.of_record(record) for record in answers),
             tuple(kept.tolist()),
             tuple(dropped.tolist()),
+            None if mail is None else Mail.of_record(mail),
         )
 
     def _share(self, values: torch.Tensor, count: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rltrain.data.experience import SIBLINGS_APART
 from rltrain.environments.interface import Trajectory
 from rltrain.rollout.sample import Sample, Status
-from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer
+from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Unusable
 
 STATUS = {
     "completed": Status.STOPPED,
@@ -19,13 +19,13 @@ STATUS = {
 def told_trajectories(sample: Sample, known: Sequence[Sample], told: Sequence[Trajectory]) -> Answer:
     """The end of the episode of `sample`, of which the engine has drawn the `known` trajectories.
 
-    One that is neither known nor comes with log-probs fails the episode.
+    Raises Unusable for one that is neither known nor comes with log-probs.
     """
     samples = []
     for number, trajectory in enumerate(told):
         recorded = next((one for one in known if one.context == trajectory.ids), None)
         if recorded is None and trajectory.logprobs is None:
-            return Answer(sample.id, Status.FAILED)
+            raise Unusable(f"trajectory {number} of its environment was not drawn here, and comes without log-probs")
         made = _recorded(recorded, trajectory) if recorded else _as_told(sample, trajectory)
         samples.append(replace(made, id=sample.episode + number * SIBLINGS_APART))
     return Answer(sample.id, samples[0].status, trajectories=tuple(samples))

@@ -1,0 +1,23 @@
+"""A reward function of tests that writes down which ids it is asked about."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RECORDS = "RLTRAIN_TEST_SAMPLES"
+"""Environment variable: the file to which it appends."""
+
+
+def noted(args: Any, sample: Any) -> float:
+    """As slime has them."""
+    response = slice(len(sample.tokens) - sample.response_length, None)
+    record = {
+        "id": sample.index,
+        "prompt": sample.tokens[: response.start],
+        "response": sample.tokens[response],
+        "mask": sample.loss_mask,
+    }
+    with Path(os.environ[RECORDS]).open("a") as records:
+        records.write(json.dumps(record) + "\n")
+    return float(len(sample.tokens) % 2)
