@@ -24,6 +24,8 @@ class Algorithm:
     name: ClassVar[str]
     generates: ClassVar[bool] = True
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
+    trains: ClassVar[bool] = True
+    """Whether anything is trained; otherwise the run is one evaluation of model.path."""
 
     config: Config
 

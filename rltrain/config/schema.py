@@ -11,6 +11,11 @@ from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang
 from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
+from rltrain.config.evaluation import EvaluationPlan as EvaluationPlan
+from rltrain.config.evaluation import EvaluationSampling as EvaluationSampling
+from rltrain.config.evaluation import EvaluationSet as EvaluationSet
+from rltrain.config.evaluation import KeepBest as KeepBest
+from rltrain.config.evaluation import evaluation_plans
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import Kl as Kl
@@ -92,7 +97,8 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "sft", "evaluate"] = "grpo"
+    """evaluate: nothing is trained, model.path is evaluated (launch/evaluate.py)."""
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -140,6 +146,18 @@ class Config(Section):
         """The folder that a role's model starts from and the config key that gives it."""
         own = {"critic": self.critic.path, "reference": self.reference.path}.get(role)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
+    @property
+    def evaluations(self) -> list[EvaluationPlan]:
+        """Of every evaluation set: data.eval's first."""
+        return evaluation_plans(self.evaluation, self.data.eval, self.rollout.sampling)
+
+    @property
+    def stop_metric(self) -> str | None:
+        """The metric that evaluation.stop_at is about; None where nothing is to end the run early."""
+        if self.evaluation.stop_at is None or not self.evaluations:
+            return None
+        return self.evaluation.stop_metric or f"{self.evaluations[0].prefix}/score"
 
     @property
     def checkpoint_dir(self) -> str:

@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape
@@ -23,6 +24,7 @@ def check_config(config: Config) -> None:
         *algorithm_of(config).problems(),
         *_training_problems(config),
         *reward_problems(config),
+        *evaluation_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
@@ -32,7 +34,7 @@ def _role_problems(config: Config) -> Iterator[str]:
     placed = [(key, role) for key in config.placement for role in split_roles(key)]
     algorithm = algorithm_of(config)
     usable = [role for role in role_names() if role in algorithm.usable_roles()]
-    without = "" if algorithm.generates or config.data.eval else " without data.eval"
+    without = "" if algorithm.generates or config.evaluations else " without data.eval"
     for key, role in placed:
         if role in NOT_YET:
             yield f"placement.{key}: role {role} cannot be placed: {NOT_YET[role]}"
@@ -129,11 +131,6 @@ def _environment_problems(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    if config.evaluation.stop_at is not None and config.data.eval is None:
-        yield (
-            f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "
-            "data.eval, or null"
-        )
     for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:
             yield (

@@ -26,8 +26,10 @@ class CombinedScores:
 class CombinedScorer:
     """Has the functions of the config's section score the same samples, beside each other. Close it at the end."""
 
-    def __init__(self, settings: schema.Reward, on_scored: Callable[[], None] = lambda: None) -> None:
-        self.functions: Sequence[RewardFunction] = load_rewards(settings)
+    def __init__(
+        self, settings: schema.Reward, on_scored: Callable[[], None] = lambda: None, section: str = "reward"
+    ) -> None:
+        self.functions: Sequence[RewardFunction] = load_rewards(settings, section)
         self._scorers = [Scorer.of(function, settings, on_scored) for function in self.functions]
 
     def score(self, samples: Sequence[Scorable]) -> CombinedScores:

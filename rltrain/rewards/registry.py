@@ -113,12 +113,13 @@ def _parts(returned: Any) -> list[Any] | None:
         return None
 
 
-def load_rewards(settings: schema.Reward) -> list[RewardFunction]:
-    """The functions that the section names. Raises ConfigError where one cannot be imported or called."""
+def load_rewards(settings: schema.Reward, section: str = "reward") -> list[RewardFunction]:
+    """The functions that the section names, which stands in the config under `section`. Raises ConfigError where one
+    cannot be imported or called."""
     if not settings.functions:
-        return [load_reward(settings)]
+        return [load_reward(settings, config_key=section)]
     return [
-        load_reward(settings.alone(part), part.title, part.weight, f"reward.functions.{number}")
+        load_reward(settings.alone(part), part.title, part.weight, f"{section}.functions.{number}")
         for number, part in enumerate(settings.functions)
     ]
 

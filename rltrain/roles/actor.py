@@ -1,6 +1,8 @@
 """The actor: the policy being trained."""
 
+import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,9 +10,10 @@ import torch.distributed as dist
 
 from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.hf import save_checkpoint
+from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.evaluation.best import BEST_FILE, Best, verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
@@ -19,6 +22,8 @@ from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
 from rltrain.tasks.roles import evaluations
 
+BEST, CANDIDATE = "hf_best", "hf_candidate"
+"""Folders of output_dir."""
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
@@ -116,8 +121,41 @@ class Actor(TrainedRole):
         """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's
         ranks."""
         is_last = step == self.config.steps
+        self._save("hf" if is_last else f"hf_steps/{name_of(step)}")
+
+    def save_best(self, step: int, chunk: int) -> None:
+        """Write <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the actor's
+        ranks."""
+        if best := self._best_of(step):
+            self._save(BEST, {BEST_FILE: best.as_json()})
+
+    def save_candidate(self, step: int, chunk: int) -> None:
+        """Write what is to be <output_dir>/hf_best should the evaluation of the step, which goes on beside training,
+        turn out the best so far. Collective over: the actor's ranks."""
+        self._save(CANDIDATE)
+
+    def keep_candidate(self, step: int, chunk: int) -> None:
+        """Keep what was saved before the step, or not."""
+        best = self._best_of(step)
+        if self.job.world.rank != self.grid.ranks[0]:
+            return
+        output_dir = Path(self.config.output_dir)
+        candidate = output_dir / CANDIDATE
+        if best:
+            notes = {BEST_FILE: best.as_json()}
+            replace_checkpoint(output_dir / BEST, candidate, like=Path(self.config.model.path), notes=notes)
+        else:
+            shutil.rmtree(candidate, ignore_errors=True)
+
+    def _best_of(self, step: int) -> Best | None:
+        """The evaluation of the step, if it is the best so far: the same on all ranks."""
+        leader = self.job.leader_of("reward")
+        verdict = self.job.job_store.get(verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}")
+        return Best(**verdict) if verdict else None
+
+    def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
         save_checkpoint(
-            Path(self.config.output_dir, "hf" if is_last else f"hf_steps/{name_of(step)}"),
+            Path(self.config.output_dir, folder),
             self.model.parameters,
             self.model.layout,
             self.job.architecture,
@@ -125,6 +163,7 @@ class Actor(TrainedRole):
             cpu_group=self.job.groups.cpu[self.grid.ranks],
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
+            notes=notes,
         )
 
     def logprobs(self, experience: Experience) -> torch.Tensor:

@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from rltrain.config.schema import Config
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.schema import Config, Reward
 from rltrain.data.order import PromptOrder
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
@@ -15,27 +16,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompts:
-    """Training prompts with the order they are used in, and the held-out ones if the config names any."""
+    """Training prompts with the order they are used in, where any are answered, and those of every evaluation set."""
 
     decoder: TextDecoder
-    train: PromptDataset
-    order: PromptOrder
-    evaluation: PromptDataset | None
+    encoder: PromptEncoder
+    training: tuple[PromptDataset, PromptOrder] | None
+    evaluations: tuple[PromptDataset, ...]
+    """As Config.evaluations has them."""
+    keys: tuple[str, ...]
+    """Where these stand in the config."""
+
+    @property
+    def train(self) -> PromptDataset:
+        return self._of_training[0]
+
+    @property
+    def order(self) -> PromptOrder:
+        return self._of_training[1]
+
+    @property
+    def _of_training(self) -> tuple[PromptDataset, PromptOrder]:
+        assert self.training is not None, "only an algorithm that generates has training prompts"
+        return self.training
 
     def report_dropped(self) -> None:
         """Say which rows of the files are not used."""
-        for key, dataset in (("data.train", self.train), ("data.eval", self.evaluation)):
-            if dataset is not None and (dataset.dropped.num_bad or dataset.dropped.num_too_long):
+        train = [("data.train", self.train)] if self.training else []
+        for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
+            if dataset.dropped.num_bad or dataset.dropped.num_too_long:
                 logger.warning("%s: %s", key, dataset.dropped)
 
 
 def read_prompts(config: Config) -> Prompts:
     """Every rank that calls this numbers the prompts alike."""
-    data = config.data
+    data, plans = config.data, config.evaluations
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
-    needs: Needs = "label" if COMPARES_TEXT.isdisjoint(config.reward.names) else "plain label"
-    train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
-    evaluation = load_prompts(data.eval, data, encoder, needs=needs, config_key="data.eval") if data.eval else None
-    order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
-    return Prompts(TextDecoder(tokenizer), train, order, evaluation)
+    training = None
+    if algorithm_of(config).generates:
+        train = load_prompts(data.train, data, encoder, needs=_needs(config.reward), config_key="data.train")
+        training = train, PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
+    evaluations = tuple(
+        load_prompts(plan.file, data, encoder, needs=_needs(plan.reward or config.reward), config_key=plan.config_key)
+        for plan in plans
+    )
+    keys = tuple(plan.config_key for plan in plans)
+    return Prompts(TextDecoder(tokenizer), encoder, training, evaluations, keys)
+
+
+def _needs(reward: Reward) -> Needs:
+    return "label" if COMPARES_TEXT.isdisjoint(reward.names) else "plain label"

@@ -6,7 +6,7 @@ from math import lcm
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.schedule.order import CHECKPOINT, Entries, Iterations, Order
+from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, Entries, Iterations, Order
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import evaluations, takers
 
@@ -14,8 +14,11 @@ from rltrain.tasks.roles import evaluations, takers
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
     """The whole run of `config` from `first_step` on, for the roles that `placement` has.
 
-    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step.
+    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step. Where nothing is trained the
+    run is one evaluation of the checkpoint.
     """
+    if not algorithm_of(config).trains:
+        return Order.of(Iteration(config, placement, 0, 0).order)
     shape, run = RunShape.of(config), partial(Iteration, config, placement, first_step)
     return Order(
         Iterations(
@@ -31,11 +34,8 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
 
 
 def is_evaluation_step(config: Config, step: int) -> bool:
-    """Before the first step, after the last one, and every `evaluation.interval` steps between."""
-    if config.data.eval is None:
-        return False
-    interval = config.evaluation.interval
-    return step in (0, config.steps) or (interval > 0 and step % interval == 0)
+    """Whether any evaluation set is due."""
+    return any(plan.is_due(step, config.steps) for plan in config.evaluations)
 
 
 def is_save_step(config: Config, step: int) -> bool:
@@ -66,7 +66,7 @@ def _period(config: Config) -> int:
     """Steps after which everything comes again."""
     intervals = (
         config.schedule.sync_every,
-        config.evaluation.interval if config.data.eval is not None else 0,
+        *(plan.interval for plan in config.evaluations),
         config.checkpoint.save_interval,
         config.checkpoint.save_hf_interval,
     )
@@ -79,6 +79,7 @@ class Iteration:
     def __init__(self, config: Config, placement: Placement, first_step: int, number: int) -> None:
         self.config, self.shape = config, RunShape.of(config)
         self.roles = placement.roles
+        self.plans = config.evaluations
         self.order = Entries()
         self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
         self.drawing = ("rollout", *(role for role in ("env",) if role in self.roles))
@@ -88,6 +89,9 @@ class Iteration:
         self.scores_early = not any(
             set(placement.ranks("reward")) & set(placement.ranks(role)) for role in self.learners
         )
+        if not algorithm_of(config).trains:
+            self.evaluate_checkpoint()
+            return
         is_first = number == first_step - self.lead
         if number > first_step:
             self.save(number)
@@ -100,6 +104,8 @@ class Iteration:
             self.generate(number + self.lead)
         if first_step <= number < config.steps:
             self.train(number)
+        if number > first_step or is_first:
+            self.end_evaluation(max(number, first_step))
         if number == config.steps and config.checkpoint.save_hf:
             self.order.task("save_hf", "actor", step=number, final=True)
 
@@ -126,18 +132,61 @@ class Iteration:
     def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
-        due = is_evaluation_step(config, step)
+        due = bool(self._due(step))
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
         if due or (is_used and (is_first or step % config.schedule.sync_every == 0)):
             order.task("weight_sync", "actor", "rollout", step=step)
-        if due:
-            order.task("generate_evaluation", *self.drawing, step=step)
-            order.post("evaluation_samples", "rollout", "reward", step)
-            order.wait("evaluation_samples", "rollout", "reward", step)
-            order.task("score_evaluation", "reward", step=step)
-            if config.evaluation.stop_at is not None:
-                order.task("decide_to_stop", *self.roles, step=step)
+        for number in self._due(step):
+            order.task("generate_evaluation", *self.drawing, step=step, chunk=number)
+            order.post("evaluation_samples", "rollout", "reward", step, number)
+        if self.lead > 0 and self._is_due(self._best_metric, step):
+            order.task("save_candidate", "actor", step=step)
+        if self.lead == 0 or self.scores_early:
+            self._score_evaluation(step)
+        if self.lead == 0:
+            self._judge_evaluation(step)
+
+    def end_evaluation(self, step: int) -> None:
+        """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
+        ranks with training has scored nothing of it yet."""
+        if self.lead == 0:
+            return
+        if not self.scores_early:
+            self._score_evaluation(step)
+        self._judge_evaluation(step)
+
+    def evaluate_checkpoint(self) -> None:
+        """The whole run, where nothing is trained."""
+        self.order.task(LOAD_WEIGHTS, "rollout", step=0)
+        for number in self._due(0):
+            self.order.task("generate_evaluation", *self.drawing, step=0, chunk=number)
+            self.order.post("evaluation_samples", "rollout", "reward", 0, number)
+        self._score_evaluation(0)
+
+    def _score_evaluation(self, step: int) -> None:
+        for number in self._due(step):
+            self.order.wait("evaluation_samples", "rollout", "reward", step, number)
+            self.order.task("score_evaluation", "reward", step=step, chunk=number)
+
+    def _judge_evaluation(self, step: int) -> None:
+        """Whether the policy is the best so far, which is saved now or has been as a candidate, and good enough."""
+        if self._is_due(self._best_metric, step):
+            self.order.task("keep_candidate" if self.lead > 0 else "save_best", "actor", step=step)
+        if self._is_due(self.config.stop_metric, step):
+            self.order.task("decide_to_stop", *self.roles, step=step)
+
+    def _due(self, step: int) -> list[int]:
+        """Evaluation sets, by number."""
+        return [i for i, plan in enumerate(self.plans) if plan.is_due(step, self.config.steps)]
+
+    def _is_due(self, metric: str | None, step: int) -> bool:
+        """Whether an evaluation of the step reports the metric."""
+        return metric is not None and any(self.plans[number].reports(metric) for number in self._due(step))
+
+    @property
+    def _best_metric(self) -> str | None:
+        return self.config.evaluation.keep_best.metric if self.config.evaluation.keep_best else None
 
     def generate(self, step: int) -> None:
         """What comes before training on the step, for the first time `lead` steps earlier.

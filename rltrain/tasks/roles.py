@@ -62,6 +62,9 @@ ACTOR = RoleTasks(
         Task("accumulate", _accumulates("actor"), kind="actor update"),
         Task("update", _updates("actor"), reports=metrics.UPDATE, kind="actor update"),
         Task("save_hf", Needs(reads=_weights("actor")), kind=OTHER),
+        Task("save_best", Needs(reads=_weights("actor")), kind=OTHER),
+        Task("save_candidate", Needs(reads=_weights("actor")), kind=OTHER),
+        Task("keep_candidate", kind=OTHER),
     ),
     model="trained",
 )
@@ -98,6 +101,7 @@ REFERENCE = RoleTasks(
 ROLLOUT = RoleTasks(
     "rollout",
     (
+        Task("load_weights", Needs(rewrites=_weights("rollout")), kind=OTHER),
         Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE),
         Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",), kind="generate"),
     ),

@@ -61,13 +61,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
         "residency.memory_plan",
     ),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms"),
+    "evaluation": (*BASE, "data"),
+    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "evaluation.estimators"),
     "folders": BASE,
     "roles": (
         *BASE,
         *("training.backend", "training.build", "rollout", "checkpoint", "reshard", "models", "residency", "exchange"),
         *("liveness", "cluster", "data", "algorithms", "rewards", "schedule.shape", "chat", "environments"),
-        "endpoint",
+        *("endpoint", "evaluation"),
     ),
     "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
     "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
@@ -79,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
-        *("observability", "estimate.hardware"),
+        *("observability", "estimate.hardware", "algorithms", "evaluation"),
     ),
     "job": (
         *BASE,
@@ -88,6 +89,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "dry_run": (*BASE, "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster"),
     "command": (*BASE, "job", "dry_run"),
+    "evaluating": (*BASE, "job", "command"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
 

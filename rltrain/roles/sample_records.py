@@ -1,0 +1,28 @@
+"""Scored samples for people to read."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rltrain.data.experience import Experience
+from rltrain.roles.scorables import Scorables
+
+
+def sample_records(source: Scorables, scored: Experience, step: int) -> Iterator[dict[str, Any]]:
+    """What JSON can write of each of the samples, which were drawn for the prompts of `source`."""
+    versions = scored.policy_version.split(scored.lengths.tolist())
+    masks = scored.response_mask.split(scored.lengths.tolist())
+    samples = zip(source.of(scored, step), scored.rewards.tolist(), versions, masks, strict=True)
+    for number, (sample, reward, version, mask) in enumerate(samples):
+        record = {
+            "step": step,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "reward": reward,
+            "length": int(mask.sum()),
+            "policy_version_min": min(version[mask].tolist(), default=None),
+            "policy_version_max": max(version[mask].tolist(), default=None),
+        }
+        if turns := source.conversation(scored, number):
+            record["turns"] = turns
+        yield record
