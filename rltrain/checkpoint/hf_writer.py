@@ -79,8 +79,8 @@ def save_checkpoint(
     ranks_per_node: int | None = None,
     notes: Mapping[str, str] = NO_NOTES,
 ) -> None:
-    """Write the model into `directory`, with the config and tokenizer of the checkpoint folder `like`, and `notes`:
-    texts by file names, which later calls with the same names replace.
+    """Write the model into `directory`, with config and tokenizer of the checkpoint folder `like`, and texts by file
+    names, `notes`.
 
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
     that or a causal language model's.
@@ -97,10 +97,9 @@ def save_checkpoint(
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     device = next(iter(source_tensors.values())).device
-    mine = {
-        name: torch.empty(shape, dtype=DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], device=device)
-        for name, shape in layout.on(rank).parameters
-    }
+    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
+    shapes = layout.on(rank).parameters
+    mine = {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in shapes}
     sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
     execute(sync, source_tensors, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
     files = planned_files(layout, max_shard_bytes)

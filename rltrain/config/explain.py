@@ -59,6 +59,8 @@ def _keys(section: type[BaseModel]) -> str:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class of an annotation that is one, one or null, or a list of such."""
+    if get_origin(annotation) is Annotated:
+        return section_of(get_args(annotation)[0])
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
