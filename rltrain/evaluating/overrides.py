@@ -28,6 +28,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, 
     before = {
         **{name: {} for name in _sections() - KEPT},
         "placement": {", ".join(roles): "all"},
+        "reward": config.reward.model_dump(mode="json", exclude_unset=True),
         "evaluation.logged_prompts": "all",
     }
     after = {

@@ -1,11 +1,12 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from math import lcm
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, EvaluationPlan
 from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, Entries, Iterations, Order
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import evaluations, takers
@@ -17,9 +18,9 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     Iteration k trains on step k and generates for step k + lead: lead 0 is step by step. Where nothing is trained the
     run is one evaluation of the checkpoint.
     """
+    shape, run = RunShape.of(config), partial(Iteration, config, placement, config.evaluations, first_step)
     if not algorithm_of(config).trains:
-        return Order.of(Iteration(config, placement, 0, 0).order)
-    shape, run = RunShape.of(config), partial(Iteration, config, placement, first_step)
+        return Order.of(run(0).order)
     return Order(
         Iterations(
             entries=lambda number: run(number).order,
@@ -76,10 +77,12 @@ def _period(config: Config) -> int:
 class Iteration:
     """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
 
-    def __init__(self, config: Config, placement: Placement, first_step: int, number: int) -> None:
+    def __init__(
+        self, config: Config, placement: Placement, plans: Sequence[EvaluationPlan], first_step: int, number: int
+    ) -> None:
         self.config, self.shape = config, RunShape.of(config)
         self.roles = placement.roles
-        self.plans = config.evaluations
+        self.plans = plans
         self.order = Entries()
         self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
         self.drawing = ("rollout", *(role for role in ("env",) if role in self.roles))
