@@ -10,6 +10,7 @@ from rltrain.residency.storage_memory import memory_saver
 from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.env import Env
+from rltrain.roles.inference import Inference
 from rltrain.roles.reference import Reference, uses_actor_modules
 from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Role
@@ -17,7 +18,7 @@ from rltrain.roles.rollout import Rollout
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 
-ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Critic, Reference, Env, Rollout, Reward)}
+ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Critic, Reference, Inference, Env, Rollout, Reward)}
 
 
 def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Residency]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
 from rltrain.cluster.grid import job_leader
-from rltrain.cluster.placement import Placement, resolve_placement, role_grids
+from rltrain.cluster.placement import Placement, placement_of, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
@@ -68,7 +68,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     config = load_config(config_path, overrides)
     check_config(config)
     world = replace(world, timeouts=config.timeouts)
-    placement = resolve_placement(config.placement, world.size, world.ranks_per_node)
+    placement = placement_of(config, world.size, world.ranks_per_node)
     grids = role_grids(config, placement)
     architectures = role_architectures(config, placement.roles)
     check_against_architecture(config, grids, architectures)

@@ -21,12 +21,14 @@ from rltrain.observability.role_work import RoleWork
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
+from rltrain.roles.model_sync import ModelSync
 from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
+from rltrain.tasks.roles import SYNCED
 from rltrain.transfers import Transfers
 
 
@@ -84,6 +86,9 @@ class Trainer:
         if self.hosted & {"actor", "rollout"} and {"actor", "rollout"} <= {*job.placement.roles}:
             sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
             self.joint_tasks[WEIGHT_SYNC] = sync.weight_sync
+        for task in sorted({entry.name for entry in order.distinct()} & SYNCED.keys() - {WEIGHT_SYNC}):
+            if self.hosted & {"actor", SYNCED[task]}:
+                self.joint_tasks[task] = ModelSync(job, SYNCED[task], *map(self.roles.get, ("actor", SYNCED[task])))
         self.in_flight = self._in_flight()
         serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
         exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.waiter, serve)

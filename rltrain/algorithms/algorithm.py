@@ -37,7 +37,8 @@ class Algorithm:
 
     def usable_roles(self) -> frozenset[str]:
         """Roles that have a task in the run. A reference that no penalty needs still gives the distance from it."""
-        return frozenset({*self.needs(), *optional_roles()})
+        unused = set() if self.needs_actor_logprobs() else {"inference"}
+        return frozenset({*self.needs(), *optional_roles()} - unused)
 
     def problems(self) -> Iterator[str]:
         """What the config asks for and this algorithm cannot do, in sentences for the user."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -65,6 +65,17 @@ class Placement:
         if a == b:
             return "colocated"
         return "disaggregated" if a.isdisjoint(b) else "hybrid"
+
+
+def placement_of(config: Config, world_size: int, ranks_per_node: int) -> Placement:
+    """That of `config`. Role inference on the actor's ranks, in the actor's layout, is the actor itself, and then is
+    none of the roles. PlacementError as `resolve_placement` raises it."""
+    placement = resolve_placement(config.placement, world_size, ranks_per_node)
+    ranks = placement.ranks_by_role
+    shares_ranks = "inference" in ranks and ranks["inference"] == ranks.get("actor")
+    if shares_ranks and config.parallel_of("inference")[0] == config.actor.parallel:
+        return replace(placement, ranks_by_role={role: ranks[role] for role in ranks if role != "inference"})
+    return placement
 
 
 def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_per_node: int) -> Placement:

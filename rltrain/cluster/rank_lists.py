@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rltrain.cluster.grid import Grid
-from rltrain.tasks.roles import model_roles
+from rltrain.tasks.roles import SYNCED, model_roles
 
 RankList = tuple[int, ...]
 
-WEIGHT_SYNC_PAIRS = (("actor", "rollout"),)
+SYNCED_PAIRS = tuple(("actor", role) for role in SYNCED.values())
 
 
 def model_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
@@ -53,7 +53,7 @@ def role_group_lists(grids: Mapping[str, Grid]) -> dict[frozenset[str], set[Rank
         own = lists[frozenset({role})] = {grid.ranks, *grid.lists("pp", "cp", "tp")}
         if role in model_roles():
             own.update(ranks for field in model_group_lists(grid).values() for ranks in field)
-    for pair in WEIGHT_SYNC_PAIRS:
+    for pair in SYNCED_PAIRS:
         if all(role in grids for role in pair):
             lists[frozenset(pair)] = {_union(grids[role] for role in pair)}
     return lists

@@ -77,10 +77,22 @@ class Critic(Trained):
     """How far a value may move from the one that advantages were made from before its loss is cut; null: no limit."""
 
 
-class Reference(Section):
+class Evaluating(Section):
+    """What the roles have in common whose model says something of samples and learns nothing."""
+
     parallel: Parallel | None = None
     """None: the actor's."""
-    path: str | None = None
-    """None: the actor's starting checkpoint."""
     micro_batch_tokens: Count = 16384
     offload: Offload = "auto"
+
+
+class Reference(Evaluating):
+    path: str | None = None
+    """None: the actor's starting checkpoint."""
+    refresh_every: NonNegativeInt = 0
+    """Steps after which it takes over the actor's weights; 0: it stays as it is."""
+
+
+class Inference(Evaluating):
+    """The actor's log-probs before an update, on ranks of their own. It is given the actor's weights whenever the
+    rollout is. Placed on the actor's ranks in the actor's layout it is the actor itself."""

@@ -22,6 +22,7 @@ from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import Loss as Loss
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
+from rltrain.config.models import Inference as Inference
 from rltrain.config.models import Model as Model
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
@@ -110,6 +111,7 @@ class Config(Section):
     actor: Actor = Actor()
     critic: Critic = Critic()
     reference: Reference = Reference()
+    inference: Inference = Inference()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -136,15 +138,15 @@ class Config(Section):
 
     def parallel_of(self, role: str) -> tuple[Parallel, str]:
         """The parallel sizes of a role and the config key that gives them."""
-        inheriting = {"critic": self.critic.parallel, "reference": self.reference.parallel}
-        own = {"actor": self.actor.parallel, "rollout": self.rollout.parallel, **inheriting}.get(role)
-        if own is not None:
-            return own, f"{role}.parallel"
-        return (self.actor.parallel, "actor.parallel") if role in inheriting else (Parallel(), f"placement.{role}")
+        section: Any = getattr(self, role, None)
+        if not hasattr(section, "parallel"):
+            return Parallel(), f"placement.{role}"
+        own: Parallel | None = section.parallel
+        return (self.actor.parallel, "actor.parallel") if own is None else (own, f"{role}.parallel")
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own = {"critic": self.critic.path, "reference": self.reference.path}.get(role)
+        own: str | None = getattr(getattr(self, role, None), "path", None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

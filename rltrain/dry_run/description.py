@@ -5,7 +5,7 @@ from itertools import combinations
 from pathlib import Path
 
 from rltrain.cluster.grid import Grid
-from rltrain.cluster.placement import Placement, format_ranks, resolve_placement, role_grids
+from rltrain.cluster.placement import Placement, format_ranks, placement_of, role_grids
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
@@ -47,7 +47,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
     config = load_config(config_path, overrides)
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
-    placement = resolve_placement(config.placement, world_size, ranks_per_node)
+    placement = placement_of(config, world_size, ranks_per_node)
     grids = role_grids(config, placement)
     check_schedule(config, placement, grids)
     order = build_order(config, placement)

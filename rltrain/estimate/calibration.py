@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rltrain.cluster.placement import resolve_placement
+from rltrain.cluster.placement import placement_of
 from rltrain.config.schema import Config
 from rltrain.errors import DataError
 from rltrain.estimate.hardware import Gpu
@@ -72,6 +72,6 @@ def read_measured(run: Path) -> tuple[PlannedJob, list[Record]]:
     steps = [record for record in records if "perf/step_time_s" in record]
     if not steps:
         raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no step that was timed; {expected}")
-    placement = resolve_placement(config.placement, world_size, ranks_per_node)
+    placement = placement_of(config, world_size, ranks_per_node)
     job = plan_job(config, placement, role_architectures(config, placement.roles), ranks_per_node)
     return job, steps[WARM_UP_STEPS:] or steps

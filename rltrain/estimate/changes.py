@@ -8,6 +8,7 @@ from rltrain.errors import UserError
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.peak import RankMemory, largest, rank_memories
 from rltrain.estimate.planned import PlannedJob, plan_job
+from rltrain.tasks.roles import model_roles, trained_roles
 
 MOST = 3
 
@@ -51,16 +52,16 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
 def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
     """(what to write, the config with it)."""
     yield "model.recompute: full", with_keys(config, model__recompute="full")
-    for role in ("actor", "critic", "reference"):
+    for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
         for fewer in (tokens // 2, tokens // 4):
             yield f"{role}.micro_batch_tokens: {fewer}", with_keys(config, **{f"{role}__micro_batch_tokens": fewer})
-    for role in ("actor", "critic", "rollout"):
+    for role in (*trained_roles(), "rollout"):
         if getattr(config, role).parallel is not None:
             yield from _more_parallel(config, role)
-    for role in ("actor", "critic"):
+    for role in trained_roles():
         yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
-    for role in ("actor", "critic", "reference", "rollout"):
+    for role in (*model_roles(), "rollout"):
         yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
     if config.rollout.engine == "embedded":
         quarter = round(gpu_memory_gb / 4, 1)

@@ -9,7 +9,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
 from rltrain.tasks.declaration import Key
-from rltrain.tasks.roles import DECLARED, model_tasks
+from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks, trained_roles
 
 MIB = 2**20
 FP32 = 4
@@ -54,7 +54,7 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         return {"weights": job.served_bytes, "kv_cache": _cache(job, _running(job) * _positions(job))}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
-    if DECLARED[role].model == "frozen":
+    if DECLARED[role].model == "evaluated":
         return {"weights": elements.total * item}
     settings = job.config.actor if role == "actor" else job.config.critic
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
@@ -108,7 +108,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
     `stages` are the pipeline stages that the rank has in its roles with something on the device.
     """
-    if task == "weight_sync":
+    if task in SYNCED:
         return _sync_bytes(job, stages)
     if task in ("generate", "generate_evaluation"):
         return _generating_bytes(job)
@@ -164,7 +164,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
     )
     if job.config.checkpoint.save_interval:
-        saved = [role for role in ("actor", "critic") if role in stages]
+        saved = [role for role in trained_roles() if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
     rollout = job.config.rollout
     if "rollout" in stages and rollout.engine == "sglang" and rollout.sglang.keep_weights:

@@ -88,7 +88,7 @@ def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place
     guests = [role for role in job.guests if role in hosted]
     leaving = leaving_roles({role: getattr(job.config, role).offload for role in hosted}, guests)
     overlays = {(role, "weights"): ("actor", "weights") for role in guests}
-    return [*MemoryPlan(job.order, hosted).places(leaving, overlays)]
+    return [*MemoryPlan(job.order, hosted, guests).places(leaving, overlays)]
 
 
 def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]]:

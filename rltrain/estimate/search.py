@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rltrain.cluster.placement import format_ranks, resolve_placement
+from rltrain.cluster.placement import format_ranks, placement_of
 from rltrain.config.schema import Config
 from rltrain.errors import UserError
 from rltrain.estimate.changes import with_keys
@@ -12,6 +12,7 @@ from rltrain.estimate.peak import RankMemory, largest, rank_memories
 from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.estimate.step_time import Clock, Factors, StepTime
 from rltrain.estimate.workload import Workload
+from rltrain.tasks.roles import model_roles
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8)
@@ -73,16 +74,17 @@ def _planned(job: PlannedJob, keys: Mapping[str, object]) -> PlannedJob | None:
     """None where sizes do not divide ranks or layers."""
     config = _with_sizes(job.config, keys)
     try:
-        placement = resolve_placement(config.placement, job.placement.world_size, job.ranks_per_node)
+        placement = placement_of(config, job.placement.world_size, job.ranks_per_node)
         return plan_job(config, placement, job.architectures, job.ranks_per_node)
     except (UserError, ValueError):
         return None
 
 
 def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
-    """A critic and a reference take the actor's sizes; what was split by sequence with it goes on so."""
+    """Other models of the training backend take the actor's sizes; what was split by sequence with it goes on so."""
     plain = {key.replace(".", "__"): value for key, value in keys.items()}
-    changed = with_keys(config, **plain, critic__parallel=None, reference__parallel=None)
+    inheriting = {f"{role}__parallel": None for role in model_roles() if role != "actor"}
+    changed = with_keys(config, **plain, **inheriting)
     if changed.actor.parallel.tp == 1:
         changed = with_keys(changed, actor__parallel__sequence_parallel=False)
     return changed

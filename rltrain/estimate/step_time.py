@@ -17,7 +17,7 @@ from rltrain.estimate.workload import Workload
 from rltrain.schedule.bound import timetable
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steady import fullest_step, steady_order
-from rltrain.tasks.roles import model_tasks
+from rltrain.tasks.roles import SYNCED, model_tasks
 
 Factors = Mapping[str, float]
 """By task, what a measured run took over what was foretold of it."""
@@ -109,8 +109,12 @@ class Clock:
 
     def _task(self, name: str, role: str) -> float:
         task_s, share = self.gpu.efficiency.task_s, 1 / self.job.shape.num_chunks
-        if name == WEIGHT_SYNC:
-            return self.sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, self.gpu)
+        if name in SYNCED:
+            synced = SYNCED[name]
+            if synced in self.job.guests:
+                return task_s
+            sync = self.sync if name == WEIGHT_SYNC else PlannedSync(self.job, synced)
+            return sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, synced, self.gpu)
         if name == "generate":
             made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
             return share * (made.prefill_s + made.decode_s) + task_s

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import stage_layers
+from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
@@ -17,23 +19,28 @@ BYTES_PER_COPY = 2
 
 @dataclass(frozen=True)
 class PlannedSync:
-    """From the actor's layout to the rollout's."""
+    """From the actor's layout to that of another role."""
 
     job: PlannedJob
+    role: str = "rollout"
 
     @cached_property
     def planner(self) -> Planner:
-        job = self.job
-        architecture, grid = job.architectures["actor"], job.grids["actor"]
-        source = megatron_layout(
+        job, source = self.job, self._training_layout("actor")
+        if self.role != "rollout":
+            return Planner(source, self._training_layout(self.role), job.ranks_per_node)
+        layouts = whole_engine(job.config, job.architectures["actor"], job.grids["rollout"]).filled_from(source)
+        return Planner(layouts.source, layouts.destination, job.ranks_per_node)
+
+    def _training_layout(self, role: str) -> Layout:
+        architecture, grid = self.job.architectures[role], self.job.grids[role]
+        return megatron_layout(
             architecture,
             grid,
-            dtype=job.config.model.dtype,
-            transformer_engine=job.config.model.transformer_impl != "local",
+            dtype=self.job.config.model.dtype,
+            transformer_engine=self.job.config.model.transformer_impl != "local",
             layers_per_stage=stage_layers(architecture.num_layers, grid.pp),
         )
-        layouts = whole_engine(job.config, architecture, job.grids["rollout"]).filled_from(source)
-        return Planner(layouts.source, layouts.destination, job.ranks_per_node)
 
     def prediction(self, gpu: Gpu) -> Prediction:
         return predict(self.planner, Links(network=gpu.network, node=gpu.node))
@@ -41,25 +48,30 @@ class PlannedSync:
     def seconds(self, gpu: Gpu) -> float:
         """Transfers within and between nodes beside each other, and copies at both ends."""
         predicted = self.prediction(gpu)
-        return max(predicted.network, predicted.node) + copying_s(self.job, gpu)
+        return max(predicted.network, predicted.node) + copying_s(self.job, self.role, gpu)
 
 
-def least_sync_s(job: PlannedJob, gpu: Gpu) -> float:
+def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
     """Without a plan: what every node lacks enters it once, shared out evenly over the links of senders and of
     receivers; what is on the rank's own node comes from there."""
-    rollout, actor = job.grids["rollout"], job.grids["actor"]
-    received = job.served_bytes
-    nodes = {rank // job.ranks_per_node for rank in rollout.ranks}
+    grid, actor = job.grids[role], job.grids["actor"]
+    received = received_bytes(job, role)
+    nodes = {rank // job.ranks_per_node for rank in grid.ranks}
     sources = {rank // job.ranks_per_node for rank in actor.ranks}
-    model = received * rollout.tp
-    per_node = min(received * rollout.dp * rollout.tp / len(nodes), model)
+    model = received * grid.tp * grid.pp
+    per_node = min(received * len(grid.ranks) / len(nodes), model)
     entering = per_node * len(nodes - sources)
-    network = entering / min(len(actor.ranks), len(rollout.ranks)) / gpu.network
-    return max(network, received / gpu.node) + copying_s(job, gpu)
+    network = entering / min(len(actor.ranks), len(grid.ranks)) / gpu.network
+    return max(network, received / gpu.node) + copying_s(job, role, gpu)
 
 
-def copying_s(job: PlannedJob, gpu: Gpu) -> float:
+def received_bytes(job: PlannedJob, role: str) -> int:
+    """On the rank of the role that has most."""
+    return max(resident_bytes(job, role, stage)["weights"] for stage in range(job.grids[role].pp))
+
+
+def copying_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
     """Every byte is read and written where it is packed and where it arrives, and once more for a server's process."""
-    received = job.served_bytes
-    copies = 2 + (job.config.rollout.engine == "sglang")
+    received = received_bytes(job, role)
+    copies = 2 + (role == "rollout" and job.config.rollout.engine == "sglang")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

@@ -8,6 +8,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import device_roles, trained_roles
 
 
 def check_against_architecture(
@@ -16,8 +17,8 @@ def check_against_architecture(
     """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = list(_data_parallel_problems(config, grids))
-    for role in ("actor", "critic", "reference", "rollout"):
-        if role in grids:
+    for role in grids:
+        if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
     refuse(problems)
@@ -52,7 +53,7 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
     batch, blocks = config.batch, RunShape.of(config).prompt_blocks
     for role, grid in grids.items():
         groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
-        if role in ("actor", "critic"):
+        if role in trained_roles():
             groups //= blocks
             of += f" in {blocks} blocks for mini-batches" if blocks > 1 else ""
         if groups < grid.dp:

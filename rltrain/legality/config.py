@@ -55,12 +55,10 @@ def _role_problems(config: Config) -> Iterator[str]:
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
-    sections = {"actor": config.actor.parallel, "rollout": config.rollout.parallel}
-    for role, own in (("critic", config.critic.parallel), ("reference", config.reference.parallel)):
-        if own is not None:
-            sections[role] = own
-    for role, parallel in sections.items():
-        key = f"{role}.parallel"
+    for role in role_names():
+        parallel, key = config.parallel_of(role)
+        if key != f"{role}.parallel":
+            continue
         if parallel.cp > 1:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.ep > 1:
@@ -131,6 +129,11 @@ def _environment_problems(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
+    if config.reference.refresh_every and not any("reference" in split_roles(key) for key in config.placement):
+        yield (
+            f"reference.refresh_every: got {config.reference.refresh_every}, but no role reference is placed; expected "
+            "0, or reference: ranks in placement"
+        )
     for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:
             yield (

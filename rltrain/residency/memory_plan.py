@@ -24,11 +24,16 @@ def leaving_roles(offload: Mapping[str, bool | str], guests: Collection[str] = (
 class MemoryPlan:
     """The order as one rank's device sees it, which hosts `roles`. Pure: the same everywhere."""
 
-    def __init__(self, order: Order, roles: Collection[str]) -> None:
+    def __init__(self, order: Order, roles: Collection[str], guests: Collection[str] = ()) -> None:
         self._order, self._roles = order, frozenset(roles)
         names = {entry.name for entry in order.distinct() if entry.kind == "task"}
-        self._needs_of_task = {name: needs_of(name).of(self._roles) for name in names}
+        self._needs_of_task = {name: self._needs_with_guests(needs_of(name), guests) for name in names}
         self._final = [(position, self.needs(position)) for position, _ in order.final()]
+
+    def _needs_with_guests(self, needs: Needs, guests: Collection[str]) -> Needs:
+        """Where a task needs the weights whose place those of guests take, it has these on the host."""
+        here = self._roles - set(guests) if ("actor", "weights") in needs.parts else self._roles
+        return needs.of(here)
 
     def needs(self, position: int) -> Needs:
         """What this rank's roles need for the entry at `position`."""

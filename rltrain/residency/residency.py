@@ -42,7 +42,7 @@ class Residency:
         memory_saver: Any = None,
         span: Span = _no_span,
     ) -> None:
-        self.plan = MemoryPlan(order, offload)
+        self.plan = MemoryPlan(order, offload, guests)
         self.leaving = leaving_roles(offload, guests)
         self.parts: dict[Key, MemoryPart] = {}
         self._memory = memory

@@ -20,7 +20,7 @@ from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
-from rltrain.tasks.roles import evaluations
+from rltrain.tasks.roles import informing
 
 BEST, CANDIDATE = "hf_best", "hf_candidate"
 """Folders of output_dir."""
@@ -60,7 +60,7 @@ class Actor(TrainedRole):
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""
         scored = self.shipments.pop(("scored", step, chunk))
         experience = scored.experience
-        for name in (task.name for _, task in evaluations()):
+        for name in (task.leaves[0] for _, task in informing("actor", "scored")):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         schedule = self.config.schedule

@@ -1,15 +1,23 @@
-"""The reference: the frozen policy that a KL penalty or metric compares the actor with."""
+"""The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then."""
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.checkpoint.run.files import Contents
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model
 from rltrain.training.build import training_backend
+from rltrain.training.saved_weights import load_weights, save_weights
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +50,16 @@ class Reference(Role):
         super().__init__(job)
         self.model: Model
         self.parts: Mapping[str, MemoryPart]
+        self.host: HostTensors | None = None
         if actor is not None and uses_actor_modules(job):
-            self.model, self.parts = actor.model, {"weights": self._weights_over(actor.model)}
+            self.model, self.host = actor.model, self._host_weights(actor.model)
+            self.parts = {"weights": self._weights_over(actor.model, self.host)}
         else:
             self.model = training_backend().frozen_model(job.model_site(self.name))
             self.parts = self.model.parts
+            self._load_refreshed(self.model.parameters)
 
-    def _weights_over(self, actor: Model) -> Overlay:
-        host = self._host_weights(actor)
+    def _weights_over(self, actor: Model, host: HostTensors) -> Overlay:
         return Overlay(
             actor.parts["weights"],
             list(actor.parameters.values()),
@@ -69,9 +79,38 @@ class Reference(Role):
                 logger.warning("rank %d cannot share the reference's weights of rank %d: %s", world.rank, first, error)
         host = HostTensors(actor.parameters, world.device)
         self.job.model_site(self.name).load_weights(layout, host.tensors)
+        self._load_refreshed(host.tensors, layout)
         if world.rank == first:
             job_store.put(f"reference/{first}", host.place)
         return host
+
+    def _load_refreshed(self, parameters: Mapping[str, Tensor], layout: Layout | None = None) -> None:
+        """In a run that goes on, what the reference was last made to be."""
+        if self.job.resumed and self.config.reference.refresh_every:
+            files = self.job.resumed.files(self.name)
+            load_weights(layout or self.model.layout, self.job.world.rank, files, parameters)
+
+    def keep_actor_weights(self) -> None:
+        """Where the reference has the actor's modules: become the actor as it is now. Collective over: its ranks."""
+        assert self.host is not None, "its weights lie on the host"
+        if self.host.is_own:
+            for name, tensor in self.model.parameters.items():
+                self.host.tensors[name].copy_(tensor.detach())
+        with self.job.heartbeat.task_clock.waiting("the others to refresh the reference"):
+            cpu_group = self.job.groups.cpu[self.grid.ranks]
+            dist.monitored_barrier(cpu_group, timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S))
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """The weights, where they change."""
+        if not self.config.reference.refresh_every:
+            return {}
+        rank = self.job.world.rank
+        return {f"rank_{rank:05d}.safetensors": save_weights(self.model.layout, rank, self._read)}
+
+    def _read(self, name: str) -> Tensor:
+        if self.host is not None:
+            return self.host.tensors[name].detach().reshape(-1).clone()
+        return self.parts["weights"].read(self.model.parameters[name])
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""

@@ -1,15 +1,16 @@
 """The tasks of a run: the algorithm's step, laid out in the order that the schedule's mode asks for."""
 
-from collections.abc import Sequence
 from functools import cached_property, partial
 from math import lcm
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
-from rltrain.config.schema import Config, EvaluationPlan
+from rltrain.config.schema import Config
+from rltrain.schedule.due_evaluations import DueEvaluations
 from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, Entries, Iterations, Order
+from rltrain.schedule.participants import Informants, Participants
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import evaluations, takers
+from rltrain.tasks.declaration import Task
 
 
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
@@ -18,7 +19,8 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     Iteration k trains on step k and generates for step k + lead: lead 0 is step by step. Where nothing is trained the
     run is one evaluation of the checkpoint.
     """
-    shape, run = RunShape.of(config), partial(Iteration, config, placement, config.evaluations, first_step)
+    shape, due = RunShape.of(config), DueEvaluations.of(config)
+    run = partial(Iteration, config, shape, Participants.of(placement, shape), due, first_step)
     if not algorithm_of(config).trains:
         return Order.of(run(0).order)
     return Order(
@@ -67,6 +69,7 @@ def _period(config: Config) -> int:
     """Steps after which everything comes again."""
     intervals = (
         config.schedule.sync_every,
+        config.reference.refresh_every,
         *(plan.interval for plan in config.evaluations),
         config.checkpoint.save_interval,
         config.checkpoint.save_hf_interval,
@@ -78,22 +81,23 @@ class Iteration:
     """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
 
     def __init__(
-        self, config: Config, placement: Placement, plans: Sequence[EvaluationPlan], first_step: int, number: int
+        self,
+        config: Config,
+        shape: RunShape,
+        participants: Participants,
+        due: DueEvaluations,
+        first_step: int,
+        number: int,
     ) -> None:
-        self.config, self.shape = config, RunShape.of(config)
-        self.roles = placement.roles
-        self.plans = plans
+        self.config, self.shape = config, shape
+        self.participants, self.roles = participants, participants.roles
+        self.due = due
         self.order = Entries()
         self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
-        self.drawing = ("rollout", *(role for role in ("env",) if role in self.roles))
-        """Roles that draw together."""
-        self.learners = [role for role in takers("scored") if role in self.roles and "reward" in self.roles]
-        self.evaluations = [(role, task.name) for role, task in evaluations() if role in self.roles]
-        self.scores_early = not any(
-            set(placement.ranks("reward")) & set(placement.ranks(role)) for role in self.learners
-        )
         if not algorithm_of(config).trains:
-            self.evaluate_checkpoint()
+            self.order.task(LOAD_WEIGHTS, "rollout", step=0)
+            self._evaluate(0)
+            self._score_evaluations(0)
             return
         is_first = number == first_step - self.lead
         if number > first_step:
@@ -102,6 +106,7 @@ class Iteration:
         if number > first_step:
             self.export(number)
         if number > first_step or is_first:
+            self.refresh_reference(max(number, first_step))
             self.sync_and_evaluate(max(number, first_step), is_first=is_first)
         if number + self.lead < config.steps:
             self.generate(number + self.lead)
@@ -132,64 +137,57 @@ class Iteration:
         if exports and step % exports == 0 and step != self.config.steps:
             self.order.task("save_hf", "actor", step=step)
 
+    def refresh_reference(self, step: int) -> None:
+        """The reference becomes the actor as it is now, where that is due."""
+        every = self.config.reference.refresh_every
+        if every and "reference" in self.roles and 0 < step < self.config.steps and step % every == 0:
+            self.order.task("refresh_reference", "actor", "reference", step=step)
+
     def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
-        due = bool(self._due(step))
+        due = bool(self.due.sets(step))
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
-        if due or (is_used and (is_first or step % config.schedule.sync_every == 0)):
+        syncs = is_used and (is_first or step % config.schedule.sync_every == 0)
+        if due or syncs:
             order.task("weight_sync", "actor", "rollout", step=step)
-        for number in self._due(step):
-            order.task("generate_evaluation", *self.drawing, step=step, chunk=number)
-            order.post("evaluation_samples", "rollout", "reward", step, number)
-        if self.lead > 0 and self._is_due(self._best_metric, step):
+        if syncs and "inference" in self.roles:
+            order.task("sync_inference", "actor", "inference", step=step)
+        self._evaluate(step)
+        if self.lead > 0 and self.due.finds_best(step):
             order.task("save_candidate", "actor", step=step)
-        if self.lead == 0 or self.scores_early:
-            self._score_evaluation(step)
+        if self.lead == 0 or self.participants.scores_early:
+            self._score_evaluations(step)
         if self.lead == 0:
-            self._judge_evaluation(step)
+            self._judge(step)
 
     def end_evaluation(self, step: int) -> None:
         """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
         ranks with training has scored nothing of it yet."""
         if self.lead == 0:
             return
-        if not self.scores_early:
-            self._score_evaluation(step)
-        self._judge_evaluation(step)
+        if not self.participants.scores_early:
+            self._score_evaluations(step)
+        self._judge(step)
 
-    def evaluate_checkpoint(self) -> None:
-        """The whole run, where nothing is trained."""
-        self.order.task(LOAD_WEIGHTS, "rollout", step=0)
-        for number in self._due(0):
-            self.order.task("generate_evaluation", *self.drawing, step=0, chunk=number)
-            self.order.post("evaluation_samples", "rollout", "reward", 0, number)
-        self._score_evaluation(0)
+    def _evaluate(self, step: int) -> None:
+        for number in self.due.sets(step):
+            self.order.task("generate_evaluation", *self.participants.drawing, step=step, chunk=number)
+            self._hand_over("evaluation_samples", self.participants.scoring_evaluations, step, number)
 
-    def _score_evaluation(self, step: int) -> None:
-        for number in self._due(step):
+    def _score_evaluations(self, step: int) -> None:
+        for number in self.due.sets(step):
+            self._tell_reward(self.participants.scoring_evaluations, step, number)
             self.order.wait("evaluation_samples", "rollout", "reward", step, number)
             self.order.task("score_evaluation", "reward", step=step, chunk=number)
 
-    def _judge_evaluation(self, step: int) -> None:
+    def _judge(self, step: int) -> None:
         """Whether the policy is the best so far, which is saved now or has been as a candidate, and good enough."""
-        if self._is_due(self._best_metric, step):
+        if self.due.finds_best(step):
             self.order.task("keep_candidate" if self.lead > 0 else "save_best", "actor", step=step)
-        if self._is_due(self.config.stop_metric, step):
+        if self.due.may_end(step):
             self.order.task("decide_to_stop", *self.roles, step=step)
-
-    def _due(self, step: int) -> list[int]:
-        """Evaluation sets, by number."""
-        return [i for i, plan in enumerate(self.plans) if plan.is_due(step, self.config.steps)]
-
-    def _is_due(self, metric: str | None, step: int) -> bool:
-        """Whether an evaluation of the step reports the metric."""
-        return metric is not None and any(self.plans[number].reports(metric) for number in self._due(step))
-
-    @property
-    def _best_metric(self) -> str | None:
-        return self.config.evaluation.keep_best.metric if self.config.evaluation.keep_best else None
 
     def generate(self, step: int) -> None:
         """What comes before training on the step, for the first time `lead` steps earlier.
@@ -200,8 +198,9 @@ class Iteration:
             return
         for chunk in self.chunks:
             self._generate(step, chunk)
-            if self.scores_early:
+            if self.participants.scores_early:
                 self._score(step, chunk)
+            self._tell_actor(self.participants.early, step, chunk)
 
     def train(self, step: int) -> None:
         """Everything else of the step."""
@@ -212,36 +211,52 @@ class Iteration:
         for chunk in self.chunks:
             if self.lead == 0:
                 self._generate(step, chunk)
-            if self.lead == 0 or not self.scores_early:
+            if self.lead == 0 or not self.participants.scores_early:
                 self._score(step, chunk)
-            self._evaluate_policy(step, chunk)
+            self._tell_actor(self.participants.late, step, chunk)
             self._estimate_advantages(step, chunk)
         self._update(step)
 
     def _generate(self, step: int, chunk: int) -> None:
-        self.order.task("generate", *self.drawing, step=step, chunk=chunk)
-        self.order.post("samples", "rollout", "reward", step, chunk)
+        self.order.task("generate", *self.participants.drawing, step=step, chunk=chunk)
+        self._hand_over("samples", self.participants.scoring, step, chunk)
+
+    def _hand_over(self, samples: str, scoring: Informants, step: int, chunk: int = 0) -> None:
+        """What was drawn, to all who say what it is worth."""
+        for role in ("reward", *(role for role, _ in scoring)):
+            self.order.post(samples, "rollout", role, step, chunk)
 
     def _score(self, step: int, chunk: int) -> None:
+        self._tell_reward(self.participants.scoring, step, chunk)
         self.order.wait("samples", "rollout", "reward", step, chunk)
         self.order.task("score", "reward", step=step, chunk=chunk)
-        for role in self.learners:
+        for role in self.participants.learners:
             self.order.post("scored", "reward", role, step, chunk)
 
-    def _evaluate_policy(self, step: int, chunk: int) -> None:
-        """What other models say of the samples, for the actor."""
-        for role, task in self.evaluations:
-            self.order.wait("scored", "reward", role, step, chunk)
-            self.order.task(task, role, step=step, chunk=chunk)
-            self.order.post(task, role, "actor", step, chunk)
+    def _tell_reward(self, informants: Informants, step: int, chunk: int = 0) -> None:
+        """What models say of the samples, there before the reward takes up these."""
+        for role, task in informants:
+            self._tell(role, task, "rollout", "reward", step, chunk)
+        for role, task in informants:
+            self.order.wait(task.leaves[0], role, "reward", step, chunk)
+
+    def _tell_actor(self, informants: Informants, step: int, chunk: int) -> None:
+        """What models say of scored samples; the actor takes it before its advantages."""
+        for role, task in informants:
+            self._tell(role, task, "reward", "actor", step, chunk)
+
+    def _tell(self, role: str, task: Task, source: str, informed: str, step: int, chunk: int) -> None:
+        self.order.wait(task.takes[0], source, role, step, chunk)
+        self.order.task(task.name, role, step=step, chunk=chunk)
+        self.order.post(task.leaves[0], role, informed, step, chunk)
 
     def _estimate_advantages(self, step: int, chunk: int) -> None:
         order = self.order
         order.wait("scored", "reward", "actor", step, chunk)
-        if self.shape.needs_actor_logprobs:
+        if self.shape.needs_actor_logprobs and "inference" not in self.roles:
             order.task("actor_logprobs", "actor", step=step, chunk=chunk)
-        for role, task in self.evaluations:
-            order.wait(task, role, "actor", step, chunk)
+        for role, task in (*self.participants.early, *self.participants.late):
+            order.wait(task.leaves[0], role, "actor", step, chunk)
         order.task("advantages", "actor", step=step, chunk=chunk)
         if "critic" in self.roles:
             order.post("returns", "actor", "critic", step, chunk)

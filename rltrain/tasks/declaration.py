@@ -48,17 +48,17 @@ class Needs:
 class Task:
     """A method of a role's class: `name(step, chunk)`.
 
-    `takes` and `leaves` are transfers by name. One that `evaluates` takes scored samples, says something of them, and
-    leaves that for the actor under its own name. In one that does, in one with `forward`, and in those that make
-    gradients, the role's model, where it has one, computes on samples. `kind` is what the report calls such work;
-    without one it is the task's name.
+    `takes` and `leaves` are transfers by name. One that `informs` a role says something of samples, and leaves that for
+    it: for the actor of scored samples, for the reward of samples as they were drawn. In one that does, in one with
+    `forward`, and in those that make gradients, the role's model, where it has one, computes on samples. `kind` is what
+    the report calls such work; without one it is the task's name.
     """
 
     name: str
     needs: Needs = Needs()
     takes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
-    evaluates: bool = False
+    informs: Literal["actor", "reward", None] = None
     forward: bool = False
     reports: tuple[Metric, ...] = ()
     kind: str = ""
@@ -70,7 +70,8 @@ class RoleTasks:
 
     name: str
     tasks: tuple[Task, ...] = ()
-    model: Literal["trained", "frozen", "served", None] = None
-    """Trained: with an optimizer, in mini-batches, saved in checkpoints of the run. Served: by an engine."""
+    model: Literal["trained", "evaluated", "served", None] = None
+    """Trained: with an optimizer, in mini-batches, saved in checkpoints of the run. Evaluated: it learns nothing, and
+    has weights of its own or the actor's. Served: by an engine."""
     needed_by_algorithm: bool = True
     """Otherwise it may be placed by whoever wants what it says of the samples."""

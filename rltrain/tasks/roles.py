@@ -1,5 +1,7 @@
 """The roles of a run, and the tasks of each."""
 
+from typing import Literal
+
 from rltrain.tasks import metrics
 from rltrain.tasks.declaration import Key, Needs, RoleTasks, Task, parts_of
 
@@ -31,6 +33,7 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
 }
@@ -71,7 +74,7 @@ ACTOR = RoleTasks(
 CRITIC = RoleTasks(
     "critic",
     (
-        Task("values", Needs(reads=_weights("critic")), takes=("scored",), leaves=("values",), evaluates=True),
+        Task("values", Needs(reads=_weights("critic")), takes=("scored",), leaves=("values",), informs="actor"),
         Task("accumulate_critic", _accumulates("critic"), takes=("returns",), kind="critic update"),
         Task(
             "update_critic",
@@ -91,11 +94,26 @@ REFERENCE = RoleTasks(
             Needs(reads=_weights("reference")),
             takes=("scored",),
             leaves=("reference_logprobs",),
-            evaluates=True,
+            informs="actor",
             kind="reference",
         ),
     ),
-    model="frozen",
+    model="evaluated",
+    needed_by_algorithm=False,
+)
+INFERENCE = RoleTasks(
+    "inference",
+    (
+        Task(
+            "inference_logprobs",
+            Needs(reads=_weights("inference")),
+            takes=("scored",),
+            leaves=("inference_logprobs",),
+            informs="actor",
+            kind="actor log-probs",
+        ),
+    ),
+    model="evaluated",
     needed_by_algorithm=False,
 )
 ROLLOUT = RoleTasks(
@@ -117,18 +135,26 @@ REWARD = RoleTasks(
     ),
 )
 
-DECLARED: dict[str, RoleTasks] = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, ENV, ROLLOUT, REWARD)}
+DECLARED: dict[str, RoleTasks] = {
+    role.name: role for role in (ACTOR, CRITIC, REFERENCE, INFERENCE, ENV, ROLLOUT, REWARD)
+}
 """In the order in which roles are listed and built."""
+
+
+SYNCED = {"weight_sync": "rollout", "sync_inference": "inference", "refresh_reference": "reference"}
+"""Tasks that give the actor's weights to another role, and to which."""
+
+
+def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
+    return Task(task, Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task])), reports=reports)
 
 
 JOINT = {
     task.name: task
     for task in (
-        Task(
-            "weight_sync",
-            Needs(reads=_weights("actor"), rewrites=_weights("rollout")),
-            reports=metrics.WEIGHT_SYNC,
-        ),
+        _gives_weights("weight_sync", reports=metrics.WEIGHT_SYNC),
+        _gives_weights("sync_inference"),
+        _gives_weights("refresh_reference"),
         Task("decide_to_stop", kind=OTHER),
     )
 }
@@ -152,7 +178,7 @@ def trained_roles() -> tuple[str, ...]:
 
 def model_roles() -> tuple[str, ...]:
     """Roles whose model is the training backend's."""
-    return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "frozen"))
+    return tuple(role.name for role in DECLARED.values() if role.model in ("trained", "evaluated"))
 
 
 def device_roles() -> frozenset[str]:
@@ -170,10 +196,11 @@ def takers(transfer: str) -> tuple[str, ...]:
     return tuple(role.name for role in DECLARED.values() if any(transfer in task.takes for task in role.tasks))
 
 
-def evaluations() -> list[tuple[str, Task]]:
-    """(role, task) of all that say something of scored samples, those that never change first."""
+def informing(informed: Literal["actor", "reward"], transfer: str) -> list[tuple[str, Task]]:
+    """(role, task) of all that take `transfer` and tell a role something of it, those that never learn first."""
     roles = sorted(DECLARED.values(), key=lambda role: role.model == "trained")
-    return [(role.name, task) for role in roles for task in role.tasks if task.evaluates]
+    tasks = [(role.name, task) for role in roles for task in role.tasks]
+    return [(role, task) for role, task in tasks if task.informs == informed and transfer in task.takes]
 
 
 def model_tasks() -> dict[str, tuple[str, bool]]:
@@ -182,7 +209,7 @@ def model_tasks() -> dict[str, tuple[str, bool]]:
     for name in model_roles():
         for task in DECLARED[name].tasks:
             trains = (name, "gradients") in task.needs.updates
-            if trains or task.evaluates or task.forward:
+            if trains or task.informs or task.forward:
                 found[task.name] = name, trains
     return found
 

@@ -31,7 +31,7 @@ class Teacher(Role):
 
 
 DECLARED["teacher"] = RoleTasks(
-    "teacher", (Task(TASK, takes=("scored",), leaves=(TASK,), evaluates=True),), needed_by_algorithm=False
+    "teacher", (Task(TASK, takes=("scored",), leaves=(TASK,), informs="actor"),), needed_by_algorithm=False
 )
 TRANSFERS[TASK] = ("group_ids", "lengths", "reference_logprobs")
 hosting.ROLES["teacher"] = Teacher

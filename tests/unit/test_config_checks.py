@@ -92,7 +92,10 @@ def test_configs_that_work_are_accepted(sections):
             "placement.critic: the role is not placed, but algorithm ppo needs it; expected critic: ranks",
         ),
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
-        ({"placement": {**GRPO, "qq": 0}}, "unknown role 'qq'; expected one of actor, reference, env, rollout, reward"),
+        (
+            {"placement": {**GRPO, "qq": 0}},
+            "unknown role 'qq'; expected one of actor, reference, inference, env, rollout, reward",
+        ),
     ],
 )
 def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expected):

@@ -5,7 +5,7 @@ import pytest
 from rltrain.data.experience import FIELDS
 from rltrain.hosting import ROLES
 from rltrain.tasks.declaration import Needs, RoleTasks, Task, parts_of
-from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, evaluations, model_tasks, needs_of
+from rltrain.tasks.roles import DECLARED, JOINT, TRANSFERS, all_tasks, informing, model_tasks, needs_of
 from tests.unit.schedule_configs import GRPO, PPO, order_of
 
 RUNS = {
@@ -26,7 +26,9 @@ def test_whatever_the_order_does_with_a_role_is_declared_of_it(name: str) -> Non
             assert any(entry.name in task.leaves for task in tasks), entry
         elif entry.kind == "wait":
             taken = {transfer for task in tasks for transfer in task.takes}
-            opinions = {task.name for _, task in evaluations()} if entry.actors == ("actor",) else set()
+            opinions = (
+                {task.leaves[0] for _, task in informing("actor", "scored")} if entry.actors == ("actor",) else set()
+            )
             assert entry.name in taken | opinions, entry
 
 
@@ -58,9 +60,10 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "accumulate_critic": ("critic", True),
         "update_critic": ("critic", True),
         "reference_logprobs": ("reference", False),
+        "inference_logprobs": ("inference", False),
     }
-    teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), evaluates=True)
-    monkeypatch.setitem(DECLARED, "teacher", RoleTasks("teacher", (teaches,), model="frozen"))
+    teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")
+    monkeypatch.setitem(DECLARED, "teacher", RoleTasks("teacher", (teaches,), model="evaluated"))
     assert model_tasks()["teach"] == ("teacher", False), "so what it needs on the device is foretold"
 
 

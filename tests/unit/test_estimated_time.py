@@ -148,11 +148,14 @@ def test_reduction_beside_backward_costs_its_last_bucket():
     assert hidden == pytest.approx(2 * reduced * (1 - 40e6 / parameters) + gathered, rel=0.01)
 
 
-def test_the_plan_of_a_sync_takes_no_less_than_any_could():
-    job = job_of(qwen3_8b(), APART, 16, actor={"parallel": {"tp": 4}}, **LONG)
-    sync = PlannedSync(job)
+@pytest.mark.parametrize("role", ["rollout", "inference"])
+def test_the_plan_of_a_sync_takes_no_less_than_any_could(role):
+    job = job_of(
+        qwen3_8b(), {"actor": "0-7", "rollout, reward, inference": "8-15"}, 16, actor={"parallel": {"tp": 4}}, **LONG
+    )
+    sync = PlannedSync(job, role)
     assert sync.prediction(H100).network >= sync.prediction(H100).network_bound
-    assert least_sync_s(job, H100) <= sync.seconds(H100) * 1.01
+    assert least_sync_s(job, role, H100) <= sync.seconds(H100) * 1.01
 
 
 def test_lengths_are_halves_of_the_limits_unless_given():

@@ -1,5 +1,10 @@
 """vocab_parallel_logprobs against torch.log_softmax; shards on real ranks are tested in tests/distributed."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +24,7 @@ class Group:
         self.statistics = torch.stack(
             [
                 module._local_statistics(
-                    shard.detach(), labels - i * columns, min(max(vocab_size - i * columns, 0), columns), scale
+                    shard.detach(), (labels - i * columns).view(ROWS, -1), min(max(vocab_size - i * columns, 0), columns), scale
                 )
                 for i, shard in enumerate(shards)
             ]
@@ -34,7 +39,8 @@ class Group:
 
 def reference(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
     log_softmax = torch.log_softmax(logits[:, :vocab_size].double() / temperature, dim=-1)
-    return log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+    drawn = log_softmax.gather(1, labels.view(ROWS, -1)).view(labels.shape)
+    return drawn, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 def sharded(
@@ -51,23 +57,26 @@ def sharded(
 
 @pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (1, 16), (2, 15), (4, 13), (4, 6), (8, 3)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("labels_of_a_row", [(), (5,)], ids=["one label", "several labels"])
 def test_values_and_gradients_equal_log_softmax(
-    tp: int, vocab_size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    tp: int, vocab_size: int, temperature: float, labels_of_a_row: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     logits = (4 * torch.randn(ROWS, 16)).requires_grad_()
-    labels = torch.randint(vocab_size, (ROWS,))
-    weights, entropy_weights = torch.randn(2, ROWS)
+    labels = torch.randint(vocab_size, (ROWS, *labels_of_a_row))
+    weights, entropy_weights = torch.randn(labels.shape), torch.randn(ROWS)
 
     expected = reference(logits, labels, vocab_size, temperature)
-    (expected_grad,) = torch.autograd.grad((expected[0] * weights + expected[1] * entropy_weights).sum(), logits)
+    (expected_grad,) = torch.autograd.grad(
+        (expected[0] * weights).sum() + (expected[1] * entropy_weights).sum(), logits
+    )
     results = sharded(logits, labels, vocab_size, temperature, tp, monkeypatch)
     for logprobs, entropy in results:
         torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
     # Every rank differentiates the same loss with respect to its own columns.
     (grad,) = torch.autograd.grad(
-        sum((logprobs * weights + entropy * entropy_weights).sum() for logprobs, entropy in results), logits
+        sum((logprobs * weights).sum() + (entropy * entropy_weights).sum() for logprobs, entropy in results), logits
     )
     torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
     assert torch.equal(grad[:, vocab_size:], torch.zeros(ROWS, 16 - vocab_size))
@@ -103,3 +112,46 @@ def test_a_temperature_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         vocab_parallel_logprobs(
             logits, labels, vocab_size=16, temperature=0.0, group=Group(0, [logits], labels, 16, 1.0)
         )
+
+
+class Gathering:
+    """A tensor-parallel group of threads: what each gives to a gather is there once all have come to it."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.given = Barrier(size), [torch.empty(0)] * size
+
+    def gather(self, local: Tensor, member: "Member") -> Tensor:
+        self.given[member.index] = local
+        self.barrier.wait(timeout=60)
+        gathered = torch.stack(self.given)
+        self.barrier.wait(timeout=60)
+        return gathered
+
+
+@dataclass
+class Member:
+    index: int
+
+    def rank(self) -> int:
+        return self.index
+
+
+@pytest.mark.parametrize(("tp", "vocab_size", "count"), [(1, 15, 4), (2, 15, 8), (4, 6, 6), (4, 13, 13), (8, 3, 2)])
+def test_the_likeliest_tokens_are_found_over_all_shards(
+    tp: int, vocab_size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some shards hold fewer tokens than are wanted, or padding alone."""
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(ROWS, 16)
+    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
+
+    def found_by(rank: int) -> tuple[Tensor, Tensor]:
+        shard: Any = logits.chunk(tp, dim=1)[rank]
+        group: Any = Member(rank)
+        return module.vocab_parallel_top(shard, count, vocab_size=vocab_size, temperature=0.7, group=group)
+
+    expected = torch.log_softmax(logits[:, :vocab_size] / 0.7, dim=1).topk(count, dim=1)
+    with ThreadPoolExecutor(tp) as threads:
+        for ids, logprobs in threads.map(found_by, range(tp)):
+            torch.testing.assert_close(logprobs, expected.values, rtol=1e-5, atol=1e-5)
+            assert torch.equal(ids, expected.indices)

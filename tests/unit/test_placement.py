@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.cluster.placement import format_ranks, parse_ranks, resolve_placement, role_grids
+from rltrain.cluster.placement import format_ranks, parse_ranks, placement_of, resolve_placement, role_grids
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
 
@@ -157,3 +157,11 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused_with_both_keys():
         role_grids(make_config(actor={"parallel": {"tp": 2}}), placement)
     assert "placement.actor: '0-2': role actor has 3 ranks" in str(refused.value)
     assert "tp 2 x pp 1 x cp 1 = 2; expected a multiple of 2 ranks, or another actor.parallel" in str(refused.value)
+
+
+def test_inference_in_the_place_of_the_actor_is_the_actor():
+    together = {"rollout, inference, actor": "0-3"}
+    assert placement_of(make_config(together), 4, 4).roles == ("actor", "rollout")
+    other_layout = make_config(together, inference={"parallel": {"tp": 2}})
+    assert placement_of(other_layout, 4, 4).roles == ("actor", "inference", "rollout")
+    assert "inference" in placement_of(make_config({"rollout, actor": "0-3", "inference": "2-3"}), 4, 4).roles

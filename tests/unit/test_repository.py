@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "folders": BASE,
     "roles": (
         *BASE,
-        *("training.backend", "training.build", "rollout", "checkpoint", "reshard", "models", "residency", "exchange"),
+        *("training.backend", "training.build", "training.saved_weights", "rollout", "checkpoint", "reshard", "models"),
+        *("residency", "exchange"),
         *("liveness", "cluster", "data", "algorithms", "rewards", "schedule.shape", "chat", "environments"),
         *("endpoint", "evaluation"),
     ),

@@ -268,3 +268,37 @@ def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_drawn():
         (synced[4], drawn[2] + 1),
         (synced[6], drawn[4] + 1),
     ]
+
+
+INFERENCE = {"actor": 0, "rollout": 1, "reward": 2, "inference": 3}
+
+
+def names(order: Order, *wanted: str) -> list[str]:
+    return [f"{entry.name}[{entry.step}]" for entry in order if entry.kind == "task" and entry.name in wanted]
+
+
+def test_inference_gets_the_actors_weights_with_the_rollout_and_says_what_the_actor_would():
+    order = order_of(steps=2, placement=INFERENCE, **NO_EVALUATION)
+    assert "actor_logprobs" not in {entry.name for entry in order}
+    assert names(order, "weight_sync", "sync_inference", "generate", "inference_logprobs", "update") == [
+        *("weight_sync[0]", "sync_inference[0]", "generate[0]", "inference_logprobs[0]", "update[0]"),
+        *("weight_sync[1]", "sync_inference[1]", "generate[1]", "inference_logprobs[1]", "update[1]"),
+    ]
+
+
+def test_models_apart_from_training_evaluate_what_is_drawn_ahead_while_others_train():
+    order = asynchronous(1, placement=INFERENCE, steps=3)
+    assert names(order, "sync_inference", "inference_logprobs", "update") == [
+        *("sync_inference[0]", "inference_logprobs[0]", "inference_logprobs[1]", "update[0]"),
+        *("sync_inference[1]", "inference_logprobs[2]", "update[1]"),
+        "update[2]",
+    ]
+
+
+def test_a_reference_is_refreshed_before_anything_of_its_step():
+    order = order_of(steps=5, reference={"refresh_every": 2}, **NO_EVALUATION)
+    assert names(order, "refresh_reference", "weight_sync", "update") == [
+        *("weight_sync[0]", "update[0]", "weight_sync[1]", "update[1]"),
+        *("refresh_reference[2]", "weight_sync[2]", "update[2]", "weight_sync[3]", "update[3]"),
+        *("refresh_reference[4]", "weight_sync[4]", "update[4]"),
+    ]

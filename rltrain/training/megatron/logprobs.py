@@ -14,35 +14,61 @@ ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so
 def vocab_parallel_logprobs(
     logits: Tensor, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `labels` and entropies of the distributions softmax(logits / temperature), both fp32 [rows].
+    """Log-probs of `labels`, and entropies [rows], of the distributions softmax(logits / temperature), both fp32.
 
     `logits` [rows, columns] are this rank's columns of the padded vocabulary; columns past `vocab_size` are padding
-    and take no part. `labels` [rows] are token ids. Computed in fp32 whatever the logits' dtype. Both results are the
-    same on every rank of `group`; gradients flow to the local logits and assume equal upstream gradients on its ranks.
-    Collective over: the tensor-parallel group (one all-gather forward, none backward).
+    and take no part. `labels` are token ids: one for each row, [rows], or several, [rows, n], and log-probs have their
+    shape. Computed in fp32 whatever the logits' dtype. Both results are the same on every rank of `group`; gradients
+    flow to the local logits and assume equal upstream gradients on its ranks. Collective over: the tensor-parallel
+    group (one all-gather forward, none backward).
     """
     if not temperature > 0:
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
     first = group.rank() * logits.size(-1)
     num_valid = min(max(vocab_size - first, 0), logits.size(-1))
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, labels - first, num_valid, 1.0 / temperature, group)
-    return logprobs, entropy
+    local = (labels - first).view(len(labels), -1)
+    logprobs, entropy = _VocabParallelLogprobs.apply(logits, local, num_valid, 1.0 / temperature, group)
+    return logprobs.view(labels.shape), entropy
+
+
+@torch.no_grad()
+def vocab_parallel_top(
+    logits: Tensor, count: int, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of every row, likeliest first: ids [rows, count] int64 and log-probs, fp32.
+
+    `logits` as for `vocab_parallel_logprobs`; `count` is at most `vocab_size`. Collective over: the tensor-parallel
+    group (three all-gathers).
+    """
+    first = group.rank() * logits.size(-1)
+    num_valid = min(max(vocab_size - first, 0), logits.size(-1))
+    no_labels = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    maximum, exp_sum, *_ = _combine(_gather(_local_statistics(logits, no_labels, num_valid, 1.0 / temperature), group))
+    values = logits.new_full((len(logits), count), ABSENT, dtype=torch.float32)
+    ids = torch.zeros(len(logits), count, dtype=torch.int64, device=logits.device)
+    for rows in _chunks(logits):
+        found = (logits[rows, :num_valid].float() / temperature).topk(min(count, num_valid), dim=1)
+        values[rows, : found.values.size(1)], ids[rows, : found.values.size(1)] = found.values, found.indices + first
+    of_all, their_ids = (_gather(local, group).transpose(0, 1).flatten(1) for local in (values, ids))
+    best = of_all.topk(count, dim=1)
+    return their_ids.gather(1, best.indices), best.values - (maximum + exp_sum.log())[:, None]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the logits themselves (no copy), the labels and two numbers per row; recomputes the softmax backward."""
+    """Saves the logits themselves (no copy), the labels [rows, n] and two numbers per row; recomputes the softmax
+    backward."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, num_valid: int, scale: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         statistics = _gather(_local_statistics(logits, labels, num_valid, scale), group)
-        maximum, exp_sum, weighted_sum, target = _combine(statistics)
+        maximum, exp_sum, weighted_sum, targets = _combine(statistics)
         log_normalizer = maximum + exp_sum.log()
         entropy = log_normalizer - maximum - weighted_sum / exp_sum
         ctx.save_for_backward(logits, labels, log_normalizer, entropy)
         ctx.num_valid, ctx.scale = num_valid, scale
-        return target - log_normalizer, entropy
+        return (targets - log_normalizer).T.contiguous(), entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,26 +83,26 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 logits[rows, :num_valid].to(torch.float32, copy=True).mul_(scale).sub_(log_normalizer[rows, None])
             )
             # d entropy / d logit = -p (log p + entropy);  d logprob / d logit = [label] - p
-            factor = torch.addcmul(
-                grad_logprobs[rows, None] + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None]
-            )
+            of_labels = grad_logprobs[rows].sum(1, keepdim=True)
+            factor = torch.addcmul(of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None])
             values = logprobs.exp_().mul_(factor).mul_(-scale)
             index, local = _local_labels(labels[rows], num_valid)
-            values.scatter_add_(1, index, (grad_logprobs[rows] * local * scale)[:, None])
+            values.scatter_add_(1, index, grad_logprobs[rows] * local * scale)
             grad[rows, :num_valid] = values.to(grad.dtype)
         return grad, None, None, None, None
 
 
 def _local_statistics(logits: Tensor, labels: Tensor, num_valid: int, scale: float) -> Tensor:
-    """[4, rows] over the local columns z: max z, sum e^(z - max), sum (z - max) e^(z - max), z at the label or 0."""
-    statistics = torch.zeros(4, logits.size(0), dtype=torch.float32, device=logits.device)
+    """[3 + n, rows] over the local columns z: max z, sum e^(z - max), sum (z - max) e^(z - max), z at each of the n
+    labels or 0."""
+    statistics = torch.zeros(3 + labels.size(1), logits.size(0), dtype=torch.float32, device=logits.device)
     if num_valid == 0:
         statistics[0] = ABSENT
         return statistics
     for rows in _chunks(logits):
         scaled = logits[rows, :num_valid].to(torch.float32, copy=True).mul_(scale)
         index, local = _local_labels(labels[rows], num_valid)
-        statistics[3, rows] = scaled.gather(1, index)[:, 0] * local
+        statistics[3:, rows] = (scaled.gather(1, index) * local).T
         maximum = scaled.amax(1)
         scaled.sub_(maximum[:, None])
         exponentials = scaled.exp()
@@ -87,11 +113,10 @@ def _local_statistics(logits: Tensor, labels: Tensor, num_valid: int, scale: flo
 
 
 def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four statistics over all columns from those of every shard, [shards, 4, rows]."""
+    """The statistics over all columns from those of every shard, [shards, 3 + n, rows]; the labels' are [n, rows]."""
     if statistics.size(0) == 1:
-        maximum, exp_sum, weighted_sum, target = statistics[0]
-        return maximum, exp_sum, weighted_sum, target
-    maxima, exp_sums, weighted_sums, targets = statistics.unbind(1)
+        return statistics[0, 0], statistics[0, 1], statistics[0, 2], statistics[0, 3:]
+    maxima, exp_sums, weighted_sums = statistics[:, :3].unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
     weight = shift.exp()
@@ -99,7 +124,7 @@ def _combine(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         maximum,
         (weight * exp_sums).sum(0),
         (weight * (weighted_sums + shift * exp_sums)).sum(0),
-        targets.sum(0),
+        statistics[:, 3:].sum(0),
     )
 
 
@@ -112,9 +137,8 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
-    """Column of each label, clamped into the shard, as [rows, 1]; and whether it lies in the shard."""
-    local = (labels >= 0) & (labels < num_valid)
-    return labels.clamp(0, num_valid - 1)[:, None], local
+    """Column of each label [rows, n], clamped into the shard; and whether it lies in the shard."""
+    return labels.clamp(0, num_valid - 1), (labels >= 0) & (labels < num_valid)
 
 
 def _chunks(logits: Tensor) -> list[slice]:

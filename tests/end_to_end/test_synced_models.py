@@ -1,0 +1,89 @@
+"""Models that are given the actor's weights: inference on ranks of its own, and a reference that is refreshed."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
+
+SMALL = (
+    "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
+    "data.eval=null",
+    "steps=3",
+    "loss.old_logprobs=actor",
+    "actor.optimizer={lr: 1e-3, warmup_steps: 0}",
+    "actor.parallel.tp=1",
+    "checkpoint.save_hf=false",
+)
+
+
+@pytest.fixture
+def quickstart(warmed_up, data_overrides, tmp_path):
+    """Runs the quickstart with changes; its records."""
+
+    def run_it(*overrides: str) -> list[dict[str, float]]:
+        output = f"output_dir={tmp_path / str(len([*tmp_path.iterdir()]))}"
+        return train(
+            REPOSITORY / "configs/quickstart.yaml",
+            f"model.path={warmed_up}",
+            output,
+            *data_overrides,
+            *SMALL,
+            *overrides,
+        )
+
+    return run_it
+
+
+@pytest.mark.slow
+def test_inference_tells_what_the_actor_would(quickstart: Callable[..., list[dict[str, float]]]) -> None:
+    """In another layout, on other ranks: each step's log-probs are those of the weights that its update starts from."""
+    of_actor = quickstart("placement={'actor, reference': 0, 'rollout, reward': 1}")
+    apart = quickstart(
+        "placement={'actor, reference': 0, 'rollout, reward': 1, inference: 2-3}", "inference.parallel={tp: 2}"
+    )
+    assert column(apart, "train/grad_norm") == pytest.approx(column(of_actor, "train/grad_norm"), rel=1e-3)
+    assert max(column(apart, "train/ppo_kl")) < 1e-5
+    assert "perf/inference_logprobs_s" in apart[1] and "perf/actor_logprobs_s" not in apart[1]
+
+
+@pytest.mark.slow
+def test_inference_works_ahead_with_the_weights_of_the_rollout(
+    quickstart: Callable[..., list[dict[str, float]]],
+) -> None:
+    """So its log-probs are as old as the samples."""
+    records = quickstart(
+        "placement={actor: 0, 'rollout, reward': 1, inference: 2-3}",
+        "loss.kl.coef=0",
+        "schedule={mode: asynchronous, max_staleness: 1, in_flight_sync: false}",
+    )
+    distances = column(records, "train/ppo_kl")
+    assert abs(distances[0]) < 1e-5 < min(map(abs, distances[1:])), "the first samples are no older than the actor"
+    assert max(column(records, "train/train_rollout_logprob_abs_diff")) > 1e-4
+
+
+PLACES = {
+    "in the actor's place": ("placement={'actor, reference, rollout, reward': 0-3}", "reference.offload=true"),
+    "elsewhere": ("placement={actor: 0, 'rollout, reward': 1, reference: 2-3}", "reference.parallel={tp: 2}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_refreshed_reference_is_the_actor_of_that_step(
+    place: str,
+    saved_and_resumed: Callable[..., list[Run]],  # noqa: F811
+) -> None:
+    """Also in a run that goes on behind the refresh."""
+    settings = (*PLACES[place], "reference.refresh_every=2", "actor.optimizer={lr: 1e-3, warmup_steps: 0}")
+    settings = (*settings, "data.eval=null", "actor.parallel.tp=1", "batch.mini_batches=1")
+    (whole, _), (resumed, _) = saved_and_resumed("configs/quickstart.yaml", settings, ())
+    distance = {
+        step: metrics["train/reference_kl"] for step, metrics in whole.items() if "train/reference_kl" in metrics
+    }
+    refreshed = {step: value < 1e-6 for step, value in distance.items()}
+    assert refreshed == {0: True, 1: False, 2: True, 3: False, 4: True, 5: False}
+    again = {step: metrics["train/reference_kl"] for step, metrics in resumed.items() if step in distance}
+    assert again == pytest.approx({step: distance[step] for step in again}, rel=1e-4, abs=1e-9)
+    assert again
