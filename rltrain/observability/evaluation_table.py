@@ -10,6 +10,8 @@ from rich.table import Table
 from rltrain.config.schema import Config
 from rltrain.errors import cannot_write
 
+OF_TRAINING = "policy_version"
+"""Says nothing of a checkpoint."""
 EVALUATION_FILE = "evaluation.json"
 
 
@@ -24,7 +26,11 @@ class EvaluationTable:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         sets = {
-            plan.name: {name.rpartition("/")[2]: value for name, value in metrics.items() if plan.reports(name)}
+            plan.name: {
+                name.rpartition("/")[2]: value
+                for name, value in metrics.items()
+                if plan.reports(name) and name.rpartition("/")[2] != OF_TRAINING
+            }
             for plan in self.config.evaluations
         }
         report = {"checkpoint": self.config.model.path, "sets": sets}

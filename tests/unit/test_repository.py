@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("trainer", "resuming", "schedule", "roles", "checkpoint", "reshard.kernels", "models", "liveness", "cluster"),
         *("system", "legality"),
     ),
-    "dry_run": (*BASE, "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster"),
+    "dry_run": (*BASE, "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
     "command": (*BASE, "job", "dry_run"),
     "evaluating": (*BASE, "job", "command"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
