@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.estimate.hardware import known_gpu
-from rltrain.evaluation.best import reported
+from rltrain.evaluation.verdicts import end_verdict_of
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
 from rltrain.observability.evaluation_table import EvaluationTable
@@ -22,7 +22,6 @@ from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
 from rltrain.roles.model_sync import ModelSync
-from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
@@ -140,17 +139,9 @@ class Trainer:
         return self.checkpointing.stopped_by is None
 
     def decide_to_stop(self, step: int, chunk: int) -> None:
-        """Everybody learns whether the evaluation just made reached its goal."""
-        goal, metric = self.job.config.evaluation.stop_at, self.job.config.stop_metric
-        assert goal is not None, "the order has this task only where evaluation.stop_at is set"
-        assert metric is not None, "what has a goal has a metric"
-        verdict = f"stop/{step}"
-        reward_leader = self.job.leader_of("reward")
-        if self.rank == reward_leader:
-            reward: Reward = self.roles["reward"]  # type: ignore[assignment]
-            value = reported(reward.evaluated, metric, "evaluation.stop_metric")
-            self.job.job_store.put(verdict, value >= goal)
-        if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {reward_leader} at step {step}"):
+        """Everybody learns whether the evaluation of the step reached its goal, once the reward's leader knows."""
+        leader = self.job.leader_of("reward")
+        if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self.end = self.position
 
     def _execute(self, position: int) -> None:

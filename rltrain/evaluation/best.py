@@ -7,24 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rltrain.config.schema import KeepBest
-from rltrain.errors import ConfigError
+from rltrain.evaluation.verdicts import reported
 
 BEST_FILE = "best.json"
 """In the folder of the best policy: its step, and the metric's name and value."""
 BEST_STATE_FILE = "best.safetensors"
 """Of a checkpoint."""
-
-
-def verdict_of(step: int) -> str:
-    """Where in the job's store stands whether the evaluation of the step is the best so far."""
-    return f"evaluation/best/{step}"
-
-
-def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
-    """ConfigError where evaluations do not report what the config key names."""
-    if name not in metrics:
-        raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected one of {[*metrics]}")
-    return metrics[name]
 
 
 @dataclass(frozen=True)

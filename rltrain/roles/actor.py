@@ -13,7 +13,8 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
-from rltrain.evaluation.best import BEST_FILE, Best, verdict_of
+from rltrain.evaluation.best import BEST_FILE, Best
+from rltrain.evaluation.verdicts import best_verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
@@ -149,8 +150,8 @@ class Actor(TrainedRole):
 
     def _best_of(self, step: int) -> Best | None:
         """The evaluation of the step, if it is the best so far: the same on all ranks."""
-        leader = self.job.leader_of("reward")
-        verdict = self.job.job_store.get(verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}")
+        awaited = f"the verdict of rank {self.job.leader_of('reward')} at step {step}"
+        verdict = self.job.job_store.get(best_verdict_of(step), waiting_for=awaited)
         return Best(**verdict) if verdict else None
 
     def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:

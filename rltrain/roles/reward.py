@@ -7,10 +7,11 @@ import torch
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.config.evaluation import SHORT_FORM
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.data.experience import Experience
-from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar, verdict_of
+from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
 from rltrain.evaluation.outcomes import record_of
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of, reported
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
 from rltrain.rewards.combined import CombinedScorer
@@ -45,8 +46,6 @@ class Reward(Role):
             EvaluatedSet(plan, dataset, job.prompts.decoder, Judges(self.scorer, self.limit), job.heartbeat.advance)
             for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
         ]
-        self.evaluated: dict[str, float] = {}
-        """What the latest evaluation of each set was reported by; on the role's leader."""
         self.best = self._best()
         self.statistics = RewardStatistics()
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
@@ -105,10 +104,17 @@ class Reward(Role):
         metrics = evaluated.metrics(
             of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
         )
-        self.evaluated.update(metrics)
-        if self.best is not None and plan.reports(self.best.settings.metric):
-            self.job.job_store.put(verdict_of(step), self.best.verdict(step, metrics))
+        self._leave_verdicts(step, plan, metrics)
         return metrics
+
+    def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
+        """For those who wait for them."""
+        goal, metric = self.config.evaluation.stop_at, self.config.stop_metric
+        if self.best is not None and plan.reports(self.best.settings.metric):
+            self.job.job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
+        if goal is not None and metric is not None and plan.reports(metric):
+            is_reached = reported(metrics, metric, "evaluation.stop_metric") >= goal
+            self.job.job_store.put(end_verdict_of(step), is_reached)
 
     def save_state(self) -> Mapping[str, Contents]:
         """Which evaluation was the best so far."""

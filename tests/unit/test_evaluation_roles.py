@@ -8,21 +8,26 @@ from typing import Any
 import pytest
 import torch
 
+from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import write_files
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.data.experience import SIBLINGS_APART, Experience
 from rltrain.errors import ConfigError
-from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar, verdict_of
+from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
 from rltrain.evaluation.outcomes import metrics_of, record_of
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
+from rltrain.models import read_architecture
 from rltrain.roles import actor as actor_module
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.actor import Actor
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
+from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.schedule.shape import RunShape
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
@@ -36,6 +41,7 @@ HARD = {
     "sampling": {"temperature": 0.7, "max_response_tokens": 9},
     "samples_per_prompt": 4,
 }
+CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
 KEEP_BEST = {"metric": "eval/hard/pass@4"}
 
 
@@ -187,14 +193,23 @@ def test_the_best_evaluation_is_the_first_of_the_best_and_survives_an_interrupti
     fails = of_samples((1, 4, 9), (1, 5, 9), (1, 6, 9), (1, 7, 9))
     reward, _, shared = score(config, {1: passes, 2: fails}, step=2)
     best = {"step": 2, "metric": "eval/hard/pass@4", "value": 0.5}
-    assert json.loads(shared[verdict_of(2)]) == best
+    assert json.loads(shared[best_verdict_of(2)]) == best
     write_files(tmp_path / "saved" / "reward", reward.save_state())
     resumed = Resumed(tmp_path / "saved", 3)
     _, _, shared = score(config, {1: passes, 2: fails}, 4, resumed)
-    assert json.loads(shared[verdict_of(4)]) is None, "equal to the best"
+    assert json.loads(shared[best_verdict_of(4)]) is None, "equal to the best"
     _, _, shared = score(config, {1: passes, 2: also_passes}, 6, resumed)
-    assert json.loads(shared[verdict_of(6)])["value"] == 1.0
+    assert json.loads(shared[best_verdict_of(6)])["value"] == 1.0
     assert [*reward.save_state()] == [BEST_STATE_FILE]
+
+
+@pytest.mark.parametrize(("goal", "ends"), [(0.5, True), (0.6, False)])
+def test_who_waits_for_the_score_learns_whether_it_ends_training(tmp_path: Path, goal: float, ends: bool):
+    config = config_of(stop_at=goal, stop_metric="eval/hard/pass@4").model_copy(update={"output_dir": str(tmp_path)})
+    passes = of_samples((0, 0, 0), (0, 1, 9), (0, 2, 9), (0, 3, 9))
+    fails = of_samples((1, 4, 9), (1, 5, 9), (1, 6, 9), (1, 7, 9))
+    _, _, shared = score(config, {1: passes, 2: fails}, step=2)
+    assert json.loads(shared[end_verdict_of(2)]) is ends
 
 
 @pytest.mark.parametrize(("mode", "values", "kept"), [("max", [1, 3, 3, 2], [0, 1]), ("min", [2, 3, 1, 1], [0, 2])])
@@ -220,7 +235,7 @@ def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]
 def test_step_by_step_only_the_best_is_saved(tmp_path: Path):
     saved: list[str] = []
     best = {"step": 2, "metric": "eval/score", "value": 0.5}
-    shared = {verdict_of(2): json.dumps(best), verdict_of(4): json.dumps(None)}
+    shared = {best_verdict_of(2): json.dumps(best), best_verdict_of(4): json.dumps(None)}
     actor = actor_of(config_of(), 3, shared, saved)
     for step in (2, 4):
         actor.save_best(step, 0)
@@ -235,7 +250,7 @@ def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch:
         lambda to, saved, *, like, notes: kept.append((f"{saved.name} -> {to.name}", notes[BEST_FILE])),
     )
     best = Best(2, "eval/score", 0.5)
-    shared = {verdict_of(2): json.dumps(vars(best)), verdict_of(4): json.dumps(None)}
+    shared = {best_verdict_of(2): json.dumps(vars(best)), best_verdict_of(4): json.dumps(None)}
     config = config_of().model_copy(update={"output_dir": str(tmp_path)})
     (tmp_path / "hf_candidate").mkdir()
     for rank in (3, 0):
@@ -245,3 +260,36 @@ def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch:
     assert (tmp_path / "hf_candidate").exists(), "it is the first rank's to remove"
     actor_of(config, 0, shared, []).keep_candidate(4, 0)
     assert not (tmp_path / "hf_candidate").exists()
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_an_engine_gets_a_checkpoint_s_weights_part_by_part(engine: str):
+    """SGLang's through slots that hold a parameter or two."""
+    config = make_config(
+        algorithm="evaluate",
+        model={"path": str(CHECKPOINT), "dtype": "float32"},
+        placement={"rollout,reward": 0},
+        rollout={"engine": engine, "sglang": {"staging_mb": 0.1}},
+    )
+    grid, architecture = Grid((0,)), read_architecture(CHECKPOINT)
+    parts = engine_parts(config, architecture, grid)
+    received = [allocate_parameters(part.layout, 0, device=torch.device("cpu")) for part in parts]
+    told: list[str] = []
+    rollout = Rollout.__new__(Rollout)
+    rollout.config, rollout.grid = config, grid
+    rollout.job = SimpleNamespace(architecture=architecture, world=SimpleNamespace(rank=0))  # type: ignore[assignment]
+    rollout.engine = SimpleNamespace(  # type: ignore[assignment]
+        begin_update=lambda: told.append("begin"),
+        incoming=received.__getitem__,
+        arrived=lambda part: told.append(f"part {part}"),
+        end_update=lambda version: told.append(f"version {version}"),
+    )
+    rollout.load_weights(3, 0)
+    assert told == ["begin", *(f"part {number}" for number in range(len(parts))), "version 3"]
+    assert len(parts) == 1 if engine == "embedded" else len(parts) > 3
+    whole = whole_engine(config, architecture, grid).layout
+    expected = allocate_parameters(whole, 0, device=torch.device("cpu"))
+    load_parameters(CHECKPOINT, whole, 0, expected)
+    found = {name: tensor for part in received for name, tensor in part.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].any() for name in expected)
