@@ -15,10 +15,13 @@ from rltrain.roles.reference import Reference, uses_actor_modules
 from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Role
 from rltrain.roles.rollout import Rollout
+from rltrain.roles.teacher import Teacher
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 
-ROLES: dict[str, type[Role]] = {role.name: role for role in (Actor, Critic, Reference, Inference, Env, Rollout, Reward)}
+ROLES: dict[str, type[Role]] = {
+    role.name: role for role in (Actor, Critic, Reference, Teacher, Inference, Env, Rollout, Reward)
+}
 
 
 def host_roles(job: Job, order: Order, trace: AnyTrace) -> tuple[dict[str, Role], Residency]:

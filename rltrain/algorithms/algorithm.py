@@ -87,7 +87,8 @@ class Algorithm:
         """The actor's."""
         from rltrain.algorithms.policy import policy_loss
 
-        return policy_loss(self.config.loss, self.config.rollout.sampling.max_response_tokens)
+        config = self.config
+        return policy_loss(config.loss, config.rollout.sampling.max_response_tokens, config.teacher)
 
     def penalizes_reward(self) -> bool:
         """Whether the distance from the reference is taken off the rewards."""

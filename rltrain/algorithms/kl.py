@@ -36,6 +36,7 @@ def kl_penalty(experience: Experience, kl: schema.Kl) -> Tensor:
     Needs reference_logprobs; the actor's own log-probs are actor_logprobs where present, else rollout_logprobs.
     """
     drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
+    assert kl.estimator != "full", "it is no estimate of a drawn token"
     estimate = kl_estimate(drawn, experience.reference_logprobs, kl.estimator)
     return -kl.coef * estimate.masked_fill(~experience.response_mask, 0)
 

@@ -78,6 +78,23 @@ def response_lengths(experience: Experience) -> Tensor:
     return zeros.index_add(0, sample_index(experience), experience.response_mask.to(zeros.dtype))
 
 
+def sample_sums(experience: Experience, values: Tensor) -> Tensor:
+    """[samples] sum of `values` [tokens] over each sample's tokens, 0 outside the response.
+
+    In one order on every rank and in every run, unlike index_add on a GPU: a clip that depends on a sum is then decided
+    alike on all tensor-parallel ranks.
+    """
+    # unsafe leaves out checks that refuse a micro-batch of no samples, and that wait for a GPU.
+    total: Tensor = torch.segment_reduce(values, "sum", lengths=experience.lengths, unsafe=True)
+    return total
+
+
+def sample_means(experience: Experience, values: Tensor) -> Tensor:
+    """[tokens] at every token the mean of `values`, 0 outside the response, over its sample's response tokens."""
+    means = sample_sums(experience, values) / response_lengths(experience).clamp(min=1)
+    return means[sample_index(experience)]
+
+
 def of_response(experience: Experience, name: str) -> Tensor:
     """[tokens] the named field, 0 outside the response. ValueError where the experience lacks it."""
     values: Tensor = getattr(experience, name)

@@ -52,7 +52,7 @@ class Rollout(Section):
     dtype: Literal["auto", "fp8"] = "auto"
     """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every
     block of 128 x 128, quantised by the weight sync; the rest in model.dtype. The actor's log-probs then differ from
-    the engine's: see loss.tis_clip."""
+    the engine's: see loss.correction."""
     parallel: Parallel = Parallel()
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256

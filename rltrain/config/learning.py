@@ -1,6 +1,8 @@
 """The config sections of what is learned from samples, and how: batch, advantages and loss."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section, Share
 
@@ -16,20 +18,77 @@ class Kl(Section):
     """Penalty that keeps the actor near the reference."""
 
     coef: NonNegative = 0.0
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "full"] = "k3"
+    """k1 to k3 estimate it from the drawn tokens. full: over the whole vocabulary; the reference then sends its
+    distribution of every token, vocabulary times 12 bytes."""
     where: Literal["loss", "reward"] = "loss"
+    unbiased: bool = False
+    """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it."""
+
+
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+
+
+class Correction(Section):
+    """For tokens drawn by other weights, or by other arithmetic, than the actor's. Ratios are those of a token's
+    probability under the actor at the step's start over that under the engine that drew it."""
+
+    method: Literal["tis", "mis", "icepop", "mask"] = "tis"
+    """Ratios weigh the tokens' losses. Outside [low, high]: tis cuts the ratio, mis leaves the token out of the step,
+    icepop gives its policy loss weight 0. mask is mis with weight 1 within."""
+    level: CorrectionLevel = "token"
+    """What a ratio is of: a token, or for all tokens of a sequence the product of theirs, or the geometric mean."""
+    low: NonNegative = 0.0
+    high: Positive | None = None
+    """null: no weights and no mask."""
+    reject_above: Positive | None = None
+    """Sequences whose estimated KL per token, of the engine from the actor, is more than this are left out."""
+    reject_by: Literal["k1", "k2", "k3"] = "k3"
+    """The estimator of it; of k1, which may be negative, the absolute value counts."""
+    opsm_delta: Positive | None = None
+    """Off-policy sequence masking: tokens of negative advantage have weight 0 where their sequence's mean log-prob
+    under the engine exceeds the present one by more than this."""
+
+
+class Sapo(Section):
+    tau_pos: Positive = 1.0
+    """How steep the gate is for tokens of positive advantage."""
+    tau_neg: Positive = 1.05
+    """For the others."""
+
+
+class ClipCov(Section):
+    ratio: Fraction = 2e-4
+    """Share of a micro-batch's response tokens that is left out, and at least one."""
+    low: float = 1.0
+    high: float = 5.0
+    """They are drawn from those whose covariance is between the two."""
+
+
+class KlCov(Section):
+    ratio: Fraction = 2e-4
+    """Share of a micro-batch's response tokens, those of the largest covariance, that is held near the old policy."""
+    coef: NonNegative = 1.0
+
+
+PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geometric_mean"]
 
 
 class Loss(Section):
+    policy: PolicyLoss = "clip"
+    """docs/policy_losses.md has the equations."""
     clip_low: Positive = 0.2
     clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """clip: with a negative advantage the ratio counts as at most this."""
+    sapo: Sapo = Sapo()
+    clip_cov: ClipCov = ClipCov()
+    kl_cov: KlCov = KlCov()
     normalization: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
     entropy_coef: NonNegative = 0.0
     old_logprobs: Literal["rollout", "actor"] = "actor"
     """The ratio's denominator: the engine's own log-probs, or the actor's recomputed before the first update."""
-    tis_clip: Positive | None = None
-    """Truncated importance sampling with old_logprobs: actor: every token's loss is weighed by its probability under
-    the actor over that under the engine that drew it, cut at this; null: no weights."""
+    correction: Correction = Correction()
     kl: Kl = Kl()
 
 

@@ -93,6 +93,28 @@ class Reference(Evaluating):
     """Steps after which it takes over the actor's weights; 0: it stays as it is."""
 
 
+class Teacher(Evaluating):
+    """What the actor is taught on what it draws: on-policy distillation."""
+
+    path: str | dict[str, str] | None = None
+    """A Hugging Face checkpoint whose vocabulary is the actor's. Or several of one architecture, by name: each row of
+    data.train then says in `column` whose it is."""
+    column: str = "teacher"
+    coef: Positive = 1.0
+    """Of the distance from the teacher."""
+    where: Literal["advantage", "loss"] = "advantage"
+    """advantage: a token's is lowered by how much likelier it is to the actor than to the teacher, which is a drawn
+    estimate of the reverse KL. loss: the reverse KL is a term of the loss."""
+    top_k: NonNegativeInt | Literal["full"] = 0
+    """where: loss: the reverse KL is taken over as many tokens, those that are likeliest to the teacher, all others
+    being one more outcome; full: over the whole vocabulary. 0: it is estimated from the drawn token."""
+
+    @property
+    def checkpoints(self) -> dict[str, str]:
+        """Folders by name."""
+        return self.path if isinstance(self.path, dict) else {"teacher": self.path or ""}
+
+
 class Inference(Evaluating):
     """The actor's log-probs before an update, on ranks of their own. It is given the actor's weights whenever the
     rollout is. Placed on the actor's ranks in the actor's layout it is the actor itself."""

@@ -18,8 +18,14 @@ from rltrain.config.evaluation import KeepBest as KeepBest
 from rltrain.config.evaluation import evaluation_plans
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
+from rltrain.config.learning import ClipCov as ClipCov
+from rltrain.config.learning import Correction as Correction
+from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
+from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import PolicyLoss as PolicyLoss
+from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Inference as Inference
@@ -28,6 +34,7 @@ from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
 from rltrain.config.models import Reference as Reference
+from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.records import Checkpoint, Logging
 from rltrain.config.rewards import Reward as Reward
@@ -59,7 +66,7 @@ class Schedule(Section):
     """Training step less policy version of any token trained on, at most."""
     on_stale: Literal["drop", "mask", "correct"] = "drop"
     """What becomes of samples with tokens over the limit: they are left out, or those tokens are, or they are trained
-    on, weighed as loss.tis_clip says. Counted in either case."""
+    on, weighed as loss.correction says. Counted in either case."""
     partial_rollouts: bool = False
     """A generate task ends when enough prompt groups are done; the others go on in the next one."""
     oversampling: Positive = 0.25
@@ -98,7 +105,7 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "sft", "evaluate"] = "grpo"
+    algorithm: Literal["grpo", "ppo", "distillation", "sft", "evaluate"] = "grpo"
     """evaluate: nothing is trained, model.path is evaluated (launch/evaluate.py)."""
     steps: Count
     seed: NonNegativeInt = 0
@@ -112,6 +119,7 @@ class Config(Section):
     critic: Critic = Critic()
     reference: Reference = Reference()
     inference: Inference = Inference()
+    teacher: Teacher = Teacher()
     rollout: Rollout = Rollout()
     env: Env = Env()
     reward: Reward = Reward()
@@ -146,7 +154,9 @@ class Config(Section):
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
-        own: str | None = getattr(getattr(self, role, None), "path", None)
+        own = getattr(getattr(self, role, None), "path", None)
+        if isinstance(own, dict):
+            own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property

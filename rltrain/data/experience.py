@@ -35,9 +35,19 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "advantages": (torch.float32, "token"),
     "returns": (torch.float32, "token"),
     "reward_parts": (torch.float32, "sample"),
+    "reference_top_ids": (torch.int64, "token"),
+    "reference_top_logprobs": (torch.float32, "token"),
+    "teacher_logprobs": (torch.float32, "token"),
+    "teacher_top_ids": (torch.int64, "token"),
+    "teacher_top_logprobs": (torch.float32, "token"),
 }
 
-WIDE = frozenset({"reward_parts"})
+WIDE = frozenset(
+    {
+        *("reward_parts", "reference_top_ids", "reference_top_logprobs"),
+        *("teacher_top_ids", "teacher_top_logprobs"),
+    }
+)
 """Fields of several numbers for each sample or token: their tensors have a second dimension."""
 
 
@@ -82,6 +92,13 @@ class Experience:
     """[tokens] what the values should have been."""
     reward_parts: Tensor = field(default_factory=_absent)
     """[samples, functions] what each reward function gave, unweighted."""
+    reference_top_ids: Tensor = field(default_factory=_absent)
+    """[tokens, k] the tokens that the reference finds likeliest in the token's place; k is 0 where nobody asks."""
+    reference_top_logprobs: Tensor = field(default_factory=_absent)
+    teacher_logprobs: Tensor = field(default_factory=_absent)
+    teacher_top_ids: Tensor = field(default_factory=_absent)
+    """As the reference's."""
+    teacher_top_logprobs: Tensor = field(default_factory=_absent)
 
     def __post_init__(self) -> None:
         for name in FIELDS:

@@ -55,7 +55,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
-        return {"weights": elements.total * item}
+        models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
+        return {"weights": models * elements.total * item}
     settings = job.config.actor if role == "actor" else job.config.critic
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
     held = sharded = elements.total

@@ -7,6 +7,7 @@ from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.evaluation import evaluation_problems
+from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape
@@ -23,6 +24,8 @@ def check_config(config: Config) -> None:
         *_environment_problems(config),
         *algorithm_of(config).problems(),
         *_training_problems(config),
+        *_teacher_problems(config),
+        *learning_problems(config),
         *reward_problems(config),
         *evaluation_problems(config),
         *_checkpoint_problems(config),
@@ -125,6 +128,19 @@ def _environment_problems(config: Config) -> Iterator[str]:
         yield (
             f"env.agent: got one with rollout.parallel.tp {config.rollout.parallel.tp}; expected 1: the endpoint is in "
             "front of engines of one rank"
+        )
+
+
+def _teacher_problems(config: Config) -> Iterator[str]:
+    teacher, is_placed = config.teacher, any("teacher" in split_roles(key) for key in config.placement)
+    if is_placed and not teacher.path:
+        yield "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from"
+    if teacher.path and not is_placed:
+        yield "placement.teacher: the role is not placed, but teacher.path names a model; expected teacher: ranks"
+    if teacher.top_k and teacher.where == "advantage":
+        yield (
+            f"teacher.top_k: got {teacher.top_k} with teacher.where advantage, which is of the drawn token; expected "
+            "teacher.where: loss, or teacher.top_k: 0"
         )
 
 

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 
+OF_SEQUENCES = ("gspo", "geometric_mean")
+"""Policy losses that are a mean over sequences."""
+
 
 def doubts(config: Config, placement: Placement) -> Iterator[str]:
     """One sentence each, with the config key and what to do."""
@@ -19,8 +22,13 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
             f"evaluation.interval: got {config.evaluation.interval} without data.eval, so nothing will be evaluated; "
             "expected held-out prompts in data.eval or evaluation.sets, or 0"
         )
-    if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.tis_clip is None:
+    if config.loss.policy in OF_SEQUENCES and config.loss.normalization == "token_mean":
         yield (
-            "rollout.dtype: got fp8 with loss.tis_clip null, so samples that the rounded weights drew count as the "
-            "actor's own; expected loss.tis_clip, such as 2.0, which weighs them by how likely the actor finds them"
+            f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
+            "the longer it is; expected sequence_mean, which its paper has"
+        )
+    if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:
+        yield (
+            "rollout.dtype: got fp8 with loss.correction.high null, so samples that the rounded weights drew count as "
+            "the actor's own; expected a bound such as 2.0: tokens are then weighed by how likely the actor finds them"
         )

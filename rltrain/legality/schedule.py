@@ -64,7 +64,7 @@ def _without_staleness(config: Config) -> str:
 
 
 def _staleness_problems(config: Config) -> Iterator[str]:
-    schedule, loss = config.schedule, config.loss
+    schedule = config.schedule
     if RunShape.of(config).lead < 0 or (schedule.mode != "asynchronous" and schedule.sync_every > 1):
         limit = schedule.max_staleness if schedule.mode == "asynchronous" else 0
         yield (
@@ -84,13 +84,8 @@ def _staleness_problems(config: Config) -> Iterator[str]:
             "response would be thrown away. The nearest that works is schedule.on_stale: mask, or "
             "schedule.max_staleness: 1"
         )
-    if schedule.on_stale == "correct" and loss.tis_clip is None:
-        yield "schedule.on_stale: got correct without loss.tis_clip; expected a cap such as 2.0, or drop"
-    if loss.tis_clip is not None and loss.old_logprobs != "actor":
-        yield (
-            f"loss.tis_clip: got {loss.tis_clip} with loss.old_logprobs {loss.old_logprobs}; expected "
-            "loss.old_logprobs: actor, since the weights compare the actor with the engine"
-        )
+    if schedule.on_stale == "correct" and config.loss.correction.high is None:
+        yield "schedule.on_stale: got correct without loss.correction.high; expected a bound such as 2.0, or drop"
 
 
 def _chunk_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
 from rltrain.models.architecture import Architecture, read_architecture
 
 
@@ -15,7 +16,18 @@ def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Archit
         path, key = config.checkpoint_of(role)
         model = read_architecture(Path(path), key)
         architectures[role] = model.value_model() if role == "critic" else model
+        if role == "teacher":
+            _expect_one_architecture(config, model)
     return architectures
+
+
+def _expect_one_architecture(config: Config, first: Architecture) -> None:
+    for name, path in config.teacher.checkpoints.items():
+        if read_architecture(Path(path), f"teacher.path.{name}") != first:
+            raise ConfigError(
+                f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
+                "expected teachers of one architecture, since they share a layout and take each other's place"
+            )
 
 
 def reference_uses_actor_modules(

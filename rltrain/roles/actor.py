@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms.correction import apply_staleness_limit
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.staleness import apply_staleness_limit
+from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
@@ -70,6 +71,8 @@ class Actor(TrainedRole):
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
         experience = self.algorithm.with_advantages(experience)
+        if experience.has("teacher_logprobs") and self.config.teacher.where == "advantage":
+            experience = with_teacher_advantages(experience, self.config.teacher.coef)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on

@@ -15,7 +15,7 @@ from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
-from rltrain.training.backend import Model
+from rltrain.training.backend import Model, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.saved_weights import load_weights, save_weights
 
@@ -115,12 +115,16 @@ class Reference(Role):
     def reference_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens under the reference. Collective over: this replica."""
         scored = self.shipments.pop(("scored", step, chunk))
-        logprobs = self.model.evaluate(
+        logprobs, ids, of_ids = log_probs(
+            self.model,
             scored.experience,
+            count=self.job.architectures[self.name].vocab_size if self.config.loss.kl.estimator == "full" else 0,
             max_tokens=self.config.reference.micro_batch_tokens,
             temperature=self.config.rollout.sampling.temperature,
         )
-        self.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)
+        self.shipments["reference_logprobs", step, chunk] = scored.with_fields(
+            reference_logprobs=logprobs, reference_top_ids=ids, reference_top_logprobs=of_ids
+        )
 
 
 def first_of_equals(ranks: Sequence[int], parts: Sequence[int], rank: int, ranks_per_node: int) -> int:

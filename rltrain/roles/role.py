@@ -88,8 +88,8 @@ class Job:
         """Of the policy."""
         return self.architectures["actor"]
 
-    def model_site(self, role: str) -> ModelSite:
-        """Where the training backend builds the role's model."""
+    def model_site(self, role: str, checkpoint: str | None = None) -> ModelSite:
+        """Where the training backend builds the role's model, or one of several: that of another `checkpoint`."""
         return ModelSite(
             config=self.config,
             role=role,
@@ -98,6 +98,7 @@ class Job:
             groups=self.groups,
             architecture=self.architectures[role],
             on_micro_batch=partial(self._begin_micro_batch, role),
+            checkpoint=checkpoint,
         )
 
     def _begin_micro_batch(self, role: str, lengths: Sequence[int], backward: bool) -> None:

@@ -12,20 +12,31 @@ class Metric:
 
 UPDATE = (
     Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
-    Metric("train/pg_loss", "", "its policy-gradient part: the clipped surrogate"),
+    Metric(
+        "train/pg_loss", "", "its policy-gradient part: the surrogate of loss.policy, corrected as loss.correction says"
+    ),
     Metric("train/kl_loss", "nats", "its KL part before the coefficient, with loss.kl.where: loss"),
     Metric("train/ppo_kl", "nats", "mean of old minus current log-prob over response tokens"),
-    Metric("train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back"),
+    Metric(
+        "train/pg_clipfrac", "fraction", "response tokens whose ratio the clip holds back, where loss.policy has one"
+    ),
+    Metric("train/dual_clipfrac", "fraction", "response tokens whose ratio counts as loss.dual_clip"),
+    Metric("train/covariance_tokens", "fraction", "response tokens that loss.policy clip_cov or kl_cov has chosen"),
     Metric("train/ratio_max", "", "largest ratio of current to old probability"),
     Metric("train/reference_kl", "nats", "KL to the reference policy, estimator k3, where a reference is placed"),
+    Metric("train/teacher_kl", "nats", "KL to the teacher, where one is placed: estimator k3, or over teacher.top_k"),
+    Metric("train/teacher_loss", "nats", "the loss's part that comes of it, before teacher.coef, with where: loss"),
     Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
     Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
-    Metric("train/tis_weight", "", "mean truncated importance weight of response tokens, with loss.tis_clip"),
-    Metric("train/tis_clipped", "fraction", "response tokens whose importance weight loss.tis_clip cuts"),
+    Metric("train/tis_weight", "", "mean weight of response tokens in the policy loss, with loss.correction"),
+    Metric("train/tis_clipped", "fraction", "response tokens whose ratio is outside loss.correction's low and high"),
+    Metric("train/ess", "fraction", "effective sample size of these weights, of the number of response tokens"),
+    Metric("train/rejected_tokens", "fraction", "response tokens that loss.correction leaves out or gives weight 0"),
+    Metric("train/rejected_sequences", "fraction", "sequences of which that is so of all response tokens"),
     Metric("train/staleness_mean", "steps", "mean of step less policy version over the response tokens trained on"),
     Metric("train/staleness_max", "steps", "the largest of them"),
     Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),

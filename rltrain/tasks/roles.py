@@ -32,7 +32,8 @@ TRANSFERS: dict[str, tuple[str, ...]] = {
     "samples": SAMPLES,
     "evaluation_samples": SAMPLES,
     "scored": (*SAMPLES, "rewards"),
-    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs"),
+    "reference_logprobs": ("group_ids", "lengths", "reference_logprobs", "reference_top_ids", "reference_top_logprobs"),
+    "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),
     "values": ("group_ids", "lengths", "values"),
     "returns": ("group_ids", "lengths", "response_mask", "returns"),
@@ -101,6 +102,21 @@ REFERENCE = RoleTasks(
     model="evaluated",
     needed_by_algorithm=False,
 )
+TEACHER = RoleTasks(
+    "teacher",
+    (
+        Task(
+            "teacher_logprobs",
+            Needs(reads=_weights("teacher")),
+            takes=("scored",),
+            leaves=("teacher_logprobs",),
+            informs="actor",
+            kind="teacher",
+        ),
+    ),
+    model="evaluated",
+    needed_by_algorithm=False,
+)
 INFERENCE = RoleTasks(
     "inference",
     (
@@ -136,7 +152,7 @@ REWARD = RoleTasks(
 )
 
 DECLARED: dict[str, RoleTasks] = {
-    role.name: role for role in (ACTOR, CRITIC, REFERENCE, INFERENCE, ENV, ROLLOUT, REWARD)
+    role.name: role for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossFunction
@@ -39,9 +40,13 @@ class ModelSite:
     """To be called with every micro-batch that begins: with the lengths of its samples, and whether gradients are made.
     So others see the model getting on, and what it computes is counted."""
 
+    checkpoint: str | None = None
+    """The folder that the model starts from, where that is not the role's."""
+
     def load_weights(self, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
-        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the role starts from."""
+        """Fill `parameters`, this rank's in `layout`, from the checkpoint that the model starts from."""
         path, key = self.config.checkpoint_of(self.role)
+        path = self.checkpoint or path
         load_parameters(Path(path), layout, self.world.rank, parameters, config_key=key)
 
 
@@ -63,6 +68,25 @@ class Model(Protocol):
         at most `max_tokens`, but for longer samples. Collective over: this replica.
         """
         ...
+
+    def distributions(
+        self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In the place of each token: its own log-prob [tokens], the `count` likeliest tokens and their log-probs, both
+        [tokens, count]. As `evaluate`. Collective over: this replica.
+        """
+        ...
+
+
+def log_probs(
+    model: Model, experience: Experience, *, count: int, max_tokens: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Model.distributions` gives; with a `count` of 0 what `Model.evaluate` does, and no other tokens."""
+    if count:
+        return model.distributions(experience, count=count, max_tokens=max_tokens, temperature=temperature)
+    logprobs = model.evaluate(experience, max_tokens=max_tokens, temperature=temperature)
+    nothing = torch.empty(experience.num_tokens, 0)
+    return logprobs, nothing.long(), nothing
 
 
 class TrainedModel(Model, Protocol):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
-FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.tis_clip=2.0")
+FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.correction.high=2.0")
 
 
 def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: str) -> list[dict[str, float]]:

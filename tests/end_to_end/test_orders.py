@@ -136,7 +136,7 @@ def test_the_quickstart_learns_from_stale_samples(quickstart):
     records = quickstart(
         "evaluation={interval: 10, stop_at: 0.8}",
         f"schedule={{mode: asynchronous, max_staleness: {staleness}}}",
-        "loss={old_logprobs: actor, tis_clip: 2.0}",
+        "loss={old_logprobs: actor, correction: {high: 2.0}}",
     )
     assert column(records, "eval/score")[-1] >= 0.8
     assert max(column(records, "train/staleness_max")) == staleness

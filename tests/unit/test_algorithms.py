@@ -35,9 +35,9 @@ def test_the_config_takes_the_names_of_the_registry():
 @pytest.mark.parametrize(
     ("name", "sections", "needed", "usable"),
     [
-        ("grpo", {}, {"actor", "rollout", "reward"}, {"reference"}),
-        ("grpo", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
-        ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference"}),
+        ("grpo", {}, {"actor", "rollout", "reward"}, {"reference", "teacher", "inference"}),
+        ("grpo", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, {"teacher", "inference"}),
+        ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference", "teacher", "inference"}),
         ("sft", {}, {"actor", "rollout", "reward"}, set()),
         ("sft", {"loss": {"kl": PENALTY}, **NO_EVALUATION}, {"actor"}, set()),
     ],

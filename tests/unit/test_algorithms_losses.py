@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.algorithms.correction import summarize
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, sample_index, token_weights
-from rltrain.algorithms.policy import clipped_policy_loss, policy_loss
+from rltrain.algorithms.policy import policy_loss
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
 MAX_RESPONSE_TOKENS = 7
+TIS = schema.Correction(high=1.1)
 
 
 def make_experience(seed: int, prompt_lengths: list[int], response_lengths: list[int]) -> Experience:
@@ -70,8 +72,8 @@ def plain_policy_loss(
     mask, offsets = experience.response_mask.tolist(), experience.offsets().tolist()
     totals = {"loss": 0.0, "ppo_kl": 0.0, "pg_clipfrac": 0.0, "entropy": 0.0, "reference_kl": 0.0, "kl_loss": 0.0}
     totals |= {"train_rollout_logprob_abs_diff": 0.0, "abs_diff_max": 0.0, "ratio_max": 0.0}
-    totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0}
-    all_tokens = sum(mask)
+    totals |= {"pg_loss": 0.0, "tis_weight": 0.0, "tis_clipped": 0.0, "ess": 0.0}
+    all_tokens, cap = sum(mask), loss.correction.high
     for start, end in zip(offsets, offsets[1:], strict=False):
         positions = [i for i in range(start, end) if mask[i]]
         divisor = {
@@ -84,7 +86,7 @@ def plain_policy_loss(
             ratio = math.exp(new - old_i)
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
             probability_ratio = math.exp(old_i - rollout)
-            weight = 1.0 if loss.tis_clip is None else min(probability_ratio, loss.tis_clip)
+            weight = 1.0 if cap is None else min(probability_ratio, cap)
             objective = weight * min(ratio * advantage, clipped * advantage)
             kl = plain_k(loss.kl.estimator, new, reference)
             penalty = loss.kl.coef * kl if loss.kl.where == "loss" else 0.0
@@ -92,7 +94,8 @@ def plain_policy_loss(
             totals["pg_loss"] -= objective / divisor
             totals["kl_loss"] += kl / divisor
             totals["tis_weight"] += weight / all_tokens
-            totals["tis_clipped"] += (probability_ratio > (loss.tis_clip or math.inf)) / all_tokens
+            totals["ess"] += weight**2 / all_tokens
+            totals["tis_clipped"] += (probability_ratio > (cap or math.inf)) / all_tokens
             totals["ppo_kl"] += (old_i - new) / all_tokens
             totals["pg_clipfrac"] += (clipped * advantage < ratio * advantage) / all_tokens
             totals["entropy"] += ent / all_tokens
@@ -100,7 +103,8 @@ def plain_policy_loss(
             totals["train_rollout_logprob_abs_diff"] += abs(new - rollout) / all_tokens
             totals["abs_diff_max"] = max(totals["abs_diff_max"], abs(new - rollout))
             totals["ratio_max"] = max(totals["ratio_max"], ratio)
-    return totals
+    totals["ess"] = totals["tis_weight"] ** 2 / totals["ess"]
+    return totals | {"rejected_tokens": 0.0, "rejected_sequences": 0.0}
 
 
 LOSSES = [
@@ -111,9 +115,26 @@ LOSSES = [
     schema.Loss(normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k2")),
     schema.Loss(entropy_coef=0.3, kl=schema.Kl(coef=0.5, estimator="k1")),
     schema.Loss(kl=schema.Kl(coef=0.5, estimator="k1", where="reward")),
-    schema.Loss(tis_clip=1.1),
-    schema.Loss(tis_clip=2.0, normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")),
+    schema.Loss(correction=TIS),
+    schema.Loss(
+        correction=schema.Correction(high=2.0), normalization="sequence_mean", kl=schema.Kl(coef=0.1, estimator="k3")
+    ),
 ]
+SMOOTH = [
+    schema.Loss(policy="sapo"),
+    schema.Loss(policy="geometric_mean", normalization="sequence_mean", clip_low=0.4, clip_high=0.4),
+    schema.Loss(dual_clip=1.5, correction=schema.Correction(method="icepop", low=0.5, high=2.0)),
+    schema.Loss(kl=schema.Kl(coef=0.2, unbiased=True), correction=schema.Correction(level="geometric", high=1.1)),
+    schema.Loss(normalization="sequence_mean", correction=schema.Correction(method="mis", level="sequence", high=3.0)),
+]
+WITH_STOPPED_GRADIENTS = [
+    schema.Loss(policy="gspo", normalization="sequence_mean", correction=schema.Correction(reject_above=0.3)),
+    schema.Loss(policy="cispo", clip_low=1.0, clip_high=0.5, correction=schema.Correction(opsm_delta=0.1)),
+]
+OF_MICRO_BATCHES = [schema.Loss(policy="clip_cov"), schema.Loss(policy="kl_cov", normalization="sequence_mean")]
+"""Their covariances are of a micro-batch."""
+SPLITTABLE = [*LOSSES, *SMOOTH, *WITH_STOPPED_GRADIENTS]
+ALL = [*SPLITTABLE, *OF_MICRO_BATCHES]
 
 
 def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]:
@@ -122,7 +143,7 @@ def means(outputs: list[LossOutput], experience: Experience) -> dict[str, float]
     result = {"loss": sum(o.loss.item() for o in outputs) / divisor}
     result |= {name: sum(o.sums[name].item() for o in outputs) / divisor for name in outputs[0].sums}
     result |= {name: sum(o.token_sums[name].item() for o in outputs) / num_tokens for name in outputs[0].token_sums}
-    return result | {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima}
+    return summarize(result | {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima})
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
@@ -135,21 +156,10 @@ def test_policy_loss_equals_plain_python(loss: schema.Loss) -> None:
     names |= {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
     if loss.kl.coef and loss.kl.where == "loss":
         names.add("kl_loss")
-    if loss.tis_clip is not None:
-        names |= {"tis_weight", "tis_clipped"}
+    if loss.correction.high is not None:
+        names |= {"tis_weight", "tis_clipped", "ess", "rejected_tokens", "rejected_sequences"}
     expected["train_rollout_logprob_abs_diff_max"] = expected.pop("abs_diff_max")
     assert actual == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
-
-
-def test_importance_weights_are_left_out_where_the_ratio_has_them_already() -> None:
-    experience = make_experience(0, [3, 1], [5, 7])
-    logprobs, entropy = current_values(experience)
-    capped, plain = (
-        policy_loss(schema.Loss(old_logprobs="rollout", tis_clip=cap), 7)(experience, logprobs, entropy)
-        for cap in (1.1, None)
-    )
-    assert capped.loss.item() == plain.loss.item()
-    assert set(capped.token_sums) == set(plain.token_sums)
 
 
 def split(experience: Experience, cuts: list[int]) -> list[list[int]]:
@@ -178,7 +188,7 @@ def accumulate(
 @given(
     shape=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 6), max_size=4),
-    loss=st.sampled_from([*LOSSES, None]),
+    loss=st.sampled_from([*SPLITTABLE, None]),
     seed=st.integers(0, 1000),
 )
 def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(
@@ -195,7 +205,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
     torch.testing.assert_close(pieces_entropy_gradient, entropy_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+@pytest.mark.parametrize("loss", [*LOSSES, *SMOOTH], ids=range(len(LOSSES + SMOOTH)))
 def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
     experience = make_experience(3, [2, 1], [3, 4])
     double = {
@@ -211,28 +221,6 @@ def test_gradient_equals_finite_differences(loss: schema.Loss) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "binds", "gradient"),
-    [
-        (1.0, 2.0, -2.0, False, -2.0),
-        (1.5, 1.0, -1.3, True, 0.0),
-        (1.5, -1.0, 1.5, False, 1.0),
-        (0.5, 1.0, -0.5, False, -1.0),
-        (0.5, -1.0, 0.8, True, 0.0),
-        (1.5, 0.0, 0.0, False, 0.0),
-    ],
-)
-def test_clip_binds_only_where_it_lowers_the_objective(
-    ratio: float, advantage: float, loss: float, binds: bool, gradient: float
-) -> None:
-    value = torch.tensor([ratio], requires_grad=True)
-    per_token, clip_binds = clipped_policy_loss(value, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3)
-    per_token.sum().backward()
-    assert per_token.item() == pytest.approx(loss)
-    assert clip_binds.item() is binds
-    assert value.grad is not None and value.grad.item() == pytest.approx(gradient)
-
-
-@pytest.mark.parametrize(
     ("normalization", "factors", "divisor"),
     [("token_mean", (1, 1), 4), ("sequence_mean", (1, 1 / 3), 2), ("dr_grpo", (1, 1), 2 * 10)],
 )
@@ -245,7 +233,7 @@ def test_weights_of_known_lengths(normalization: Any, factors: tuple[float, floa
     assert weights.divisor.item() == divisor
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, None], ids=range(len(LOSSES) + 1))
+@pytest.mark.parametrize("loss", [*ALL, None], ids=range(len(ALL) + 1))
 def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) -> None:
     experience = make_experience(0, [2], [3])
     function = likelihood_loss() if loss is None else policy_loss(loss, MAX_RESPONSE_TOKENS)
@@ -258,7 +246,7 @@ def test_no_samples_give_zeros_under_the_same_names(loss: schema.Loss | None) ->
         )
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+@pytest.mark.parametrize("loss", ALL, ids=range(len(ALL)))
 def test_values_outside_the_response_reach_neither_loss_nor_gradient(loss: schema.Loss) -> None:
     experience = make_experience(5, [2, 3], [3, 2])
     outside = ~experience.response_mask
@@ -282,7 +270,7 @@ def test_metrics_carry_no_gradient_and_the_first_update_has_ratio_one() -> None:
     experience = make_experience(1, [1, 2], [4, 4])
     logprobs = experience.actor_logprobs.clone().requires_grad_()
     entropy = torch.zeros_like(logprobs).requires_grad_()
-    output = policy_loss(schema.Loss(tis_clip=1.5), 8)(experience, logprobs, entropy)
+    output = policy_loss(schema.Loss(correction=TIS), 8)(experience, logprobs, entropy)
     assert not any(v.requires_grad for v in (output.sums | output.token_sums | output.maxima).values())
     plain = means([policy_loss(schema.Loss(), 8)(experience, logprobs, entropy)], experience)
     mean_advantage = experience.advantages[experience.response_mask].mean().item()

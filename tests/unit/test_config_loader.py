@@ -181,7 +181,11 @@ def test_mistakes_in_an_override_are_named_with_its_text(refusal, override, expe
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ("loss: {importance_cap: 2.0}", "loss.importance_cap: unknown key (value 2.0); the key is now loss.tis_clip"),
+        (
+            "loss: {importance_cap: 2.0}",
+            "loss.importance_cap: unknown key (value 2.0); the key is now loss.correction.high",
+        ),
+        ("loss: {tis_clip: 2.0}", "loss.tis_clip: unknown key (value 2.0); the key is now loss.correction.high"),
         (
             "critic: {critic_only_steps: 5}",
             "critic.critic_only_steps: unknown key (value 5); the key is now critic.critic_warmup_steps",

@@ -41,8 +41,8 @@ def test_evaluations_without_prompts_are_doubted() -> None:
 
 def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
     (doubt,) = doubts_about("rollout.dtype=fp8", "loss.old_logprobs=actor")
-    assert doubt.startswith("rollout.dtype: got fp8 with loss.tis_clip null")
-    assert doubts_about("rollout.dtype=fp8", "loss={old_logprobs: actor, tis_clip: 2.0}") == []
+    assert doubt.startswith("rollout.dtype: got fp8 with loss.correction.high null")
+    assert doubts_about("rollout.dtype=fp8", "loss={old_logprobs: actor, correction: {high: 2.0}}") == []
     assert doubts_about("rollout.dtype=fp8", "loss.old_logprobs=rollout") == []
 
 

@@ -24,7 +24,10 @@ class Group:
         self.statistics = torch.stack(
             [
                 module._local_statistics(
-                    shard.detach(), (labels - i * columns).view(ROWS, -1), min(max(vocab_size - i * columns, 0), columns), scale
+                    shard.detach(),
+                    (labels - i * columns).view(ROWS, -1),
+                    min(max(vocab_size - i * columns, 0), columns),
+                    scale,
                 )
                 for i, shard in enumerate(shards)
             ]

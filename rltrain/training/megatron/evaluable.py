@@ -1,6 +1,6 @@
 """A model that says of every token its log-prob or value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.forward import likeliest_tokens, make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.objective import OBJECTIVES
 from rltrain.training.packing import MicroBatch
@@ -24,27 +24,56 @@ class EvaluableModel:
         self.parameters: Mapping[str, Tensor] = local_parameters(model)
         self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(model.parameters)}
 
-    @torch.no_grad()
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
         """Collective over: the replica's tensor- and pipeline-parallel groups."""
-        model = self.model
-        result = torch.zeros(experience.num_tokens, device=model.device)
-        if experience.num_samples == 0:
-            return result.cpu()
 
-        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Tensor]:
-            values = self.objective.token_outputs(model, batch, of_tokens, temperature)[0]
-            return values.new_zeros(()), values
+        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
+            return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
+
+        return self._evaluate(experience, max_tokens, outputs, [torch.zeros(experience.num_tokens)])[0]
+
+    def distributions(
+        self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective over: the replica's tensor- and pipeline-parallel groups."""
+
+        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, ...]:
+            logprobs = self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0]
+            return logprobs, *likeliest_tokens(self.model, batch, of_tokens, temperature, count)
+
+        num_tokens = experience.num_tokens
+        ids = torch.zeros(num_tokens, count, dtype=torch.int64)
+        empty = [torch.zeros(num_tokens), ids, torch.zeros(num_tokens, count)]
+        logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty)
+        return logprobs, top_ids, top_logprobs
+
+    @torch.no_grad()
+    def _evaluate(
+        self,
+        experience: Experience,
+        max_tokens: int,
+        outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
+        empty: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
+        model = self.model
+        results = [tensor.to(model.device) for tensor in empty]
+        if experience.num_samples == 0:
+            return [*empty]
+
+        def without_loss(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+            return torch.zeros((), device=model.device), outputs(batch, of_tokens)
 
         was_training = model.training
         model.eval()
         micro_batches = make_micro_batches(model, experience, max_tokens)
-        kept = run_schedule(model, micro_batches, outputs, backward=False)
+        kept = run_schedule(model, micro_batches, without_loss, backward=False)
         model.train(was_training)
 
         for batch, values in zip(micro_batches, kept, strict=False):
-            result[batch.token_index.to(result.device)] = values
+            for result, value in zip(results, values, strict=True):
+                result[batch.token_index.to(result.device)] = value
         pipeline = model.pg_collection.pp
-        if pipeline.size() > 1:
+        for result in results if pipeline.size() > 1 else ():
             dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
-        return result.cpu()
+        return [result.cpu() for result in results]

@@ -12,9 +12,10 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
-from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
+from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
 
@@ -83,22 +84,47 @@ def run_schedule(
     )
 
 
-def token_logprobs(
-    model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
-    from; both [tokens] fp32, 0 at a sample's first token. Collective over: the tensor-parallel group."""
-    experience = batch.experience
+    from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
+    well, [tokens, n]. Collective over: the tensor-parallel group."""
+    labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
+    if asked is not None:
+        labels = torch.cat([labels[:, None], asked], dim=1)
     logprobs, entropy = vocab_parallel_logprobs(
         logits,
-        experience.tokens.roll(-1),
+        labels.roll(-1, dims=0),
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,
         group=model.pg_collection.tp,
     )
-    predicted = torch.ones(batch.num_tokens, device=logits.device)
-    predicted[experience.offsets()[:-1]] = 0
-    return logprobs.roll(1) * predicted, entropy.roll(1) * predicted
+    if asked is None:
+        return at_drawn(batch, logprobs), at_drawn(batch, entropy)
+    return at_drawn(batch, logprobs[:, 0]), at_drawn(batch, entropy), at_drawn(batch, logprobs[:, 1:])
+
+
+def likeliest_tokens(
+    model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
+    first token. Collective over: the tensor-parallel group."""
+    ids, logprobs = vocab_parallel_top(
+        logits,
+        count,
+        vocab_size=model.architecture.vocab_size,
+        temperature=temperature,
+        group=model.pg_collection.tp,
+    )
+    return at_drawn(batch, ids), at_drawn(batch, logprobs)
+
+
+def at_drawn(batch: MicroBatch, of_context: Tensor) -> Tensor:
+    """What a model makes of a sample's tokens up to and with each one, at the index of the token that follows; 0 at a
+    sample's first token. Gradients flow."""
+    moved = of_context.roll(1, dims=0)
+    drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
+    drawn[batch.experience.offsets()[:-1]] = 0
+    return moved * drawn.view(-1, *[1] * (moved.dim() - 1))
 
 
 def token_values(batch: MicroBatch, outputs: Tensor) -> Tensor:
@@ -107,6 +133,4 @@ def token_values(batch: MicroBatch, outputs: Tensor) -> Tensor:
     `outputs` [tokens] are what a value model makes of a sample's tokens up to and with each one. Gradients flow to
     them.
     """
-    drawn = torch.ones(batch.num_tokens, device=outputs.device)
-    drawn[batch.experience.offsets()[:-1]] = 0
-    return outputs.roll(1) * drawn
+    return at_drawn(batch, outputs)

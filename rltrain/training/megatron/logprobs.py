@@ -84,9 +84,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
             # d entropy / d logit = -p (log p + entropy);  d logprob / d logit = [label] - p
             of_labels = grad_logprobs[rows].sum(1, keepdim=True)
-            factor = torch.addcmul(
-                of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None]
-            )
+            factor = torch.addcmul(of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None])
             values = logprobs.exp_().mul_(factor).mul_(-scale)
             index, local = _local_labels(labels[rows], num_valid)
             values.scatter_add_(1, index, grad_logprobs[rows] * local * scale)

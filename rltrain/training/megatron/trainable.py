@@ -104,8 +104,7 @@ class TrainableModel(EvaluableModel):
             self._pending.outputs += run_schedule(self.ddp, micro_batches, loss, backward=True)
         elif self.groups.pp.rank() == self.groups.pp.size() - 1:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
-            nothing = [torch.zeros(0)] * self.objective.num_outputs
-            self._pending.outputs.append(loss_function(experience, *nothing))
+            self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
 
     def step(self) -> dict[str, float]:
         metrics = self._step()

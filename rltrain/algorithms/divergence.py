@@ -1,0 +1,57 @@
+"""KL over the vocabulary, from the log-probs of several tokens in the place of each one.
+
+Whoever knows a distribution leaves its likeliest tokens and their log-probs in the experience, as `<role>_top_ids` and
+`<role>_top_logprobs` [tokens, k]; k is 0 where nobody asks. The model in training says what it thinks of the same
+tokens, all roles' beside each other.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rltrain.data.experience import Experience
+
+TELLING = ("reference", "teacher")
+"""Roles that may leave a distribution."""
+
+MIN_REST = 1e-5
+"""Probability of all other tokens together below which it is rounding."""
+
+
+def asked_tokens(experience: Experience) -> Tensor | None:
+    """[tokens, n] whose log-probs a loss wants in each token's place, beside that of the token; None where it wants
+    none."""
+    asked = [getattr(experience, f"{role}_top_ids") for role in _telling(experience)]
+    return torch.cat(asked, dim=1) if asked else None
+
+
+def divergence_from(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> Tensor | None:
+    """[tokens] KL(policy || role) on response tokens, 0 elsewhere; None where the role left no distribution.
+
+    `of_asked` holds the policy's log-probs of `asked_tokens`, or nothing where there are none. Gradients flow to them.
+    """
+    telling = _telling(experience)
+    if role not in telling:
+        return None
+    theirs = [getattr(experience, f"{other}_top_logprobs") for other in telling]
+    mine = torch.split(of_asked[0], [logprobs.shape[1] for logprobs in theirs], dim=1)
+    outside, number = ~experience.response_mask[:, None], telling.index(role)
+    return reverse_kl(mine[number].masked_fill(outside, 0), theirs[number].masked_fill(outside, 0))
+
+
+def _telling(experience: Experience) -> list[str]:
+    """The roles that left a distribution."""
+    fields = [(role, f"{role}_top_ids") for role in TELLING]
+    return [role for role, name in fields if experience.has(name) and getattr(experience, name).shape[1]]
+
+
+def reverse_kl(policy: Tensor, other: Tensor) -> Tensor:
+    """[tokens] sum of p (log p - log q) over k tokens and, as one more outcome, all the others.
+
+    `policy` and `other` [tokens, k] are log-probs of the same k tokens of each token's vocabulary. Gradients flow to
+    both. It is a lower bound of the KL over the whole vocabulary, and equal to it where the k tokens are all.
+    """
+    over_tokens = (policy.exp() * (policy - other)).sum(1)
+    rest, its_rest = (torch.clamp(1 - logprobs.exp().sum(1), min=MIN_REST) for logprobs in (policy, other))
+    return over_tokens + rest * (rest.log() - its_rest.log())

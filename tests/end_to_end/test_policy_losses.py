@@ -1,0 +1,39 @@
+"""Every policy loss and every kind of off-policy correction trains the quickstart's model."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+pytestmark = pytest.mark.slow
+
+ONE_RANK = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1", "data.eval=null", "steps=2")
+SMALL = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
+OF_SEQUENCES = "normalization: sequence_mean"
+LOSSES = {
+    "clip": "dual_clip: 3.0, correction: {level: geometric, high: 2.0}",
+    "gspo": f"{OF_SEQUENCES}, correction: {{method: mis, level: sequence, low: 0.5, high: 2.0}}",
+    "cispo": "clip_low: 1.0, clip_high: 4.0, correction: {method: icepop, low: 0.5, high: 5.0}",
+    "sapo": "correction: {method: mask, high: 2.0, reject_above: 0.01}",
+    "clip_cov": "clip_high: 0.28, clip_cov: {low: 0.01}, correction: {opsm_delta: 0.1}",
+    "kl_cov": "kl_cov: {ratio: 0.02}, kl: {coef: 0.05, unbiased: true}",
+    "geometric_mean": f"{OF_SEQUENCES}, clip_low: 0.4, clip_high: 0.4, correction: {{high: 2.0}}",
+}
+
+
+@pytest.mark.parametrize("policy", LOSSES)
+def test_a_policy_loss_trains(policy: str, warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    """Two steps of two updates. The weights are the engine's, so that nothing is far off and nothing is rejected."""
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        *(f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0], *ONE_RANK, SMALL),
+        f"loss={{policy: {policy}, old_logprobs: actor, {LOSSES[policy]}}}",
+        num_ranks=1,
+    )
+    norms = column(records, "train/grad_norm")
+    assert len(norms) == 2 and all(0 < norm < math.inf for norm in norms)
+    assert max(column(records, "train/ratio_max")) < 3, "the policy leaves the one that drew"
+    assert max(column(records, "train/rejected_tokens"), default=0) == 0
+    assert min(column(records, "train/ess"), default=1) > 0.99
