@@ -29,7 +29,7 @@ critic: {path: other}
 rollout: {sampling: {max_response_tokens: 40}}
 schedule: {mode: asynchronous, max_staleness: 2}
 batch: {prompts_per_step: 64, mini_batches: 8}
-loss: {old_logprobs: actor, tis_clip: 2.0}
+loss: {old_logprobs: actor}
 checkpoint: {save_interval: 20}
 evaluation: {interval: 20, stop_at: 0.9, keep_best: {metric: eval/score}, sets: [{name: a, data: {path: a.jsonl}}]}
 logging: {wandb: {project: p}}
