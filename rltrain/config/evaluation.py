@@ -12,6 +12,8 @@ from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt,
 
 SHORT_FORM = "eval"
 """The name of the set that data.eval is."""
+OF_SOURCES = "reward_mean"
+"""Before the name of one of several sources, in metrics; no set can be called so."""
 
 
 class EvaluationSampling(Section):
@@ -88,9 +90,15 @@ class EvaluationPlan:
         """Before the first step, after the last one, and every `interval` steps between."""
         return step in (0, last_step) or (self.interval > 0 and step % self.interval == 0)
 
+    def own_name(self, metric: str) -> str | None:
+        """What `metric` is called among those of this set; None where it is another's."""
+        name = metric.removeprefix(f"{self.prefix}/")
+        is_own = name != metric and ("/" not in name or name.startswith(f"{OF_SOURCES}/"))
+        return name if is_own else None
+
     def reports(self, metric: str) -> bool:
         """Whether `metric` has the form of one of this set's."""
-        return metric.rpartition("/")[0] == self.prefix
+        return self.own_name(metric) is not None
 
 
 def evaluation_plans(evaluation: Evaluation, short_form: PromptFile | None, of_run: Sampling) -> list[EvaluationPlan]:

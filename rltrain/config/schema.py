@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
+from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang

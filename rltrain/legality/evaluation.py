@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
+from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.evaluation.estimators import sizes_up_to
 
@@ -30,10 +30,10 @@ def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
         if count > 1:
             and_short = f"; {SHORT_FORM} is that of data.eval" if name == SHORT_FORM else ""
             yield f"evaluation.sets: {count} sets are called {name!r}; expected a name for each{and_short}"
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name == OF_SOURCES:
             yield (
-                f"evaluation.sets: got the name {name!r}; expected letters, digits, underscores, dots and hyphens: the "
-                "metric is eval/<name>/score"
+                f"evaluation.sets: got the name {name!r}; expected letters, digits, underscores, dots and hyphens, "
+                f"and another name than {OF_SOURCES}: the metric is eval/<name>/score"
             )
 
 
@@ -68,8 +68,8 @@ def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
 
 
 def _has(plan: EvaluationPlan, metric: str) -> bool:
-    name = metric.rpartition("/")[2]
-    return plan.reports(metric) and (name in _metrics(plan) or name.startswith("reward_"))
+    name = plan.own_name(metric)
+    return name is not None and (name in _metrics(plan) or name.startswith("reward_"))
 
 
 def _metrics(plan: EvaluationPlan) -> list[str]:

@@ -63,5 +63,5 @@ def _label_problems(config: Config) -> Iterator[str]:
     files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in config.evaluations]
     for key, file, reward in files:
         needing = [name for name in reward.names if name in NEEDS_LABEL]
-        if file.label_key is None and needing:
+        if needing and any(source.label_key is None for source in file.parts()):
             yield f"{key}.label_key: got null, but the reward {needing[0]} compares with labels; expected their column"

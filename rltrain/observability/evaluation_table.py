@@ -27,9 +27,9 @@ class EvaluationTable:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         sets = {
             plan.name: {
-                name.rpartition("/")[2]: value
+                own: value
                 for name, value in metrics.items()
-                if plan.reports(name) and name.rpartition("/")[2] != OF_TRAINING
+                if (own := plan.own_name(name)) is not None and own != OF_TRAINING
             }
             for plan in self.config.evaluations
         }

@@ -14,6 +14,7 @@ from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.data.prompts import report_dropped
 from rltrain.evaluation.best import BEST_FILE, Best
 from rltrain.evaluation.verdicts import best_verdict_of
 from rltrain.exchange.exchange import Shipment
@@ -40,6 +41,8 @@ class Actor(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.demonstrations = self.algorithm.demonstrations()
+        if self.demonstrations is not None and job.world.rank == self.leader:
+            report_dropped("data.train", self.demonstrations.dataset)
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")

@@ -1,17 +1,15 @@
 """The prompt files of a run, read once per process however many roles of it use them."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, Reward
-from rltrain.data.order import PromptOrder
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts
+from rltrain.data.order import Order
+from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.rewards.registry import COMPARES_TEXT
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class Prompts:
 
     decoder: TextDecoder
     encoder: PromptEncoder
-    training: tuple[PromptDataset, PromptOrder] | None
+    training: tuple[PromptDataset, Order] | None
     evaluations: tuple[PromptDataset, ...]
     """As Config.evaluations has them."""
     keys: tuple[str, ...]
@@ -31,11 +29,11 @@ class Prompts:
         return self._of_training[0]
 
     @property
-    def order(self) -> PromptOrder:
+    def order(self) -> Order:
         return self._of_training[1]
 
     @property
-    def _of_training(self) -> tuple[PromptDataset, PromptOrder]:
+    def _of_training(self) -> tuple[PromptDataset, Order]:
         assert self.training is not None, "only an algorithm that generates has training prompts"
         return self.training
 
@@ -43,8 +41,7 @@ class Prompts:
         """Say which rows of the files are not used."""
         train = [("data.train", self.train)] if self.training else []
         for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
-            if dataset.dropped.num_bad or dataset.dropped.num_too_long:
-                logger.warning("%s: %s", key, dataset.dropped)
+            report_dropped(key, dataset)
 
 
 def read_prompts(config: Config) -> Prompts:
@@ -55,7 +52,7 @@ def read_prompts(config: Config) -> Prompts:
     training = None
     if algorithm_of(config).generates:
         train = load_prompts(data.train, data, encoder, needs=_needs(config.reward), config_key="data.train")
-        training = train, PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
+        training = train, prompt_order(train, config)
     evaluations = tuple(
         load_prompts(plan.file, data, encoder, needs=_needs(plan.reward or config.reward), config_key=plan.config_key)
         for plan in plans

@@ -139,6 +139,9 @@ class Reward(Role):
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
         )
         statistics.add(scored.experience, scores)
+        if len(source.dataset.sources) > 1:
+            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
+            statistics.add_sources(sources, scores.rewards)
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:

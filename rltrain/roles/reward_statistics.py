@@ -10,6 +10,9 @@ from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
+OF_SOURCE = "reward_mean/"
+"""Before the name of a source: the mean over its samples."""
+
 Record = Mapping[str, Any]
 """What JSON can write of a rank's statistics."""
 
@@ -52,6 +55,11 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
+    def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
+        """Of samples that were added: where the prompt of each is from, and its reward."""
+        for source, reward in zip(sources, rewards, strict=True):
+            self._add_mean(f"{OF_SOURCE}{source}", reward, 1)
+
     def _add_mean(self, name: str, total: float, count: int) -> None:
         before, num_before = self.means.get(name, (0.0, 0))
         self.means[name] = (before + total, num_before + count)
@@ -70,13 +78,16 @@ class RewardStatistics:
     @staticmethod
     def means_of(records: Sequence[Record]) -> dict[str, float]:
         """What functions are reported by, one by one. What no sample has is not there."""
-        totals: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
+        return {name: total / count for name, (total, count) in RewardStatistics._totals(records).items() if count}
+
+    @staticmethod
+    def _totals(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
+        totals: dict[str, tuple[float, int]] = {}
         for record in records:
             for name, (total, count) in record["means"].items():
-                totals[name] += total
-                counts[name] += count
-        return {name: totals[name] / count for name, count in counts.items() if count}
+                before, num_before = totals.get(name, (0.0, 0))
+                totals[name] = before + total, num_before + count
+        return totals
 
     @classmethod
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
@@ -84,6 +95,8 @@ class RewardStatistics:
         sums = cls.sums_of(records)
         count = sums["samples"]
         mean = sums["rewards"] / count
+        of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
+        shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}
         counted = {name: number for name, number in sums.items() if name.startswith("reward_")}
         return {
             "reward_mean": mean,
@@ -91,6 +104,7 @@ class RewardStatistics:
             "response_length_mean": sums["lengths"] / count,
             "response_length_max": max(record["longest"] for record in records),
             "truncated_ratio": sums["truncated"] / count,
+            **shares,
             **counted,
             **cls.means_of(records),
         }

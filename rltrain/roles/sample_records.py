@@ -23,6 +23,8 @@ def sample_records(source: Scorables, scored: Experience, step: int) -> Iterator
             "policy_version_min": min(version[mask].tolist(), default=None),
             "policy_version_max": max(version[mask].tolist(), default=None),
         }
+        if len(source.dataset.sources) > 1:
+            record["source"] = source.dataset.source_of(int(scored.prompt_ids[number]))
         if turns := source.conversation(scored, number):
             record["turns"] = turns
         yield record

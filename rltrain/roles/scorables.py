@@ -97,7 +97,7 @@ class Scorables:
             values["messages"] = () if isinstance(prompt, str) else prompt
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
-            values["label_value"] = self.columns.label_value(columns)
+            values["label_value"] = self.columns.label_value(row, columns)
         if TOKEN_FIELDS & self.fields:
             start = int(mask.nonzero()[0]) if mask.any() else len(mask)
             values["prompt_ids"], values["response_ids"] = tokens[:start].tolist(), tokens[start:].tolist()
@@ -115,8 +115,9 @@ def _wanted_columns(
     functions: Sequence[RewardFunction], dataset: PromptDataset, file: schema.PromptFile, config_key: str
 ) -> RowColumns | None:
     wanted = [function.convention.columns for function in functions]
+    has_labels = all(source.label_key is not None for source in file.parts())
     for function in functions:
-        if function.convention.takes_label and file.label_key is None:
+        if function.convention.takes_label and not has_labels:
             raise ConfigError(
                 f"{config_key}.label_key: got null, but {function.config_key}.function {function.name!r} takes a "
                 "label; expected the column that has it"

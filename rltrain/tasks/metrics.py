@@ -100,6 +100,12 @@ GENERATE = (
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
+    Metric(
+        "rollout/reward_mean/<source>",
+        "",
+        "mean reward of the samples whose prompts are from one of data.train.sources",
+    ),
+    Metric("rollout/share/<source>", "fraction", "samples whose prompts are from it"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
@@ -122,6 +128,7 @@ SCORE_EVALUATION = (
     Metric("eval/prompts", "prompts", "that were answered"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
     Metric("eval/truncated_ratio", "fraction", "responses cut at the limit on their tokens"),
+    Metric("eval/reward_mean/<source>", "", "mean reward of the prompts from one of data.eval.sources"),
     Metric("eval/reward_<name>", "", "as rollout/reward_<name> and rollout/reward_<key>, of the held-out prompts"),
     Metric("eval/policy_version", "", "of the weights that drew them; were they several, the oldest"),
     Metric("eval/policy_version_max", "", "and the newest"),

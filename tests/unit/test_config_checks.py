@@ -14,6 +14,7 @@ from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
+ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
 SIZES = SimpleNamespace(
     num_layers=4,
@@ -131,6 +132,40 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
         ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
         ({"evaluation": {"stop_at": 0.5}}, "evaluation.stop_at: got 0.5 without data.eval"),
+        (
+            {"data": {"train": {}}},
+            "data.train: neither path nor sources is given; expected one: data.train.path, a file",
+        ),
+        ({"data": {"train": {"path": "a", "sources": [{"path": "b"}]}}}, "data.train: both path and sources are given"),
+        (
+            {"data": {"train": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]}}},
+            "data.train.sources.1.weight: got none beside sources that have one; expected a weight for every source",
+        ),
+        (
+            {"data": {"train": {"sources": [{"path": "a/rows.jsonl"}, {"path": "b/rows.jsonl"}]}}},
+            "data.train.sources: 2 are called 'rows'; expected a name for each",
+        ),
+        (
+            {"data": {"train": {"sources": [{"path": "a", "name": "a b"}]}}},
+            "data.train.sources.0.name: got 'a b'; expected letters, digits",
+        ),
+        ({"data": {"train": {"sources": [{"path": []}]}}}, "data.train.sources.0.path: got an empty list"),
+        (
+            {"data": {"train": {"path": "a"}, "eval": {"sources": [{"path": "b", "weight": 1.0}]}}},
+            "data.eval.sources: got weights; expected none",
+        ),
+        (
+            {"data": {"train": {"path": "a"}, "min_prompt_tokens": 9, "max_prompt_tokens": 8}},
+            "data.min_prompt_tokens: got 9; expected at most data.max_prompt_tokens 8",
+        ),
+        (
+            {**ENVIRONMENT, "data": {"train": {"sources": [{"path": "a"}, {"path": "b", "prompt_key": "q"}]}}},
+            "data.train.sources: got 2 values of prompt_key with an environment; expected one",
+        ),
+        (
+            {**ENVIRONMENT, "data": {"train": {"path": "a", "tools_key": "tools"}}},
+            "data.train.tools_key: got 'tools' with an environment; expected null",
+        ),
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),

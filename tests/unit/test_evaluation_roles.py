@@ -48,6 +48,8 @@ KEEP_BEST = {"metric": "eval/hard/pass@4"}
 class Rows:
     """Prompts of two tokens, each labelled by its number."""
 
+    sources = ("one",)
+
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 

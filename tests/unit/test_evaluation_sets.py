@@ -37,6 +37,8 @@ def test_metrics_belong_to_the_set_that_their_prefix_names():
     short, hard = of_sets(HARD).evaluations
     assert short.reports("eval/score") and not short.reports("eval/hard/score")
     assert hard.reports("eval/hard/pass@4") and not hard.reports("eval/pass@4")
+    assert short.own_name("eval/reward_mean/gsm8k") == hard.own_name("eval/hard/reward_mean/gsm8k")
+    assert not short.reports("eval/hard/reward_mean/gsm8k")
 
 
 def test_what_ends_a_run_is_the_first_set_s_score_unless_it_is_named():
@@ -62,6 +64,12 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
         ([HARD, HARD], {}, "evaluation.sets: 2 sets are called 'hard'; expected a name for each"),
         ([{**HARD, "name": "eval"}], {}, "2 sets are called 'eval'; expected a name for each; eval is that of data"),
         ([{**HARD, "name": "a b"}], {}, "evaluation.sets: got the name 'a b'; expected letters, digits"),
+        (
+            [{**HARD, "data": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]}}],
+            {},
+            "evaluation.sets.0.data.sources: got weights; expected none: an evaluation draws every row",
+        ),
+        ([{**HARD, "data": {}}], {}, "evaluation.sets.0.data: neither path nor sources is given"),
         (
             [{**HARD, "sampling": {}}],
             {},
