@@ -26,6 +26,7 @@ from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
@@ -107,7 +108,20 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "distillation", "sft", "evaluate"] = "grpo"
+    algorithm: Literal[
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "maxrl",
+        "pass_at_k",
+        "gdpo",
+        "ppo",
+        "distillation",
+        "sft",
+        "evaluate",
+    ] = "grpo"
     """evaluate: nothing is trained, model.path is evaluated (launch/evaluate.py)."""
     steps: Count
     seed: NonNegativeInt = 0

@@ -21,7 +21,7 @@ from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.sample_records import sample_records
-from rltrain.roles.scorables import Scorables, turn_ends
+from rltrain.roles.scorables import Scorables, reward_parts, turn_ends
 
 
 def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Reward(Role):
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics()
+            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         assert self.training is not None, "only an algorithm that generates has this task"
         samples = self.shipments.pop(("samples", step, chunk))
         scored = self._score(samples, self.scorer, self.training, step, self.statistics)
@@ -137,11 +137,13 @@ class Reward(Role):
         scored = shipment.with_fields(
             rewards=torch.tensor(scores.rewards, dtype=torch.float32),
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+            reward_parts=reward_parts(scores),
         )
         statistics.add(scored.experience, scores)
         if len(source.dataset.sources) > 1:
-            sources = [source.dataset.source_of(row) for row in experience.prompt_ids.tolist()]
-            statistics.add_sources(sources, scores.rewards)
+            reported = statistics.reported(scored.experience)
+            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            statistics.add_sources(sources, reported.rewards.tolist())
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:

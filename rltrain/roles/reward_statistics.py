@@ -2,8 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
@@ -18,9 +21,13 @@ Record = Mapping[str, Any]
 
 
 class RewardStatistics:
-    """Sums over the samples that this rank has scored, and each function's first failure among them, in words."""
+    """Sums over the samples that this rank has scored, and each function's first failure among them, in words.
 
-    def __init__(self) -> None:
+    What is reported of all samples leaves out those that `is_greedy` [samples] bool tells: they are compared with.
+    """
+
+    def __init__(self, is_greedy: Callable[[Experience], Tensor] | None = None) -> None:
+        self.is_greedy = is_greedy
         self.sums: Counter[str] = Counter()
         self.means: dict[str, tuple[float, int]] = {}
         """Sum and number of samples of what the functions are reported by."""
@@ -30,10 +37,16 @@ class RewardStatistics:
 
     def add(self, experience: Experience, scores: CombinedScores) -> None:
         """`experience` has the rewards of `scores`."""
+        greedy = self._greedy(experience)
+        if greedy.any():
+            of_greedy = experience.rewards[greedy].double()
+            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
+        experience = self.reported(experience)
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
             {
-                "samples": len(rewards),
+                "samples": len(scores.rewards),
+                "reported": len(rewards),
                 "rewards": float(rewards.sum()),
                 "squares": float(rewards.square().sum()),
                 "lengths": float(lengths.sum()),
@@ -55,8 +68,18 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
+    def reported(self, experience: Experience) -> Experience:
+        """Without greedy samples."""
+        greedy = self._greedy(experience)
+        return experience.select(torch.nonzero(~greedy).flatten()) if greedy.any() else experience
+
+    def _greedy(self, experience: Experience) -> Tensor:
+        if self.is_greedy is None:
+            return torch.zeros(experience.num_samples, dtype=torch.bool)
+        return self.is_greedy(experience)
+
     def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
-        """Of samples that were added: where the prompt of each is from, and its reward."""
+        """Of samples that are reported: where the prompt of each is from, and its reward."""
         for source, reward in zip(sources, rewards, strict=True):
             self._add_mean(f"{OF_SOURCE}{source}", reward, 1)
 
@@ -93,7 +116,7 @@ class RewardStatistics:
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
         """From the records of all ranks of the role, each of which has samples of its own."""
         sums = cls.sums_of(records)
-        count = sums["samples"]
+        count = sums["reported"]
         mean = sums["rewards"] / count
         of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
         shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}

@@ -20,7 +20,7 @@ from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, SampleGroup
@@ -48,6 +48,9 @@ class Rollout(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self.num_greedy = job.shape.greedy_per_group
+        self.num_samples = job.shape.samples_per_group + self.num_greedy
+        """Of each training prompt, the greedy ones last."""
         self.engine_ranks = self.grid.replica(self.dp)
         self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         self.sessions = EpisodeSessions(job, is_leader=self.decisions.is_leader)
@@ -176,11 +179,12 @@ class Rollout(Role):
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
-        batch, prompts = self.config.batch, self.job.prompts
+        prompts = self.job.prompts
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling, conversations = self._sampling_params(self.config.rollout.sampling), Conversations()
+        sampling = replace(self._sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
+        conversations = Conversations()
         if prompts.training is not None:
             conversations = self.sessions.training(prompts.train, self.engine, sampling)
         loop = self._generation_loop(
@@ -188,7 +192,7 @@ class Rollout(Role):
                 self.engine,
                 sampling,
                 self._training_group,
-                num_samples=batch.samples_per_prompt,
+                num_samples=self.num_samples,
                 episodes=conversations.episodes,
                 max_turn_tokens=self.config.env.max_turn_tokens,
                 guests=conversations.guests,
@@ -198,6 +202,9 @@ class Rollout(Role):
         )
         loop.resume(start.state)
         return loop
+
+    def _greedy_places(self) -> GreedyPlaces | None:
+        return GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
 
     def _rules(self) -> StreamRules:
         """Of the stream of training prompts."""
@@ -241,10 +248,11 @@ class Rollout(Role):
             )
         for group in state.begun:
             num_samples = len({sample.episode for sample in group.samples})
-            if num_samples != batch.samples_per_prompt:
+            if num_samples != self.num_samples:
                 raise CheckpointError(
                     f"The checkpoint holds unfinished prompts of {num_samples} samples each; expected "
-                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {num_samples}."
+                    f"{self.num_samples}. Set batch.samples_per_prompt to "
+                    f"{num_samples - self.num_greedy}."
                 )
             for sample in group.pending:
                 if sample.waits:
@@ -259,9 +267,9 @@ class Rollout(Role):
 
     def _training_group(self, position: int) -> SampleGroup:
         """The group at a position of the stream of training prompts."""
-        batch, prompts = self.config.batch, self.job.prompts
-        step, row = position // batch.prompts_per_step, prompts.order.row(position)
-        return self._group(prompts.train, batch.samples_per_prompt, step, row, position)
+        prompts = self.job.prompts
+        step, row = position // self.config.batch.prompts_per_step, prompts.order.row(position)
+        return self._group(prompts.train, self.num_samples, step, row, position)
 
     def _group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
         """One of the row's prompt, of which nothing is drawn; another number `draw` stands for other samples of it."""

@@ -12,6 +12,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
+from rltrain.rewards.combined import CombinedScores
 from rltrain.rewards.registry import RewardFunction
 from rltrain.rewards.scorable import Scorable, Turn
 
@@ -137,3 +138,8 @@ def _wanted_columns(
         every=any(columns.every for columns in wanted),
         label=any(columns.label for columns in wanted),
     )
+
+
+def reward_parts(scores: CombinedScores) -> Tensor:
+    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
+    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))

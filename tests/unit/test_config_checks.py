@@ -130,6 +130,52 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "batch.prompts_per_step: got 10; expected a multiple of 4",
         ),
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
+        (
+            {"algorithm": "rloo", "batch": {"samples_per_prompt": 1}},
+            "batch.samples_per_prompt: got 1; expected at least 2: algorithm rloo compares",
+        ),
+        (
+            {"advantages": {"gamma": 0.9}},
+            "advantages.gamma: got 0.9; expected 1.0, or nothing: algorithm grpo does not look at it",
+        ),
+        (
+            {"algorithm": "pass_at_k", "batch": {"samples_per_prompt": 4}, "advantages": {"k": 5}},
+            "advantages.k: got 5 with batch.samples_per_prompt 4; expected 2 to 4",
+        ),
+        (
+            {"algorithm": "gdpo"},
+            "reward.functions: got 0; expected at least 2: algorithm gdpo normalises each apart",
+        ),
+        (
+            {"algorithm": "maxrl", "loss": {"kl": {"coef": 0.1, "where": "reward"}}},
+            "loss.kl.where: got reward; expected loss: algorithm maxrl divides by the mean reward",
+        ),
+        (
+            {"algorithm": "maxrl", "advantages": {"overlong_penalty": {"buffer_tokens": 8}}},
+            "advantages.overlong_penalty: got one; expected null: algorithm maxrl divides",
+        ),
+        (
+            {
+                "algorithm": "distillation",
+                "placement": GRPO | {"teacher": 4},
+                "teacher": {"path": "m"},
+                "loss": {"kl": {"coef": 0.1, "where": "reward"}},
+            },
+            "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards",
+        ),
+        (
+            {"algorithm": "remax", "env": {"agent": {"command": ["a"]}}, "placement": GRPO | {"env": 4}},
+            "env.agent: got one with algorithm remax; expected none",
+        ),
+        (
+            {"advantages": {"overlong_penalty": {"buffer_tokens": 1025}}},
+            "advantages.overlong_penalty.buffer_tokens: got 1025; expected at most "
+            "rollout.sampling.max_response_tokens 1024",
+        ),
+        (
+            {"loss": {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}},
+            "loss.kl.adaptive: got one with loss.kl.coef 0.1 and loss.kl.where loss; expected a coefficient above 0",
+        ),
         ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
         ({"evaluation": {"stop_at": 0.5}}, "evaluation.stop_at: got 0.5 without data.eval"),
         (

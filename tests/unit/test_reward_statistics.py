@@ -117,6 +117,18 @@ def test_every_function_has_metrics_of_its_own():
     assert ranks[0].first_failures == {"form": "no text"}
 
 
+def test_greedy_samples_are_reported_apart():
+    part = [(1.0, 4, False), (7.0, 9, True), (0.5, 2, False)]
+    of_rank = RewardStatistics(is_greedy=lambda _: torch.tensor([False, True, False]))
+    of_rank.add(*scored(part, errors=1))
+    metrics = RewardStatistics.metrics([of_rank.record()])
+    alone = RewardStatistics()
+    alone.add(*scored([part[0], part[2]], errors=1))
+    assert metrics.pop("greedy_reward_mean") == 7.0
+    assert metrics == RewardStatistics.metrics([alone.record()])
+    assert of_rank.sums["samples"] == 3, "failures are judged by all that were scored"
+
+
 def test_what_stands_in_a_record_can_be_sent_as_json():
     record = of_two_functions([1.0]).record()
     assert RewardStatistics.metrics([json.loads(json.dumps(record))]) == RewardStatistics.metrics([record])
