@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "residency.memory_plan",
     ),
     "evaluation": (*BASE, "data"),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "evaluation.estimators"),
+    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
     "folders": BASE,
     "roles": (
         *BASE,
