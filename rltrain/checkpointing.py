@@ -46,7 +46,7 @@ class Checkpointing:
     ) -> None:
         self.job, self.order, self.roles, self.transfers, self.reporter = job, order, roles, transfers, reporter
         self.stop = job.stop
-        self.leader = job.leader_of("actor")
+        self.leader = job.leader
         self.settings = job.config.checkpoint
         self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
         self.writer = FilesWriter(asynchronous=self.settings.asynchronous)

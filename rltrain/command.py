@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
                 "rltrain: start me with torchrun --nproc-per-node N, or with --dry-run --world-size W", file=sys.stderr
             )
             return EXIT_USER_ERROR
-        _quiet_dependencies()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job listens, Ctrl-C ends a rank without a traceback
+        begin_as_rank()
         from rltrain.job import run_job
 
         return run_job(arguments.config, arguments.overrides)
@@ -47,8 +46,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _quiet_dependencies() -> None:
-    """Their advice repeats on every rank: missing optional packages, deprecations in each other's calls."""
+def begin_as_rank() -> None:
+    """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
+    deprecations in each other's calls."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job listens, Ctrl-C ends a rank without a traceback
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
+from rltrain.cluster.grid import job_leader
 from rltrain.cluster.placement import Placement, placement_of, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
@@ -81,7 +82,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)
-    claim_folders(config, grids["actor"].owner(0), job_store)
+    claim_folders(config, job_leader(grids), job_store)
     order, resumed = where_to_begin(config, placement, architectures, job_store)
     start_process_groups(world)
     lists = group_lists(grids, world.size)

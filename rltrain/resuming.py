@@ -202,7 +202,7 @@ def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:
         transfers.restore([contents.tensors for contents in map(read_contents, job.resumed.files("transfers"))])
     for path in job.resumed.files("ranks"):
         contents = read_contents(path)
-        if job.world.rank == job.leader_of("actor"):
+        if job.world.rank == job.leader:
             metrics = json.loads(contents.metadata["metrics"])
             reporter.adopt({int(step): values for step, values in metrics.items()})
         if path.stem == f"rank_{job.world.rank:05d}":

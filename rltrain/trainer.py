@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.estimate.hardware import known_gpu
+from rltrain.evaluation.verdicts import end_verdict_of
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
+from rltrain.observability.evaluation_table import EvaluationTable
 from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
@@ -18,9 +21,7 @@ from rltrain.observability.role_work import RoleWork
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
-from rltrain.roles.actor import Actor
 from rltrain.roles.model_sync import ModelSync
-from rltrain.roles.reward import Reward
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
@@ -39,13 +40,14 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     def expected(step: int) -> Counter[int]:
         return Counter(reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
 
-    logging_rank = job.leader_of("actor")
+    logging_rank = job.leader
     is_logging = job.world.rank == logging_rank
     sinks: list[Sink] = []
     if is_logging:
         write_job(job.config, job.world.size, job.world.ranks_per_node)
         goes_on = job.resumed is not None
-        sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), Progress(job.config)]
+        shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
+        sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
     ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
     steps = range(job.first_step, job.config.steps + 1)
 
@@ -80,7 +82,7 @@ class Trainer:
         job.heartbeat.task_clock.span = self.trace.span
         self.roles, self.residency = host_roles(job, order, self.trace)
         self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
-        if self.hosted & {"actor", "rollout"} and "rollout" in job.placement.roles:
+        if self.hosted & {"actor", "rollout"} and {"actor", "rollout"} <= {*job.placement.roles}:
             sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
             self.joint_tasks[WEIGHT_SYNC] = sync.weight_sync
         for task in sorted({entry.name for entry in order.distinct()} & SYNCED.keys() - {WEIGHT_SYNC}):
@@ -137,16 +139,9 @@ class Trainer:
         return self.checkpointing.stopped_by is None
 
     def decide_to_stop(self, step: int, chunk: int) -> None:
-        """Everybody learns whether the evaluation just made reached its goal."""
-        goal = self.job.config.evaluation.stop_at
-        assert goal is not None, "the order has this task only where evaluation.stop_at is set"
-        verdict = f"stop/{step}"
-        scorer = "actor" if self.job.shape.from_pairs else "reward"
-        leader = self.job.leader_of(scorer)
-        if self.rank == leader:
-            role: Actor | Reward = self.roles[scorer]  # type: ignore[assignment]
-            self.job.job_store.put(verdict, role.evaluation_score >= goal)
-        if self.job.job_store.get(verdict, waiting_for=f"the verdict of rank {leader} at step {step}"):
+        """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
+        leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
+        if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self.end = self.position
 
     def _execute(self, position: int) -> None:
@@ -195,13 +190,13 @@ class Trainer:
         return self.in_flight is not None and entry.name == WEIGHT_SYNC
 
     def _metrics_of_rank(self) -> Metrics:
-        """Of the roles that this rank reports for; what concerns the whole rank comes from that of the actor."""
+        """Of the roles that this rank reports for; what concerns the whole rank comes from the job's leader."""
         leads = {name for name in self.hosted if self.job.leader_of(name) == self.rank}
-        of_rank = {"host", "offload", "onload", "peak", "reserved"} if "actor" in leads else set()
+        of_rank = {"host", "offload", "onload", "peak", "reserved"} if self.rank == self.job.leader else set()
         memory = self.residency.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
         metrics |= self.work.metrics(sorted(leads))
-        return metrics | (self.checkpointing.metrics() if "actor" in leads else {})
+        return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
 
     def _in_flight(self) -> InFlightSync | None:
         """For the actor, which announces syncs, and for engines, which join them between decode steps."""

@@ -30,6 +30,8 @@ class Algorithm:
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
     from_pairs: ClassVar[bool] = False
     """Whether training and evaluations are on pairs of samples that are compared, which therefore stay together."""
+    trains: ClassVar[bool] = True
+    """Whether anything is trained; otherwise the run is one evaluation of model.path."""
     per_token: ClassVar[bool] = False
     """Whether the tokens of a response have advantages of their own."""
     uses: ClassVar[frozenset[str]] = frozenset()

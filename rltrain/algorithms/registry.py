@@ -3,6 +3,7 @@
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.distillation import Distillation
 from rltrain.algorithms.dpo import Dpo
+from rltrain.algorithms.evaluate import Evaluate
 from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
@@ -20,7 +21,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
         *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Ppo),
-        *(Distillation, Sft, Dpo, RewardModel),
+        *(Distillation, Sft, Dpo, RewardModel, Evaluate),
     )
 }
 

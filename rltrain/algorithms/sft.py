@@ -16,7 +16,7 @@ class Sft(Algorithm):
     generates = False
 
     def needs(self) -> dict[str, str]:
-        evaluating = dict.fromkeys(("rollout", "reward"), "data.eval") if self.config.data.eval else {}
+        evaluating = dict.fromkeys(("rollout", "reward"), "data.eval") if self.config.evaluations else {}
         return {"actor": f"algorithm {self.name}", **evaluating}
 
     def usable_roles(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
 
+NO_NOTES: Mapping[str, str] = MappingProxyType({})
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -76,8 +78,10 @@ def save_checkpoint(
     max_shard_bytes: int = 5 * 10**9,
     bucket_bytes: int = 32 * 2**20,
     ranks_per_node: int | None = None,
+    notes: Mapping[str, str] = NO_NOTES,
 ) -> None:
-    """Write the model into `directory`, with the config and tokenizer of the checkpoint folder `like`.
+    """Write the model into `directory`, with config and tokenizer of the checkpoint folder `like`, and texts by file
+    names, `notes`.
 
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
     that or a causal language model's.
@@ -90,14 +94,13 @@ def save_checkpoint(
     on gloo, which may be left out where `group` is gloo's.
     """
     with _writing(directory):
-        _refuse_foreign(directory, like)
+        _refuse_foreign(directory, like, notes)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     device = next(iter(source_tensors.values())).device
-    mine = {
-        name: torch.empty(shape, dtype=DTYPES[ElementType(layout.types[layout.tensors.numbers[name]])], device=device)
-        for name, shape in layout.on(rank).parameters
-    }
+    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
+    shapes = layout.on(rank).parameters
+    mine = {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in shapes}
     sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
     execute(sync, source_tensors, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
     files = planned_files(layout, max_shard_bytes)
@@ -116,10 +119,25 @@ def save_checkpoint(
             settings = _value_settings(architecture, like) if architecture.head == "value" else {}
             write_config(like, partial_directory, str(dtype).removeprefix("torch."), settings)
             copy_carried_files(like, partial_directory)
+            _write_notes(partial_directory, notes)
         _barrier(group)
         if first:
             _replace(directory, partial_directory)
         _barrier(group)
+
+
+def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:
+    """Have the checkpoint folder `saved`, which lies beside it, be `directory`, with `notes` in it. CheckpointError as
+    in `save_checkpoint`. By one process."""
+    with _writing(directory):
+        _refuse_foreign(directory, like, notes)
+        _write_notes(saved, notes)
+        _replace(directory, saved)
+
+
+def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
+    for name, text in notes.items():
+        (directory / name).write_text(text, encoding="utf-8")
 
 
 def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor]) -> None:
@@ -152,21 +170,21 @@ def _replace(directory: Path, complete: Path) -> None:
     shutil.rmtree(previous)
 
 
-def _refuse_foreign(directory: Path, like: Path) -> None:
-    if directory.exists() and not _replaceable(directory, like):
+def _refuse_foreign(directory: Path, like: Path, notes: Mapping[str, str]) -> None:
+    if directory.exists() and not _replaceable(directory, like, notes):
         raise CheckpointError(
             f"{directory} exists and is not just a checkpoint that an earlier job wrote, so it is not replaced. "
             "Move it away or set another folder (config key output_dir)"
         )
 
 
-def _replaceable(directory: Path, like: Path) -> bool:
+def _replaceable(directory: Path, like: Path, notes: Mapping[str, str]) -> bool:
     """Whether an earlier save made `directory` and nothing was added to it since."""
     if not directory.is_dir():
         return False
     names = {path.name for path in directory.iterdir()}
     shards = {name for name in names if SHARD_FILE.fullmatch(name)}
-    added = names - shards - {CONFIG_FILE, INDEX_FILE, *carried_files(like)}
+    added = names - shards - {CONFIG_FILE, INDEX_FILE, *carried_files(like), *notes}
     return not names or (bool(shards) and not added and all(_written_by_us(directory / name) for name in shards))
 
 

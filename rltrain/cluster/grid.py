@@ -1,6 +1,6 @@
 """The grid of one role: which of its ranks plays which part in tensor, pipeline, context and data parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,3 +90,9 @@ class Grid:
         size = int(np.prod([self.array.shape[i] for i in inner], dtype=np.int64))
         rows: Sequence[Sequence[int]] = self.array.transpose(outer + inner).reshape(-1, size).tolist()
         return tuple(tuple(row) for row in rows)
+
+
+def job_leader(grids: Mapping[str, Grid]) -> int:
+    """The rank that speaks for the job whose roles have these grids: that of the actor, or where nothing is trained
+    that of the rollout."""
+    return grids.get("actor", grids.get("rollout", next(iter(grids.values())))).owner(0)

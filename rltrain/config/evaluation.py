@@ -1,12 +1,133 @@
 """The config section evaluation."""
 
-from rltrain.config.section import NonNegativeInt, Section
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from rltrain.config.data import PromptFile
+from rltrain.config.engines import Sampling
+from rltrain.config.rewards import Reward
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Section
+
+SHORT_FORM = "eval"
+"""The name of the set that data.eval is."""
+OF_SOURCES = "reward_mean"
+"""Before the name of one of several sources, in metrics; no set can be called so."""
+
+
+class EvaluationSampling(Section):
+    """Greedy unless it says otherwise. Stop strings are those of rollout.sampling."""
+
+    temperature: NonNegative = 0.0
+    top_p: Fraction = 1.0
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    max_response_tokens: Count | None = None
+    """null: rollout.sampling.max_response_tokens."""
+
+
+class EvaluationSet(Section):
+    """Held-out prompts, how often and how each is answered, and what the answers are worth."""
+
+    name: str
+    """What its metrics are called by: eval/<name>/score."""
+    data: PromptFile
+    sampling: EvaluationSampling = EvaluationSampling()
+    samples_per_prompt: Count = 1
+    """pass@k is estimated for k = 1, 2, 4, ... up to this."""
+    interval: NonNegativeInt | None = None
+    """Steps between its evaluations, as evaluation.interval, which null stands for."""
+    reward: Reward | None = None
+    """A section as reward, whole; null: the run's."""
+
+
+class KeepBest(Section):
+    """Keep the policy of the best evaluation so far in <output_dir>/hf_best."""
+
+    metric: str
+    """What is compared, by its name in metrics.jsonl, such as eval/score or eval/<name>/pass@4."""
+    mode: Literal["max", "min"] = "max"
 
 
 class Evaluation(Section):
-    """Greedy decoding of data.eval, scored by the reward function. Off when data.eval is absent."""
+    """Held-out prompts, answered and scored by a reward function: data.eval, a set that is decoded greedily, and
+    `sets`. Off when there is neither."""
 
     interval: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    sets: tuple[EvaluationSet, ...] = Field(default=(), strict=False)
+    """Beside data.eval, a list of {name, data, sampling, samples_per_prompt, interval, reward}."""
     stop_at: float | None = None
-    """End training early once the mean score reaches this."""
+    """End training early once stop_metric reaches this."""
+    stop_metric: str | None = None
+    """null: the mean score of data.eval, or of the first of `sets` where that is absent."""
+    pass_threshold: float = 0.5
+    """A sample counts as passed, in pass@k, where its reward is above this."""
+    keep_best: KeepBest | None = None
+    logged_prompts: NonNegativeInt | Literal["all"] = 4
+    """Of so many prompts of a set, its first ones, each evaluation writes the samples to
+    <output_dir>/evaluation_samples."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """An evaluation set with everything that it takes from other sections."""
+
+    name: str
+    prefix: str
+    """Of its metrics."""
+    config_key: str
+    """Where the set stands, before the keys of its file."""
+    file: PromptFile
+    sampling: Sampling
+    samples_per_prompt: int
+    interval: int
+    reward: Reward | None
+    """null: the run's."""
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Before the first step, after the last one, and every `interval` steps between."""
+        return step in (0, last_step) or (self.interval > 0 and step % self.interval == 0)
+
+    def own_name(self, metric: str) -> str | None:
+        """What `metric` is called among those of this set; None where it is another's."""
+        name = metric.removeprefix(f"{self.prefix}/")
+        is_own = name != metric and ("/" not in name or name.startswith(f"{OF_SOURCES}/"))
+        return name if is_own else None
+
+    def reports(self, metric: str) -> bool:
+        """Whether `metric` has the form of one of this set's."""
+        return self.own_name(metric) is not None
+
+
+def evaluation_plans(evaluation: Evaluation, short_form: PromptFile | None, of_run: Sampling) -> list[EvaluationPlan]:
+    """The run's evaluation sets, that of data.eval, `short_form`, first."""
+    plans = []
+    if short_form is not None:
+        greedy = _sampling(EvaluationSampling(), of_run)
+        plans.append(EvaluationPlan(SHORT_FORM, "eval", "data.eval", short_form, greedy, 1, evaluation.interval, None))
+    for number, own in enumerate(evaluation.sets):
+        plans.append(
+            EvaluationPlan(
+                name=own.name,
+                prefix=f"eval/{own.name}",
+                config_key=f"evaluation.sets.{number}.data",
+                file=own.data,
+                sampling=_sampling(own.sampling, of_run),
+                samples_per_prompt=own.samples_per_prompt,
+                interval=evaluation.interval if own.interval is None else own.interval,
+                reward=own.reward,
+            )
+        )
+    return plans
+
+
+def _sampling(own: EvaluationSampling, of_run: Sampling) -> Sampling:
+    return Sampling(
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        stop=of_run.stop,
+        max_response_tokens=own.max_response_tokens or of_run.max_response_tokens,
+    )

@@ -13,6 +13,11 @@ from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang
 from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
+from rltrain.config.evaluation import EvaluationPlan as EvaluationPlan
+from rltrain.config.evaluation import EvaluationSampling as EvaluationSampling
+from rltrain.config.evaluation import EvaluationSet as EvaluationSet
+from rltrain.config.evaluation import KeepBest as KeepBest
+from rltrain.config.evaluation import evaluation_plans
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import ClipCov as ClipCov
@@ -125,7 +130,9 @@ class Config(Section):
         "sft",
         "dpo",
         "reward_model",
+        "evaluate",
     ] = "grpo"
+    """evaluate: nothing is trained, model.path is evaluated (launch/evaluate.py)."""
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
@@ -191,6 +198,18 @@ class Config(Section):
         placed = {role for key in self.placement for role in split_roles(key)}
         models = (getattr(self, role).weight for role in rewarding_roles() if role in placed)
         return (*(part.weight for part in self.reward.parts), *models)
+
+    @property
+    def evaluations(self) -> list[EvaluationPlan]:
+        """Of every evaluation set: data.eval's first."""
+        return evaluation_plans(self.evaluation, self.data.eval, self.rollout.sampling)
+
+    @property
+    def stop_metric(self) -> str | None:
+        """The metric that evaluation.stop_at is about; None where nothing is to end the run early."""
+        if self.evaluation.stop_at is None or not self.evaluations:
+            return None
+        return self.evaluation.stop_metric or f"{self.evaluations[0].prefix}/score"
 
     @property
     def checkpoint_dir(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks, placement_of, role_grids
 from rltrain.cluster.rank_lists import group_lists
@@ -57,7 +58,8 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
     if Path(config.model.path, CONFIG_FILE).exists():
         architectures = role_architectures(config, placement.roles)
         check_against_architecture(config, grids, architectures)
-        job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
+        if algorithm_of(config).trains:
+            job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
     steady, entries = steady_order(config, placement), num_entries(config, placement)
     guests = job.guests if job else ()
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
@@ -100,7 +102,9 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
 
 
 def unknown(config: Config, has_rollout: bool) -> Sections:
-    """What is said where there is no config.json to read a model's shape from."""
+    """What is said where there is no config.json to read a model's shape from, or nothing is trained."""
+    if not algorithm_of(config).trains:
+        return {"Weight sync": ["none: engines read model.path; bytes and seconds are foretold of training alone"]}
     missing = f"{Path(config.model.path, CONFIG_FILE)} does not exist yet (model.path)"
     return {"Weight sync": [f"bytes unknown: {missing}" if has_rollout else "none: no rollout is placed"]}
 

@@ -100,7 +100,7 @@ def _cache(job: PlannedJob, num_tokens: int) -> int:
 def _running(job: PlannedJob) -> int:
     """Responses that run at once."""
     running = job.config.rollout.max_running_requests
-    return running if job.config.data.eval else min(running, job.samples_per_replica("rollout"))
+    return running if job.config.evaluations else min(running, job.samples_per_replica("rollout"))
 
 
 def _judged_at_once(job: PlannedJob) -> int:

@@ -22,7 +22,7 @@ from rltrain.tasks.roles import SYNCED, model_tasks
 Factors = Mapping[str, float]
 """By task, what a measured run took over what was foretold of it."""
 
-RARE_TASKS = ("decide_to_stop", "checkpoint", "save_hf")
+RARE_TASKS = ("decide_to_stop", "checkpoint", "save_hf", "save_best", "save_candidate", "keep_candidate")
 """Not of every step; their seconds are left out."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
@@ -60,7 +61,9 @@ def _context_problems(config: Config, role: str, architecture: Architecture) -> 
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Every replica needs a prompt group in each of its batches."""
+    """Every replica needs a prompt group in each of its batches; an evaluation shares out what there is."""
+    if not algorithm_of(config).trains:
+        return
     batch, blocks = config.batch, RunShape.of(config).prompt_blocks
     for role, grid in grids.items():
         groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"

@@ -7,6 +7,7 @@ from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.data import data_problems
+from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
@@ -29,6 +30,7 @@ def check_config(config: Config) -> None:
         *_teacher_problems(config),
         *learning_problems(config),
         *reward_problems(config),
+        *evaluation_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
@@ -38,7 +40,7 @@ def _role_problems(config: Config) -> Iterator[str]:
     placed = [(key, role) for key in config.placement for role in split_roles(key)]
     algorithm = algorithm_of(config)
     usable = [role for role in role_names() if role in algorithm.usable_roles()]
-    settled = algorithm.generates or algorithm.from_pairs or config.data.eval
+    settled = algorithm.generates or algorithm.from_pairs or config.evaluations
     without = "" if settled else " without data.eval"
     for key, role in placed:
         if role not in role_names():
@@ -151,11 +153,6 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield (
             f"reference.refresh_every: got {config.reference.refresh_every}, but no role reference is placed; expected "
             "0, or reference: ranks in placement"
-        )
-    if config.evaluation.stop_at is not None and config.data.eval is None:
-        yield (
-            f"evaluation.stop_at: got {config.evaluation.stop_at} without data.eval; expected held-out prompts in "
-            "data.eval, or null"
         )
     for role, optimizer in (("actor", config.actor.optimizer), ("critic", config.critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:

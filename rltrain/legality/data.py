@@ -10,12 +10,13 @@ from rltrain.config.schema import Config, PromptFile
 
 def data_problems(config: Config) -> Iterator[str]:
     data = config.data
-    for key, file in (("data.train", data.train), ("data.eval", data.eval)):
-        if file is not None:
-            yield from file_problems(key, file)
-            yield from _title_problems(key, file)
-    if data.eval is not None and any(source.weight is not None for source in data.eval.sources):
-        yield "data.eval.sources: got weights; expected none: an evaluation draws every row"
+    evaluated = [(plan.config_key, plan.file) for plan in config.evaluations]
+    for key, file in (("data.train", data.train), *evaluated):
+        yield from file_problems(key, file)
+        yield from _title_problems(key, file)
+    for key, file in evaluated:
+        if any(source.weight is not None for source in file.sources):
+            yield f"{key}.sources: got weights; expected none: an evaluation draws every row"
     weighted = [source.weight is not None for source in data.train.sources]
     if any(weighted) and not all(weighted):
         yield (

@@ -17,10 +17,10 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
             f"placement: {who} no role and will do nothing; expected a role on every rank: name more ranks for one, or "
             f"start {len(placement.hosting)} ranks"
         )
-    if config.evaluation.interval and config.data.eval is None:
+    if config.evaluation.interval and not config.evaluations:
         yield (
             f"evaluation.interval: got {config.evaluation.interval} without data.eval, so nothing will be evaluated; "
-            "expected held-out prompts in data.eval, or 0"
+            "expected held-out prompts in data.eval or evaluation.sets, or 0"
         )
     if config.loss.policy in OF_SEQUENCES and config.loss.normalization == "token_mean":
         yield (

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import split_roles
-from rltrain.config.schema import Config, PromptFile
+from rltrain.config.schema import Config, Reward
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles
 
@@ -15,22 +15,29 @@ NEEDS_LABEL = ("exact_match", "math", "code")
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    reward, models = config.reward, _models(config)
+    yield from _section_problems("reward", config.reward, config, _models(config))
+    for number, one in enumerate(config.evaluation.sets):
+        if one.reward is not None:
+            yield from _section_problems(f"evaluation.sets.{number}.reward", one.reward, config, [])
+    yield from _model_problems(config)
+    yield from _label_problems(config)
+
+
+def _section_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    """`models` are roles that are part of this reward."""
     if reward.functions:
         for key in ("function", "options"):
             if key in reward.model_fields_set:
                 yield (
-                    f"reward.{key}: got {getattr(reward, key)!r} beside reward.functions; expected one of the two: "
-                    "each entry of reward.functions has a function and options of its own"
+                    f"{section}.{key}: got {getattr(reward, key)!r} beside {section}.functions; expected one of the "
+                    f"two: each entry of {section}.functions has a function and options of its own"
                 )
     if reward.functions is not None or models:
-        yield from _name_problems(config, models)
-        yield from _weight_problems(config, models)
-    yield from _model_problems(config)
+        yield from _name_problems(section, reward, config, models)
+        yield from _weight_problems(section, reward, config, models)
     for name in reward.names:
         if name.startswith(("http://", "https://")) and not urlsplit(name).hostname:
-            yield f"reward.function: got {name!r}; expected an URL with a host, such as http://judge:8000/score"
-    yield from _label_problems(config)
+            yield f"{section}.function: got {name!r}; expected an URL with a host, such as http://judge:8000/score"
 
 
 def _models(config: Config) -> list[str]:
@@ -39,11 +46,10 @@ def _models(config: Config) -> list[str]:
     return [role for role in rewarding_roles() if role in placed]
 
 
-def _name_problems(config: Config, models: list[str]) -> Iterator[str]:
-    functions = enumerate(config.reward.functions or ())
-    titles = {f"reward.functions.{number}.name": part.title for number, part in functions}
-    if config.reward.functions is None:
-        titles["reward.function"] = config.reward.parts[0].title
+def _name_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    titles = {f"{section}.functions.{number}.name": part.title for number, part in enumerate(reward.functions or ())}
+    if reward.functions is None:
+        titles[f"{section}.function"] = reward.parts[0].title
     titles |= {f"{role}.name": getattr(config, role).name for role in models}
     for key, title in titles.items():
         taken = title in OF_ALL_REWARDS or title.endswith(("_errors", "_timeouts"))
@@ -55,24 +61,26 @@ def _name_problems(config: Config, models: list[str]) -> Iterator[str]:
     for title, count in Counter(titles.values()).items():
         if count > 1:
             keys = [key for key, of_key in titles.items() if of_key == title]
-            section = "reward.functions" if all(key.startswith("reward.functions") for key in keys) else "reward"
+            of_functions = all(key.startswith(f"{section}.functions") for key in keys)
             yield (
-                f"{section}: {count} are called {title!r}; expected a name for each that tells their metrics "
-                f"apart ({', '.join(keys)})"
+                f"{section + '.functions' if of_functions else section}: {count} are called {title!r}; expected a name "
+                f"for each that tells their metrics apart ({', '.join(keys)})"
             )
 
 
-def _weight_problems(config: Config, models: list[str]) -> Iterator[str]:
-    weights = [part.weight for part in config.reward.parts] + [getattr(config, role).weight for role in models]
+def _weight_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:
+    weights = [part.weight for part in reward.parts] + [getattr(config, role).weight for role in models]
     if not weights:
         placing = " or ".join(rewarding_roles())
         yield (
-            "reward.functions: got none, and no model tells what responses are worth; expected a function, or a role "
-            f"{placing} in placement"
+            f"{section}.functions: got none, and no model tells what responses are worth; expected a function, or a "
+            f"role {placing} in placement"
         )
     elif not any(weights):
-        section = "reward.functions" if not models else "reward"
-        yield f"{section}: every weight is 0; expected one that is not, or every reward is 0"
+        yield (
+            f"{section if models else section + '.functions'}: every weight is 0; expected one that is not, or every "
+            "reward is 0"
+        )
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -88,9 +96,11 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _label_problems(config: Config) -> Iterator[str]:
-    needing = [name for name in config.reward.names if name in NEEDS_LABEL]
-    files: dict[str, PromptFile | None] = {"data.train": config.data.train, "data.eval": config.data.eval}
-    for key, file in files.items():
-        without = [source for source in file.parts() if source.label_key is None] if file is not None else []
-        if without and needing and algorithm_of(config).generates:
+    """Files without labels, of which a function takes one."""
+    scores_training = algorithm_of(config).generates
+    files = [("data.train", config.data.train, config.reward)] if scores_training else []
+    files += [(plan.config_key, plan.file, plan.reward or config.reward) for plan in config.evaluations]
+    for key, file, reward in files:
+        needing = [name for name in reward.names if name in NEEDS_LABEL]
+        if needing and any(source.label_key is None for source in file.parts()):
             yield f"{key}.label_key: got null, but the reward {needing[0]} compares with labels; expected their column"

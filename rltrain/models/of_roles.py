@@ -41,7 +41,8 @@ def reference_uses_actor_modules(
 ) -> bool:
     """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
     return (
-        grids.get("reference") == grids["actor"]
+        {"actor", "reference"} <= grids.keys()
+        and grids["reference"] == grids["actor"]
         and config.parallel_of("reference")[0] == config.actor.parallel
         and architectures.get("reference") == architectures.get("actor")
     )

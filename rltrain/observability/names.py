@@ -54,7 +54,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )
 
-_PATTERNS = tuple(re.compile(re.sub("<[a-z]+>", "[a-z_]+", metric.name)) for metric in METRICS)
+_PATTERNS = tuple(
+    re.compile(re.sub("<[a-z]+>", "[a-z_]+", re.sub("@<[kn]>", "@[0-9]+", metric.name))) for metric in METRICS
+)
 
 
 def working_task(metric: str) -> str | None:

@@ -12,6 +12,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Column
 from rich.text import Text
 
+from rltrain.config.evaluation import SHORT_FORM
 from rltrain.config.schema import Config
 from rltrain.observability.names import waiting_task, working_task
 
@@ -26,8 +27,12 @@ SHOWN = (
     ("perf/train_tokens_per_s", "train tokens/s", "{:,.0f}"),
 )
 
-EVALUATIONS = {"eval/score", "eval/accuracy"}
-"""Of which every evaluation has one."""
+
+def shown_of(config: Config) -> list[tuple[str, str, str]]:
+    """With the scores of evaluation sets, by their names, behind that of data.eval."""
+    sets = [(f"{plan.prefix}/score", plan.name, "{:.3f}") for plan in config.evaluations if plan.name != SHORT_FORM]
+    place = [name for name, *_ in SHOWN].index("eval/score") + 1
+    return [*SHOWN[:place], *sets, *SHOWN[place:]]
 
 
 class Progress:
@@ -46,6 +51,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = config.steps
+        self.shown = shown_of(config)
+        self.scores = {"eval/score", "eval/accuracy", *(f"{plan.prefix}/score" for plan in config.evaluations)}
         self.enabled = config.logging.progress
         self.console = console or Console()
         self.interval_s = interval_s
@@ -118,7 +125,7 @@ class Progress:
         return bar, bar.add_task("train", total=self.total_steps, left="starting", values=[])
 
     def _values(self) -> list[str]:
-        return [f"{label} {form.format(self.latest[name])}" for name, label, form in SHOWN if name in self.latest]
+        return [f"{label} {form.format(self.latest[name])}" for name, label, form in self.shown if name in self.latest]
 
     def _left(self, num_done: int) -> str:
         elapsed_s = self.clock() - self.start_s
@@ -126,7 +133,7 @@ class Progress:
 
     def _line_is_due(self, num_done: int, metrics: Mapping[str, float]) -> bool:
         """Not for the last step: a record of the last evaluation may follow, and one line is for both."""
-        is_time = metrics.keys() & EVALUATIONS or self.clock() - self.last_line_s >= self.interval_s
+        is_time = not self.scores.isdisjoint(metrics) or self.clock() - self.last_line_s >= self.interval_s
         return is_time and num_done < self.total_steps
 
     def _print_line(self) -> None:

@@ -16,8 +16,9 @@ WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER = "tensorboard"
 ID_FILE = "run_id"
 """Names the history that the logs tell; checkpoints have it too."""
-REWOUND = (METRICS_FILE, "samples.jsonl", "sample_ids")
-LOGS = (*REWOUND, "trace", "stalls", "engines", "hf_steps", "report", TENSORBOARD_FOLDER, WANDB_ID_FILE, JOB_FILE)
+REWOUND = (METRICS_FILE, "samples.jsonl", "sample_ids", "evaluation_samples")
+EXPORTS = ("hf_steps", "hf_best", "hf_candidate")
+LOGS = (*REWOUND, *EXPORTS, "trace", "stalls", "engines", "report", TENSORBOARD_FOLDER, WANDB_ID_FILE, JOB_FILE)
 """What a run leaves in its folder beside checkpoints and its last export, which the next one replaces at once."""
 
 

@@ -65,9 +65,11 @@ class CombinedScorer:
         self,
         settings: schema.Reward,
         on_scored: Callable[[], None] = lambda: None,
+        section: str = "reward",
         models: Sequence[RewardingModel] = (),
     ) -> None:
-        self.functions: Sequence[RewardFunction] = load_rewards(settings, is_part=bool(models))
+        """`settings` stand in the config under `section`."""
+        self.functions: Sequence[RewardFunction] = load_rewards(settings, section, is_part=bool(models))
         self.parts: Sequence[Part] = (*self.functions, *models)
         self._scorers = [Scorer.of(function, settings, on_scored) for function in self.functions]
 

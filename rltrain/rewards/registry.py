@@ -118,13 +118,14 @@ def _parts(returned: Any) -> list[Any] | None:
         return None
 
 
-def load_rewards(settings: schema.Reward, *, is_part: bool = False) -> list[RewardFunction]:
-    """The functions that the section names; `is_part` says that the reward has other parts than these, so that a single
-    one has a title too. Raises ConfigError where one cannot be imported or called."""
+def load_rewards(settings: schema.Reward, section: str = "reward", *, is_part: bool = False) -> list[RewardFunction]:
+    """The functions that the section names, which stands in the config under `section`; `is_part` says that the reward
+    has other parts than these, so that a single one has a title too. Raises ConfigError where one cannot be imported or
+    called."""
     if settings.functions is None:
-        return [load_reward(settings, settings.parts[0].title if is_part else "")]
+        return [load_reward(settings, settings.parts[0].title if is_part else "", config_key=section)]
     return [
-        load_reward(settings.alone(part), part.title, part.weight, f"reward.functions.{number}")
+        load_reward(settings.alone(part), part.title, part.weight, f"{section}.functions.{number}")
         for number, part in enumerate(settings.functions)
     ]
 

@@ -1,6 +1,6 @@
 """The actor: the policy being trained."""
 
-import math
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +11,14 @@ import torch.distributed as dist
 from rltrain.algorithms import correction
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
-from rltrain.checkpoint.hf import save_checkpoint
+from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
 from rltrain.data.preferences import Preferences
 from rltrain.data.prompts import report_dropped
+from rltrain.evaluation.best import BEST_FILE, Best
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.advantage_estimation import AdvantageEstimation
 from rltrain.roles.role import Job, Metrics
@@ -26,6 +28,8 @@ from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
 from rltrain.tasks.roles import informing
 
+BEST, CANDIDATE = "hf_best", "hf_candidate"
+"""Folders of output_dir."""
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
@@ -52,8 +56,6 @@ class Actor(TrainedRole):
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
         self.logs.append(self.sample_ids)
         self.accumulate_s = 0.0
-        self.evaluation_score = math.nan
-        """Accuracy on the held-out pairs, on all ranks alike; nan before the first evaluation."""
 
     def load_batch(self, step: int, chunk: int) -> None:
         """Take this replica's share of what the step trains on, and what other roles said of it."""
@@ -104,7 +106,9 @@ class Actor(TrainedRole):
         totals = self._total(torch.stack([output.divisor, output.loss, *output.sums.values()]))
         means = (totals[1:] / totals[0]).tolist()
         metrics = {f"eval/{name}": mean for name, mean in zip(["loss", *output.sums], means, strict=True)}
-        self.evaluation_score = metrics["eval/accuracy"]
+        goal = self.config.evaluation.stop_at
+        if goal is not None and self.job.world.rank == self.leader:
+            self.job.job_store.put(end_verdict_of(step), metrics["eval/accuracy"] >= goal)
         return metrics
 
     def accumulate(self, step: int, chunk: int) -> None:
@@ -171,8 +175,41 @@ class Actor(TrainedRole):
         """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's
         ranks."""
         is_last = step == self.config.steps
+        self._save("hf" if is_last else f"hf_steps/{name_of(step)}")
+
+    def save_best(self, step: int, chunk: int) -> None:
+        """Write <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the actor's
+        ranks."""
+        if best := self._best_of(step):
+            self._save(BEST, {BEST_FILE: best.as_json()})
+
+    def save_candidate(self, step: int, chunk: int) -> None:
+        """Write what is to be <output_dir>/hf_best should the evaluation of the step, which goes on beside training,
+        turn out the best so far. Collective over: the actor's ranks."""
+        self._save(CANDIDATE)
+
+    def keep_candidate(self, step: int, chunk: int) -> None:
+        """Keep what was saved before the step, or not."""
+        best = self._best_of(step)
+        if self.job.world.rank != self.grid.ranks[0]:
+            return
+        output_dir = Path(self.config.output_dir)
+        candidate = output_dir / CANDIDATE
+        if best:
+            notes = {BEST_FILE: best.as_json()}
+            replace_checkpoint(output_dir / BEST, candidate, like=Path(self.config.model.path), notes=notes)
+        else:
+            shutil.rmtree(candidate, ignore_errors=True)
+
+    def _best_of(self, step: int) -> Best | None:
+        """The evaluation of the step, if it is the best so far: the same on all ranks."""
+        awaited = f"the verdict of rank {self.job.leader_of('reward')} at step {step}"
+        verdict = self.job.job_store.get(best_verdict_of(step), waiting_for=awaited)
+        return Best(**verdict) if verdict else None
+
+    def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
         save_checkpoint(
-            Path(self.config.output_dir, "hf" if is_last else f"hf_steps/{name_of(step)}"),
+            Path(self.config.output_dir, folder),
             self.model.parameters,
             self.model.layout,
             self.job.architecture,
@@ -180,6 +217,7 @@ class Actor(TrainedRole):
             cpu_group=self.job.groups.cpu[self.grid.ranks],
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
+            notes=notes,
         )
 
     def logprobs(self, experience: Experience) -> torch.Tensor:

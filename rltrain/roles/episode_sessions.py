@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rltrain.chat.chat_format import ChatFormat
+from rltrain.config.evaluation import EvaluationPlan
 from rltrain.data.columns import RowColumns, read_columns
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import end_token_ids
@@ -46,7 +47,8 @@ class EpisodeSessions:
         self.job, self.is_leader = job, is_leader
         self._connections: list[RemoteEnvironments] = []
         self._servers: list[tuple[EndpointServer, EngineMailbox]] = []
-        self._evaluation: Conversations | None = None
+        self._evaluations: dict[str, Conversations] = {}
+        """By the sets' names."""
         env = job.placement.ranks("env") if "env" in job.placement.roles else ()
         self._places = {
             rank: job.job_store.get(place_of(rank), waiting_for=f"the environments of rank {rank}") for rank in env
@@ -62,13 +64,15 @@ class EpisodeSessions:
 
     def training(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> "Conversations":
         """Of the stream of training prompts."""
-        return self._conversations(dataset, engine, sampling, is_evaluation=False)
+        return self._conversations(dataset, engine, sampling, None)
 
-    def evaluation(self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams) -> "Conversations":
-        """Of held-out prompts; the same ones in every evaluation."""
-        if self._evaluation is None:
-            self._evaluation = self._conversations(dataset, engine, sampling, is_evaluation=True)
-        return self._evaluation
+    def evaluation(
+        self, plan: EvaluationPlan, dataset: PromptDataset, engine: Engine, sampling: SamplingParams
+    ) -> "Conversations":
+        """Of a set of held-out prompts; the same ones in every evaluation."""
+        if plan.name not in self._evaluations:
+            self._evaluations[plan.name] = self._conversations(dataset, engine, sampling, plan)
+        return self._evaluations[plan.name]
 
     def ended(self) -> None:
         """This engine has ended a generate task: ranks of the env role wait for all engines to do so."""
@@ -83,8 +87,9 @@ class EpisodeSessions:
             connection.close()
 
     def _conversations(
-        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, *, is_evaluation: bool
+        self, dataset: PromptDataset, engine: Engine, sampling: SamplingParams, plan: EvaluationPlan | None
     ) -> "Conversations":
+        """Of training prompts where there is no `plan`."""
         if not self._places:
             return Conversations()
         if not self.is_leader:
@@ -93,17 +98,18 @@ class EpisodeSessions:
         connections = [RemoteEnvironments(rank, place) for rank, place in self._places.items()]
         self._connections += connections
         turn_format = ChatTurns(self._chat, dataset.encoder.system_prompt) if self._chat else PlainText(dataset.encoder)
-        arguments = (connections, turn_format, self._limits(), self._rows(dataset, is_evaluation).__getitem__)
+        limits = self._limits(sampling.max_response_tokens)
+        arguments = (connections, turn_format, limits, self._rows(dataset, plan).__getitem__)
         settings: dict[str, Any] = {
             "wait_for": lambda come, what: poll(self.job.waiter, come, what, [*self._places]),
-            "number_of": (lambda sample: -1 - sample) if is_evaluation else (lambda sample: sample),
+            "number_of": (lambda sample: -1 - sample) if plan else (lambda sample: sample),
             "overlaps": self.job.config.env.overlap,
         }
         if self._tools:
             settings["own_prompt"] = lambda row: dataset[row].prompt
         if self.job.config.env.agent is None:
             return Conversations(EnvironmentEpisodes(*arguments, **settings))
-        return self._of_agents(dataset, engine, sampling, is_evaluation, arguments, settings)
+        return self._of_agents(dataset, engine, sampling, plan is not None, arguments, settings)
 
     def _followed_guests(self, engine: Engine) -> Guests | None:
         """On the ranks of an engine that are not its first."""
@@ -159,16 +165,14 @@ class EpisodeSessions:
         feed = EngineFeed(engine, self.job.prompts.decoder, mailbox)
         return Conversations(AgentEpisodes(server, recorded, *arguments, **settings), feed)
 
-    def _rows(self, dataset: PromptDataset, is_evaluation: bool) -> RowColumns:
+    def _rows(self, dataset: PromptDataset, plan: EvaluationPlan | None) -> RowColumns:
         """With all columns of the file."""
-        data = self.job.config.data
-        file, key = (data.eval, "data.eval") if is_evaluation else (data.train, "data.train")
-        assert file is not None, "the dataset was read from it"
+        file, key = (plan.file, plan.config_key) if plan else (self.job.config.data.train, "data.train")
         return read_columns(dataset, file, config_key=key, required={}, every=True)
 
     def _chat_format(self) -> ChatFormat | None:
         """ConfigError where conversations cannot go on by the checkpoint's template."""
-        job, encoder = self.job, self.job.prompts.train.encoder
+        job, encoder = self.job, self.job.prompts.encoder
         if not encoder.uses_template:
             return None
         tools = self._tools
@@ -179,11 +183,11 @@ class EpisodeSessions:
             logger.warning(chat.continuability.notice)
         return chat
 
-    def _limits(self) -> TurnLimits:
+    def _limits(self, max_response_tokens: int) -> TurnLimits:
         config = self.job.config
         return TurnLimits(
             max_turns=config.env.max_turns,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.sampling.max_response_tokens,
+            max_response_tokens=max_response_tokens,
             max_context_tokens=config.rollout.max_context_tokens,
         )

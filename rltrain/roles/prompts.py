@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config
-from rltrain.data.order import Order, PromptOrder
+from rltrain.config.schema import Config, Reward
+from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import Needs, PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
@@ -14,31 +14,52 @@ from rltrain.rewards.registry import COMPARES_TEXT
 
 @dataclass(frozen=True)
 class Prompts:
-    """Training prompts with the order they are used in, and the held-out ones if the config names any."""
+    """Training prompts with the order they are used in, where any are answered, and those of every evaluation set."""
 
     decoder: TextDecoder
-    train: PromptDataset
-    """Of an algorithm that draws no responses to training prompts, the held-out ones: its rows may be no prompts."""
-    order: Order
-    evaluation: PromptDataset | None
+    encoder: PromptEncoder
+    training: tuple[PromptDataset, Order] | None
+    evaluations: tuple[PromptDataset, ...]
+    """As Config.evaluations has them."""
+    keys: tuple[str, ...]
+    """Where these stand in the config."""
+
+    @property
+    def train(self) -> PromptDataset:
+        return self._of_training[0]
+
+    @property
+    def order(self) -> Order:
+        return self._of_training[1]
+
+    @property
+    def _of_training(self) -> tuple[PromptDataset, Order]:
+        assert self.training is not None, "only an algorithm that generates has training prompts"
+        return self.training
 
     def report_dropped(self) -> None:
         """Say which rows of the files are not used."""
-        if self.train is not self.evaluation:
-            report_dropped("data.train", self.train)
-        if self.evaluation is not None:
-            report_dropped("data.eval", self.evaluation)
+        train = [("data.train", self.train)] if self.training else []
+        for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
+            report_dropped(key, dataset)
 
 
 def read_prompts(config: Config) -> Prompts:
     """Every rank that calls this numbers the prompts alike."""
-    data = config.data
+    data, plans = config.data, config.evaluations
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
-    needs: Needs = "label" if COMPARES_TEXT.isdisjoint(config.reward.names) else "plain label"
-    evaluation = load_prompts(data.eval, data, encoder, needs=needs, config_key="data.eval") if data.eval else None
-    if algorithm_of(config).generates or evaluation is None:
-        train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
-        return Prompts(TextDecoder(tokenizer), train, prompt_order(train, config), evaluation)
-    order = PromptOrder(len(evaluation), seed=config.seed, shuffle=data.shuffle)
-    return Prompts(TextDecoder(tokenizer), evaluation, order, evaluation)
+    training = None
+    if algorithm_of(config).generates:
+        train = load_prompts(data.train, data, encoder, needs=_needs(config.reward), config_key="data.train")
+        training = train, prompt_order(train, config)
+    evaluations = tuple(
+        load_prompts(plan.file, data, encoder, needs=_needs(plan.reward or config.reward), config_key=plan.config_key)
+        for plan in plans
+    )
+    keys = tuple(plan.config_key for plan in plans)
+    return Prompts(TextDecoder(tokenizer), encoder, training, evaluations, keys)
+
+
+def _needs(reward: Reward) -> Needs:
+    return "label" if COMPARES_TEXT.isdisjoint(reward.names) else "plain label"

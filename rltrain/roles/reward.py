@@ -1,25 +1,32 @@
 """The reward: scores responses against their prompts' labels."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
 from rltrain.data.experience import Experience
-from rltrain.errors import RewardError
+from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
+from rltrain.evaluation.outcomes import record_of
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of, reported
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
 from rltrain.rewards.combined import CombinedScorer, CombinedScores
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorer import Scores
+from rltrain.roles.evaluated_set import EvaluatedSet, Judges
+from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.group_scoring import GroupScoring
-from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
+from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.sample_log import SampleLog
+from rltrain.roles.sample_records import sample_records
 from rltrain.roles.scorables import Scorables
 from rltrain.roles.scored_samples import with_scores
 
@@ -29,28 +36,45 @@ class Reward(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.has_judged = False
         self.models = rewarding_models(job.config, job.placement.roles)
-        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, self.models)
-        prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        of_training = functions if algorithm_of(self.config).generates else ()
-        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
-        self.evaluation = None
-        if data.eval is not None and prompts.evaluation is not None:
-            self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
-        self.evaluation_score = float("nan")
+        self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, models=self.models)
+        self.limit = FailureLimit(self.scorer.parts, self.config.reward)
+        self.training = self._training()
+        self.evaluations = [
+            EvaluatedSet(plan, dataset, job.prompts.decoder, Judges(self.scorer, self.limit), job.heartbeat.advance)
+            for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
+        ]
+        self.best = self._best()
         self.statistics = RewardStatistics()
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
         if job.world.rank == self.leader:
             self.logs.append(self.log)
-
+        self.evaluation_log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
+        self.logs.append(self.evaluation_log)
         self.scoring: GroupScoring | None = None
         """On an engine's first rank, where groups are selected: it has scored what that engine drew."""
+
+    def _best(self) -> BestSoFar | None:
+        """As the checkpoint has it that the run goes on from."""
+        if self.config.evaluation.keep_best is None:
+            return None
+        best = BestSoFar(self.config.evaluation.keep_best)
+        for path in self.job.resumed.files(self.name) if self.job.resumed else []:
+            best.restore(read_contents(path).metadata["best"])
+        return best
+
+    def _training(self) -> Scorables | None:
+        """Nothing where no training prompt is answered."""
+        if not algorithm_of(self.config).generates:
+            return None
+        prompts, functions = self.job.prompts, self.scorer.functions
+        return Scorables(functions, prompts.train, prompts.decoder, self.config.data.train, "data.train")
 
     @classmethod
     def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "Reward":
         reward, rollout, selection = cls(job), hosted.get("rollout"), job.config.batch.dynamic_sampling
         if selection is not None and isinstance(rollout, Rollout) and rollout.decisions.is_leader:
+            assert reward.training is not None, "only an algorithm that generates selects groups"
             log = None
             if job.config.logging.sample_ids:
                 log = SampleLog(job.config.output_dir, f"dropped_sample_ids/rank{job.world.rank}.jsonl")
@@ -64,13 +88,16 @@ class Reward(Role):
         chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
+        assert self.training is not None, "only an algorithm that generates has this task"
         if not self.job.shape.selects_groups:
-            scored = self._score("samples", chunk, self.training, step, self.statistics)
+            scored = self._score("samples", chunk, self.scorer, self.training, step, self.statistics)
         else:
             scored = self.shipments.pop(("samples", step, chunk))
-            self._take_handed_over(step, chunk)
+            self._take_handed_over(self.training, step, chunk)
         if chunk == 0 and self.job.world.rank == self.leader:
-            self._log_samples(step, scored.experience)
+            num_shown = min(self.config.logging.samples, scored.experience.num_samples)
+            shown = scored.experience.select(torch.arange(num_shown))
+            self.log.append(*sample_records(self.training, shown, step, self.scorer.parts))
         self.shipments["scored", step, chunk] = scored
         if chunk < self.job.shape.num_chunks - 1:
             return {}
@@ -78,36 +105,71 @@ class Reward(Role):
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
-        """The held-out score, which the role's leader learns from its other ranks."""
-        assert self.evaluation is not None, "the order evaluates only where data.eval is set"
-        statistics = RewardStatistics()
-        self._score("evaluation_samples", chunk, self.evaluation, step, statistics)
-        metrics = self._gather("evaluation", step, statistics)
-        if not metrics:
+        """What the evaluation set of number `chunk` is worth, which the role's leader learns from its other ranks."""
+        evaluated, statistics = self.evaluations[chunk], RewardStatistics()
+        judges, plan = evaluated.judges, evaluated.plan
+        scored = self._score("evaluation_samples", chunk, judges.scorer, evaluated.scorables, step, statistics)
+        experience = scored.experience
+        shown = evaluated.shown(experience, self.config.evaluation.logged_prompts)
+        records = sample_records(evaluated.scorables, shown, step, judges.scorer.parts)
+        self.evaluation_log.append(*({"set": plan.name, **record} for record in records))
+        what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
+        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures, record_of(experience)])
+        if not gathered:
             return {}
-        self.evaluation_score = metrics["reward_mean"]
-        of_all = {"eval/score": self.evaluation_score, "eval/response_length_mean": metrics["response_length_mean"]}
-        return of_all | {f"eval/{name}": value for name, value in metrics.items() if is_of_one_function(name)}
+        of_samples = self._judged(f"{what}[{step}]", gathered, judges.limit)
+        metrics = evaluated.metrics(
+            of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
+        )
+        self._leave_verdicts(step, plan, metrics)
+        return metrics
+
+    def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
+        """For those who wait for them."""
+        goal, metric = self.config.evaluation.stop_at, self.config.stop_metric
+        if self.best is not None and plan.reports(self.best.settings.metric):
+            self.job.job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
+        if goal is not None and metric is not None and plan.reports(metric):
+            is_reached = reported(metrics, metric, "evaluation.stop_metric") >= goal
+            self.job.job_store.put(end_verdict_of(step), is_reached)
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """Which evaluation was the best so far."""
+        if self.best is None or self.job.world.rank != self.leader:
+            return {}
+        return {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
 
     def close(self) -> None:
-        """End the reward function's processes."""
+        """End the reward functions' processes."""
         self.scorer.close()
+        for evaluated in self.evaluations:
+            evaluated.judges.scorer.close()
 
-    def _score(self, transfer: str, chunk: int, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
+    def _score(
+        self,
+        transfer: str,
+        chunk: int,
+        scorer: CombinedScorer,
+        source: Scorables,
+        step: int,
+        statistics: RewardStatistics,
+    ) -> Shipment:
+        """What models have told is part of the run's reward, and not of an evaluation set's own."""
         shipment = self.shipments.pop((transfer, step, chunk))
         told = self._told_of(transfer, step, chunk, shipment.experience)
-        scores = self.scorer.score(source.of(shipment.experience, step), told)
+        samples = source.of(shipment.experience, step)
+        scores = scorer.score(samples, told if scorer is self.scorer else ())
         scored = replace(shipment, experience=with_scores(shipment.experience, scores))
         self._add(scored.experience, scores, source, statistics)
         return scored
 
-    def _take_handed_over(self, step: int, chunk: int) -> None:
+    def _take_handed_over(self, source: Scorables, step: int, chunk: int) -> None:
         """What the engine of this rank had scored before it handed its samples over."""
         if self.scoring is None:
             return
         handed_over = self.scoring.handed_over.pop((step, chunk))
         for experience, scores in handed_over.groups:
-            self._add(experience, scores, self.training, self.statistics)
+            self._add(experience, scores, source, self.statistics)
         self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
 
     @staticmethod
@@ -125,16 +187,21 @@ class Reward(Role):
         return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
-        """Metrics of all ranks of the role on its leader, none on the others.
+        """Metrics of all ranks of the role on its leader, none on the others. Where too many samples have failed the
+        leader raises RewardError, which ends the job."""
+        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures])
+        return self._judged(f"{what}[{step}]", gathered, self.limit) if gathered else {}
 
-        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits. Where too
-        many samples have failed the leader raises RewardError, which ends the job.
+    def _collect(self, what: str, step: int, record: Any) -> list[Any]:
+        """The records of all ranks of the role on its leader, nothing on the others.
+
+        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
         """
         job_store, rank = self.job.job_store, self.job.world.rank
         keys = {other: f"reward {what}/{step}/{other}" for other in self.grid.ranks}
-        job_store.put(keys[rank], [statistics.record(), statistics.first_failures])
+        job_store.put(keys[rank], record)
         if rank != self.leader:
-            return {}
+            return []
         others = [other for other in keys if other != rank]
         poll(
             self.job.waiter,
@@ -146,59 +213,11 @@ class Reward(Role):
         gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             job_store.forget(key)
-        records = [record for record, _ in gathered]
-        first_failures = {title: failure for _, failures in reversed(gathered) for title, failure in failures.items()}
-        self._judge(f"{what}[{step}]", RewardStatistics.sums_of(records), first_failures)
+        return gathered
+
+    @staticmethod
+    def _judged(task: str, gathered: Sequence[Any], limit: FailureLimit) -> Metrics:
+        records = [record for record, *_ in gathered]
+        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
+        limit.judge(task, RewardStatistics.sums_of(records), first_failures)
         return RewardStatistics.metrics(records)
-
-    def _judge(self, task: str, sums: Mapping[str, float], first_failures: Mapping[str, str]) -> None:
-        """Raise RewardError if a function failed on more samples of `task` than may, or on all of the first task's."""
-        is_first, self.has_judged = not self.has_judged, True
-        num_samples, settings = int(sums["samples"]), self.config.reward
-
-        def are_too_many(num_failed: int) -> bool:
-            return num_failed > settings.max_failures * num_samples or (is_first and num_failed == num_samples)
-
-        rule = (
-            "Expected a number for every response, 0 for one that deserves nothing: the job ends where more than "
-            f"reward.max_failures = {settings.max_failures:g} of a step's samples fail, or all of the first."
-        )
-        for function in self.scorer.parts:
-            errors, timeouts = (int(sums[f"{prefix(function.title)}_{kind}"]) for kind in ("errors", "timeouts"))
-            if are_too_many(errors + timeouts):
-                raise RewardError(
-                    f"{function.key}: {function.place} failed on {errors + timeouts} of {num_samples} "
-                    f"samples of {task}: {errors} by an error, {timeouts} by taking longer than reward.timeout_s = "
-                    f"{settings.timeout_s:g}. {rule} The first failure was {first_failures.get(function.title)}"
-                )
-        unscored = int(sums["reward_unscored"])
-        if are_too_many(unscored):
-            raise RewardError(
-                f"reward: every function returned None for {unscored} of {num_samples} samples of {task}. {rule}"
-            )
-
-    def _log_samples(self, step: int, experience: Experience) -> None:
-        """Some samples of the step, for people to read."""
-        first = experience.select(torch.arange(min(self.config.logging.samples, experience.num_samples)))
-        versions = first.policy_version.split(first.lengths.tolist())
-        masks = first.response_mask.split(first.lengths.tolist())
-        samples = zip(self.training.of(first, step), experience.rewards.tolist(), versions, masks, strict=False)
-        for number, (sample, reward, version, mask) in enumerate(samples):
-            record = {
-                "step": step,
-                "prompt": sample.prompt,
-                "response": sample.response,
-                "label": sample.label,
-                "reward": reward,
-                "length": int(mask.sum()),
-                "policy_version_min": min(version[mask].tolist(), default=None),
-                "policy_version_max": max(version[mask].tolist(), default=None),
-            }
-            if len(self.scorer.parts) > 1:
-                parts = zip(self.scorer.parts, first.reward_parts[number].tolist(), strict=True)
-                record["rewards"] = {part.title: None if math.isnan(value) else value for part, value in parts}
-            if len(self.training.dataset.sources) > 1:
-                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
-            if turns := self.training.conversation(first, number):
-                record["turns"] = turns
-            self.log.append(record)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
-from rltrain.cluster.grid import Grid
+from rltrain.cluster.grid import Grid, job_leader
 from rltrain.cluster.placement import Placement
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
@@ -68,6 +68,11 @@ class Job:
     def leader_of(self, role: str) -> int:
         """The rank that reports for a role: its metrics are those of the whole role."""
         return self.grids[role].owner(0)
+
+    @property
+    def leader(self) -> int:
+        """The rank that reports what concerns the whole job."""
+        return job_leader(self.grids)
 
     def offload_of(self, role: str) -> Offload:
         """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""

@@ -2,23 +2,27 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from zlib import crc32
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import Contents, read_contents
+from rltrain.config.schema import Sampling
 from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
 from rltrain.residency.memory_plan import leaving_roles
-from rltrain.roles.episode_sessions import EpisodeSessions
+from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
+from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
@@ -33,8 +37,6 @@ from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, shar
 from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
-
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 
 
 class Rollout(Role):
@@ -134,29 +136,39 @@ class Rollout(Role):
         }
 
     def generate_evaluation(self, step: int, chunk: int) -> None:
-        """Decode every held-out prompt greedily. Collective over: this engine's ranks."""
-        evaluation = self.job.prompts.evaluation
-        assert evaluation is not None, "the order evaluates only where data.eval is set"
+        """Draw the samples of evaluation set number `chunk`: by the same random numbers in every evaluation. Collective
+        over: this engine's ranks."""
+        plan, dataset = self.config.evaluations[chunk], self.job.prompts.evaluations[chunk]
         self.training.groups.suspend()
-        num_prompts, sampling = len(evaluation), self._sampling_params(GREEDY)
-        conversations = self.sessions.evaluation(evaluation, self.engine, sampling)
+        num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self._sampling_params(plan.sampling)
+        conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
+        draw = crc32(plan.name.encode())
         loop = self._generation_loop(
             PromptGroups(
                 self.engine,
                 sampling,
-                partial(self._group, evaluation, 1, lambda position: (step, position)),
-                num_samples=1,
+                lambda position: self._group(dataset, num_samples, draw, position, position),
+                num_samples=num_samples,
                 episodes=conversations.episodes,
                 max_turn_tokens=self.config.env.max_turn_tokens,
                 guests=conversations.guests,
             ),
             StaticAssignment(self.dp, self.grid.dp),
-            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {step}"),
+            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
             self.training.in_flight,
         )
         finished, drawn = loop.run(0, 0)
         self.sessions.ended()
         self._ship("evaluation_samples", step, chunk, finished, drawn)
+
+    def load_weights(self, step: int, chunk: int) -> None:
+        """Serve the weights of model.path, as the version of the step. Collective over: this engine's ranks."""
+        self.engine.begin_update()
+        for number, part in enumerate(engine_parts(self.config, self.job.architecture, self.grid)):
+            parameters = self.engine.incoming(number)
+            load_parameters(Path(self.config.model.path), part.plain, self.job.world.rank, parameters)
+            self.engine.arrived(number)
+        self.engine.end_update(step)
 
     def _episode_metrics(self) -> Metrics:
         """Of this engine's episodes in the step."""
@@ -176,25 +188,20 @@ class Rollout(Role):
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
-        how = self.config.rollout.sampling.model_dump(include={*GREEDY})
-        num_samples = self.num_samples
-        prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
+        prompts = self.job.prompts
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling = replace(self._sampling_params(how), greedy=self._greedy_places())
-        conversations = self.sessions.training(prompts.train, self.engine, sampling)
+        sampling = replace(self._sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
+        conversations = Conversations()
+        if prompts.training is not None:
+            conversations = self.sessions.training(prompts.train, self.engine, sampling)
         loop = self._generation_loop(
             PromptGroups(
                 self.engine,
                 sampling,
-                partial(
-                    self._group,
-                    prompts.train,
-                    num_samples,
-                    lambda position: (position // per_step, prompts.order.row(position)),
-                ),
-                num_samples=num_samples,
+                self._training_group,
+                num_samples=self.num_samples,
                 episodes=conversations.episodes,
                 max_turn_tokens=self.config.env.max_turn_tokens,
                 guests=conversations.guests,
@@ -285,14 +292,17 @@ class Rollout(Role):
                         "to what they were when it was saved."
                     )
 
-    def _group(
-        self, dataset: PromptDataset, num_samples: int, at: Callable[[int], tuple[int, int]], position: int
-    ) -> SampleGroup:
-        """The group at `position`, of which nothing is drawn; `at` gives step and row of a position."""
-        step, row = at(position)
+    def _training_group(self, position: int) -> SampleGroup:
+        """The group at a position of the stream of training prompts."""
+        prompts = self.job.prompts
+        step, row = position // self.config.batch.prompts_per_step, prompts.order.row(position)
+        return self._group(prompts.train, self.num_samples, step, row, position)
+
+    def _group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
+        """One of the row's prompt, of which nothing is drawn; another number `draw` stands for other samples of it."""
         prompt = dataset.prompt_tokens(row)
         samples = tuple(
-            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, step, row, number))
+            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, draw, row, number))
             for number in range(num_samples)
         )
         return SampleGroup(position, row, samples)
@@ -311,12 +321,12 @@ class Rollout(Role):
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
 
-    def _sampling_params(self, how: Mapping[str, float]) -> SamplingParams:
-        sampling, eos = self.config.rollout.sampling, self.job.architecture.eos_token_ids
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        eos = self.job.architecture.eos_token_ids
         return SamplingParams(
-            temperature=how["temperature"],
-            top_p=how["top_p"],
-            top_k=int(how["top_k"]),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             max_response_tokens=sampling.max_response_tokens,
             stop_token_ids=(*eos, *sorted(self.sessions.end_tokens.difference(eos))),
             stop=sampling.stop,

@@ -24,11 +24,13 @@ class TellingRole(Role):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         prompts, data, wanting = job.prompts, self.config.data, rewarding_models(self.config, (self.name,))
-        of_training = wanting if algorithm_of(self.config).generates else ()
-        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
-        self.evaluation = None
-        if data.eval is not None and prompts.evaluation is not None:
-            self.evaluation = Scorables(wanting, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
+        self.training = None
+        if algorithm_of(self.config).generates:
+            self.training = Scorables(wanting, prompts.train, prompts.decoder, data.train, "data.train")
+        self.evaluations = [
+            Scorables(wanting, dataset, prompts.decoder, plan.file, plan.config_key)
+            for plan, dataset in zip(self.config.evaluations, prompts.evaluations, strict=True)
+        ]
         self._num_failures = 0
 
     def tell(self, samples: Sequence[Scorable]) -> list[float]:
@@ -37,8 +39,8 @@ class TellingRole(Role):
 
     def tell_reward(self, of: str, leaves: str, step: int, chunk: int) -> None:
         """Take the samples that the transfer `of` brought, and leave what is said of them for the transfer `leaves`."""
-        source = self.training if of == "samples" else self.evaluation
-        assert source is not None, "the order evaluates only where data.eval is set"
+        source = self.training if of == "samples" else self.evaluations[chunk]
+        assert source is not None, "only an algorithm that generates has samples to train on"
         samples = self.shipments.pop((of, step, chunk))
         told = torch.tensor(self.tell(source.of(samples.experience, step)), dtype=torch.float32)
         self.shipments[leaves, step, chunk] = Shipment(

@@ -17,7 +17,8 @@ from rltrain.cluster.placement import Placement
 
 WEIGHT_SYNC = "weight_sync"
 CHECKPOINT = "checkpoint"
-SAME_WEIGHTS = ("generate_evaluation", "score_evaluation", "decide_to_stop")
+SAME_WEIGHTS = ("generate_evaluation",)
+LOAD_WEIGHTS = "load_weights"
 
 ITERATIONS_KEPT = 64
 
@@ -30,7 +31,8 @@ class Entry:
     """One position of the order.
 
     `kind` task: the method `name` of every role in `roles`. post, wait: the two ends of the transfer called `name`
-    from `roles[0]` to `roles[1]`. `chunk` is the part of the step that it works on, where the step is cut into parts.
+    from `roles[0]` to `roles[1]`. `chunk` is the part of the step that it works on, where the step is cut into parts;
+    of an evaluation the number of its set.
     `final` entries run even when training has ended early.
     """
 

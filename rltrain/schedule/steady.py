@@ -12,7 +12,9 @@ from rltrain.schedule.steps import build_order
 def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> Order:
     """The order of a run like `config`'s of a few steps, without what is special about its first ones."""
     steps = RunShape.of(config).lead + 2 * config.schedule.sync_every + 2 + more_steps
-    evaluation = config.evaluation.model_copy(update={"interval": 2 if config.evaluation.interval else 0})
+    sets = [one.model_copy(update={"interval": 2 if one.interval else one.interval}) for one in config.evaluation.sets]
+    interval = 2 if config.evaluation.interval else 0
+    evaluation = config.evaluation.model_copy(update={"interval": interval, "sets": tuple(sets)})
     critic = config.critic.model_copy(update={"critic_warmup_steps": 0})
     return build_order(
         config.model_copy(update={"steps": steps, "evaluation": evaluation, "critic": critic}), placement

@@ -6,7 +6,8 @@ from math import lcm
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.schedule.order import CHECKPOINT, Entries, Iterations, Order
+from rltrain.schedule.due_evaluations import DueEvaluations
+from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, Entries, Iterations, Order
 from rltrain.schedule.participants import Informants, Participants
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Task
@@ -15,10 +16,13 @@ from rltrain.tasks.declaration import Task
 def build_order(config: Config, placement: Placement, first_step: int = 0) -> Order:
     """The whole run of `config` from `first_step` on, for the roles that `placement` has.
 
-    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step.
+    Iteration k trains on step k and generates for step k + lead: lead 0 is step by step. Where nothing is trained the
+    run is one evaluation of the checkpoint.
     """
-    shape = RunShape.of(config)
-    run = partial(Iteration, config, shape, Participants.of(placement, shape), first_step)
+    shape, due = RunShape.of(config), DueEvaluations.of(config)
+    run = partial(Iteration, config, shape, Participants.of(placement, shape), due, first_step)
+    if not algorithm_of(config).trains:
+        return Order.of(run(0).order)
     return Order(
         Iterations(
             entries=lambda number: run(number).order,
@@ -33,11 +37,8 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
 
 
 def is_evaluation_step(config: Config, step: int) -> bool:
-    """Before the first step, after the last one, and every `evaluation.interval` steps between."""
-    if config.data.eval is None:
-        return False
-    interval = config.evaluation.interval
-    return step in (0, config.steps) or (interval > 0 and step % interval == 0)
+    """Whether any evaluation set is due."""
+    return any(plan.is_due(step, config.steps) for plan in config.evaluations)
 
 
 def is_save_step(config: Config, step: int) -> bool:
@@ -69,7 +70,7 @@ def _period(config: Config) -> int:
     intervals = (
         config.schedule.sync_every,
         config.reference.refresh_every,
-        config.evaluation.interval if config.data.eval is not None else 0,
+        *(plan.interval for plan in config.evaluations),
         config.checkpoint.save_interval,
         config.checkpoint.save_hf_interval,
     )
@@ -80,12 +81,24 @@ class Iteration:
     """The `order` of one iteration, of which the first `boundary` entries belong to the steps before it."""
 
     def __init__(
-        self, config: Config, shape: RunShape, participants: Participants, first_step: int, number: int
+        self,
+        config: Config,
+        shape: RunShape,
+        participants: Participants,
+        due: DueEvaluations,
+        first_step: int,
+        number: int,
     ) -> None:
         self.config, self.shape = config, shape
         self.participants, self.roles = participants, participants.roles
+        self.due = due
         self.order = Entries()
         self.lead, self.chunks = self.shape.lead, range(self.shape.num_chunks)
+        if not algorithm_of(config).trains:
+            self.order.task(LOAD_WEIGHTS, "rollout", step=0)
+            self._evaluate(0)
+            self._score_evaluations(0)
+            return
         is_first = number == first_step - self.lead
         if number > first_step:
             self.save(number)
@@ -99,6 +112,8 @@ class Iteration:
             self.generate(number + self.lead)
         if first_step <= number < config.steps:
             self.train(number)
+        if number > first_step or is_first:
+            self.end_evaluation(max(number, first_step))
         if number == config.steps and config.checkpoint.save_hf:
             self.order.task("save_hf", "actor", step=number, final=True)
 
@@ -131,7 +146,7 @@ class Iteration:
     def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
-        due = is_evaluation_step(config, step)
+        due = bool(self.due.sets(step))
         if self.shape.from_pairs:
             if due:
                 self._evaluate_pairs(step)
@@ -143,20 +158,44 @@ class Iteration:
             order.task("weight_sync", "actor", "rollout", step=step)
         if syncs and "inference" in self.roles:
             order.task("sync_inference", "actor", "inference", step=step)
-        if due:
-            order.task("generate_evaluation", *self.participants.drawing, step=step)
-            self._hand_over("evaluation_samples", self.participants.scoring_evaluations, step)
-            self._tell_reward(self.participants.scoring_evaluations, step)
-            order.wait("evaluation_samples", "rollout", "reward", step)
-            order.task("score_evaluation", "reward", step=step)
-            self._decide_to_stop(step)
+        self._evaluate(step)
+        if self.lead > 0 and self.due.finds_best(step):
+            order.task("save_candidate", "actor", step=step)
+        if self.lead == 0 or self.participants.scores_early:
+            self._score_evaluations(step)
+        if self.lead == 0:
+            self._judge(step)
+
+    def end_evaluation(self, step: int) -> None:
+        """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
+        ranks with training has scored nothing of it yet."""
+        if self.lead == 0:
+            return
+        if not self.participants.scores_early:
+            self._score_evaluations(step)
+        self._judge(step)
+
+    def _evaluate(self, step: int) -> None:
+        for number in self.due.sets(step):
+            self.order.task("generate_evaluation", *self.participants.drawing, step=step, chunk=number)
+            self._hand_over("evaluation_samples", self.participants.scoring_evaluations, step, number)
+
+    def _score_evaluations(self, step: int) -> None:
+        for number in self.due.sets(step):
+            self._tell_reward(self.participants.scoring_evaluations, step, number)
+            self.order.wait("evaluation_samples", "rollout", "reward", step, number)
+            self.order.task("score_evaluation", "reward", step=step, chunk=number)
+
+    def _judge(self, step: int) -> None:
+        """Whether the policy is the best so far, which is saved now or has been as a candidate, and good enough."""
+        if self.due.finds_best(step):
+            self.order.task("keep_candidate" if self.lead > 0 else "save_best", "actor", step=step)
+        if self.due.may_end(step):
+            self.order.task("decide_to_stop", *self.roles, step=step)
 
     def _evaluate_pairs(self, step: int) -> None:
         self._ask_reference("evaluation_logprobs", step)
         self.order.task("score_evaluation_pairs", "actor", step=step)
-        self._decide_to_stop(step)
-
-    def _decide_to_stop(self, step: int) -> None:
         if self.config.evaluation.stop_at is not None:
             self.order.task("decide_to_stop", *self.roles, step=step)
 

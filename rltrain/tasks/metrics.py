@@ -178,10 +178,24 @@ SCORE = (
 OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 """What none of reward.functions and of their numbers can be called: rollout/reward_<one of these> is of them all."""
 SCORE_EVALUATION = (
-    Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
+    Metric("eval/score", "", "mean reward of the held-out prompts of data.eval, decoded greedily"),
+    Metric("eval/score_stderr", "", "its standard error: that of the mean over prompts"),
+    Metric("eval/prompts", "prompts", "that were answered"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+    Metric("eval/truncated_ratio", "fraction", "responses cut at the limit on their tokens"),
     Metric("eval/reward_mean/<source>", "", "mean reward of the prompts from one of data.eval.sources"),
     Metric("eval/reward_<name>", "", "as rollout/reward_<name> and rollout/reward_<key>, of the held-out prompts"),
+    Metric("eval/policy_version", "", "of the weights that drew them; were they several, the oldest"),
+    Metric("eval/policy_version_max", "", "and the newest"),
+    Metric("eval/<set>/<metric>", "", "any of these, of one of evaluation.sets by its name"),
+    Metric("eval/<set>/mean@<n>", "", "mean reward of its n samples per prompt, n being evaluation.sets' number"),
+    Metric(
+        "eval/<set>/pass@<k>",
+        "fraction",
+        "prompts that at least one of k samples passes, estimated without bias from all of samples_per_prompt; a "
+        "sample passes with a reward above evaluation.pass_threshold",
+    ),
+    Metric("eval/<set>/best@<k>", "", "largest reward of k samples, estimated alike"),
 )
 WEIGHT_SYNC = (
     Metric("perf/weight_sync_bytes", "bytes", "bytes that the weight sync moved between ranks"),

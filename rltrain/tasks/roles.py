@@ -79,6 +79,9 @@ ACTOR = RoleTasks(
             reports=metrics.SCORE_EVALUATION_PAIRS,
             kind="score",
         ),
+        Task("save_best", Needs(reads=_weights("actor")), kind=OTHER),
+        Task("save_candidate", Needs(reads=_weights("actor")), kind=OTHER),
+        Task("keep_candidate", kind=OTHER),
     ),
     model="trained",
 )
@@ -190,6 +193,7 @@ JUDGE = RoleTasks(
 ROLLOUT = RoleTasks(
     "rollout",
     (
+        Task("load_weights", Needs(rewrites=_weights("rollout")), kind=OTHER),
         Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE),
         Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",), kind="generate"),
     ),

@@ -78,7 +78,10 @@ def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -
 
 
 CONFIGS = {
-    "sequential": ("configs/quickstart.yaml", ("evaluation.interval=2", "checkpoint.save_hf_interval=2")),
+    "sequential": (
+        "configs/quickstart.yaml",
+        ("evaluation={interval: 2, keep_best: {metric: eval/score}}", "checkpoint.save_hf_interval=2"),
+    ),
     "asynchronous": (
         "configs/quickstart.yaml",
         (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
@@ -110,6 +113,19 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
     assert column([*rest.values()], "train/grad_norm")
     assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
     assert_checkpoint_is_in_the_metrics(tmp_path / "first")
+    if "keep_best" in str(overrides):
+        assert_the_same_is_the_best(whole, tmp_path / "first", tmp_path / "0")
+
+
+def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:
+    """What was the best before the checkpoint lies with the first job; the second knows of it."""
+    scores = {step: metrics["eval/score"] for step, metrics in whole.items() if "eval/score" in metrics}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = json.loads((first / "hf_best/best.json").read_text())
+    assert kept == {"step": best, "metric": "eval/score", "value": scores[best]}
+    again = resumed / "hf_best/best.json"
+    assert again.exists() == (best >= SAVED)
+    assert not again.exists() or json.loads(again.read_text()) == kept
 
 
 def assert_checkpoint_is_in_the_metrics(output: Path) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hypothesis import strategies as st
+
 from rltrain.cluster.placement import Placement, resolve_placement
 from rltrain.config.schema import Config
 from rltrain.schedule.order import Order
@@ -32,6 +34,18 @@ def order_of(**sections: Any) -> Order:
     """The order of tasks of such a config."""
     config = make_config(**sections)
     return build_order(config, place(config.placement))
+
+
+@st.composite
+def evaluations(draw: st.DrawFn) -> dict[str, Any]:
+    """The section, beside data.eval."""
+    of_its_own = {"name": "own", "data": {"path": "o"}, "interval": draw(st.integers(0, 2))}
+    return {
+        "interval": draw(st.integers(0, 3)),
+        "stop_at": draw(st.sampled_from([None, 0.5])),
+        "sets": draw(st.sampled_from([[], [of_its_own]])),
+        "keep_best": draw(st.sampled_from([None, {"metric": "eval/score"}])),
+    }
 
 
 NO_EVALUATION = {"data": {"train": {"path": "t"}}}

@@ -76,7 +76,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store) -> Checkpointing:
         heartbeat=SimpleNamespace(task_clock=TaskClock()),
         architectures={},
         stop=None,
-        leader_of=lambda role: placement.ranks(role)[0],
+        leader=placement.ranks("actor")[0],
     )
     nothing: Any = Nothing()
     return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def test_a_rank_gets_its_own_random_states_back(tmp_path: Path, rank: int) -> No
     job = SimpleNamespace(
         resumed=Resumed(tmp_path, 7, continues=False),
         world=SimpleNamespace(rank=rank, device=CPU),
-        leader_of=lambda role: 1,
+        leader=1,
     )
     restore(job, Nothing(), SimpleNamespace(adopt=adopted.append))  # type: ignore[arg-type]
     assert torch.rand(()).item() == expected[rank]

@@ -14,7 +14,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.order import Entry, Order
 from rltrain.schedule.steps import build_order, num_entries, shortened
 from rltrain.tasks.roles import STATE_PARTS
-from tests.unit.schedule_configs import GRPO, PPO, make_config, order_of, place
+from tests.unit.schedule_configs import GRPO, PPO, evaluations, make_config, order_of, place
 
 LONG = 10**6
 
@@ -39,7 +39,7 @@ def runs(draw: st.DrawFn) -> Config:
         schedule=schedule,
         critic={"critic_warmup_steps": draw(st.integers(0, 3))},
         checkpoint={"save_interval": sync_every * draw(st.integers(0, 2)), "save_hf_interval": draw(st.integers(0, 3))},
-        evaluation={"interval": draw(st.integers(0, 3)), "stop_at": draw(st.sampled_from([None, 0.5]))},
+        evaluation=draw(evaluations()),
     )
 
 

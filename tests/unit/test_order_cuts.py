@@ -7,7 +7,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.order import CHECKPOINT
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
-from tests.unit.schedule_configs import GRPO, PPO, make_config, order_of, place
+from tests.unit.schedule_configs import GRPO, PPO, evaluations, make_config, order_of, place
 
 SCHEDULES = st.one_of(
     st.just({}),
@@ -42,7 +42,7 @@ def runs(draw):
         steps=STEPS,
         schedule=schedule,
         checkpoint={"save_interval": schedule.get("sync_every", 1)},
-        evaluation={"interval": draw(st.integers(0, 3))},
+        evaluation=draw(evaluations()),
     )
     return config, draw(st.sampled_from(saves_of(build_order(config, place(placement)), STEPS)))
 

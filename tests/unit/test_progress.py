@@ -61,6 +61,14 @@ def test_an_evaluation_is_always_shown_and_stays() -> None:
     assert "reward 0.500" in second and "held-out 0.314" in second
 
 
+def test_evaluation_sets_are_shown_by_their_names() -> None:
+    output, clock = io.StringIO(), Clock()
+    sets = {"sets": [{"name": "hard", "data": {"path": "h"}}]}
+    with_sets = Config.model_validate({**config().model_dump(), "evaluation": sets})
+    Progress(with_sets, console=Console(file=output), clock=clock).write(0, {"eval/hard/score": 0.25})
+    assert output.getvalue().startswith("step 1/4  hard 0.250")
+
+
 @pytest.mark.parametrize("after_the_last", [None, {"eval/score": 0.75}, {"perf/save_hf_s": 1.0}])
 def test_one_line_is_for_the_last_step_and_the_record_that_may_follow_it(after_the_last) -> None:
     output, clock = io.StringIO(), Clock()

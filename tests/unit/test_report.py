@@ -41,6 +41,19 @@ class TestReading:
         assert {rank.rank: rank.roles for rank in run.ranks} == HOSTED
         assert run.notes == []
 
+    def test_samples_of_evaluations_stand_among_those_of_their_step(self, tmp_path: Path) -> None:
+        write_samples(tmp_path, 2, per_step=1)
+        (tmp_path / "evaluation_samples").mkdir()
+        for rank in range(2):
+            of_rank = [{"set": "hard", "step": step, "response": str(rank)} for step in (0, 1)]
+            lines = "".join(json.dumps(sample) + "\n" for sample in of_rank)
+            (tmp_path / f"evaluation_samples/rank{rank}.jsonl").write_text(lines)
+        samples = run_folder.read_run(tmp_path).samples
+        assert [(sample["step"], sample.get("set")) for sample in samples] == [
+            *[(0, None), (0, "hard"), (0, "hard"), (1, None), (1, "hard"), (1, "hard")]
+        ]
+        assert page.shortened(samples[1])["set"] == "hard"
+
     @pytest.mark.parametrize("write", [write_metrics, write_traces, write_samples])
     def test_any_file_alone_is_enough(self, tmp_path: Path, write: Any) -> None:
         write(tmp_path, 3)

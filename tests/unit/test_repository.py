@@ -62,14 +62,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
         "residency.memory_plan",
     ),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards"),
+    "evaluation": (*BASE, "data"),
+    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
     "folders": BASE,
     "roles": (
         *BASE,
         *("training.backend", "training.build", "training.saved_weights", "rollout", "checkpoint", "reshard", "models"),
         *("residency", "exchange"),
         *("liveness", "cluster", "data", "algorithms", "rewards", "schedule.shape", "chat", "environments"),
-        "endpoint",
+        *("endpoint", "evaluation"),
     ),
     "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
     "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
@@ -81,7 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "trainer": (
         *BASE,
         *("checkpointing", "resuming", "hosting", "transfers", "schedule", "roles", "rollout.stream", "exchange"),
-        *("observability", "estimate.hardware"),
+        *("observability", "estimate.hardware", "algorithms", "evaluation"),
     ),
     "job": (
         *BASE,
@@ -99,8 +100,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         ),
         *("system", "legality"),
     ),
-    "dry_run": (*BASE, "hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster"),
+    "dry_run": (
+        *BASE,
+        *("hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
+    ),
     "command": (*BASE, "job", "dry_run"),
+    "evaluating": (*BASE, "job", "command"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
 
@@ -222,7 +227,7 @@ def test_tests_load_megatron_as_rltrain_does() -> None:
 
 def test_launch_imports_only_commands() -> None:
     for path in (REPOSITORY / "launch").rglob("*.py"):
-        assert set(imported_modules(path)) <= {"command", "serving.command"}, relative(path)
+        assert set(imported_modules(path)) <= {"command", "serving.command", "evaluating.command"}, relative(path)
 
 
 def test_what_sglangs_python_runs_imports_nothing_that_it_lacks() -> None:

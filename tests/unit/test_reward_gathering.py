@@ -14,6 +14,7 @@ from rltrain.errors import RewardError
 from rltrain.rewards.combined import CombinedScores
 from rltrain.rewards.registry import load_rewards
 from rltrain.rewards.scorer import Scores
+from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.shared_store import LIMIT_S, ShortPatience
@@ -24,10 +25,8 @@ from tests.unit.test_reward_statistics import scored
 def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **reward: Any) -> Reward:
     """On ranks 4 and 6, with what gathering needs of it."""
     role = Reward.__new__(Reward)
-    role.has_judged = False
     settings = schema.Reward(max_failures=max_failures, **reward)
-    role.scorer = SimpleNamespace(parts=load_rewards(settings))  # type: ignore[assignment]
-    role.config = SimpleNamespace(reward=settings)  # type: ignore[assignment]
+    role.limit = FailureLimit(load_rewards(settings), settings)
     role.grid = Grid((4, 6))
     role.job = SimpleNamespace(  # type: ignore[assignment]
         job_store=FakeBulletin(shared, rank),

@@ -282,22 +282,22 @@ def test_engines_may_join_a_sync_from_the_start_where_no_evaluation_stands_betwe
     assert [*order.syncs()] == [(position(order, "weight_sync", step), 0) for step in range(4)]
 
 
-def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_over():
+def test_engines_join_no_sync_before_an_evaluation_of_older_weights_is_drawn():
     order = asynchronous(
         2,
         data={"train": {"path": "t"}, "eval": {"path": "e"}},
         evaluation={"interval": 2, "stop_at": 0.9},
         placement=GRPO,
     )
-    decided = {step: position(order, "decide_to_stop", step) for step in (0, 2, 4, 6)}
+    drawn = {step: position(order, "generate_evaluation", step) for step in (0, 2, 4, 6)}
     synced = {step: position(order, "weight_sync", step) for step in (0, 1, 2, 3, 4, 6)}
     assert [*order.syncs()] == [
         (synced[0], 0),
-        (synced[1], decided[0] + 1),
-        (synced[2], decided[0] + 1),
-        (synced[3], decided[2] + 1),
-        (synced[4], decided[2] + 1),
-        (synced[6], decided[4] + 1),
+        (synced[1], drawn[0] + 1),
+        (synced[2], drawn[0] + 1),
+        (synced[3], drawn[2] + 1),
+        (synced[4], drawn[2] + 1),
+        (synced[6], drawn[4] + 1),
     ]
 
 

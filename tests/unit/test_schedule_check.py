@@ -11,7 +11,7 @@ from rltrain.errors import ConfigError
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Entries, Entry
 from rltrain.schedule.steps import build_order
-from tests.unit.schedule_configs import WORLD_SIZE, make_config, order_of, place
+from tests.unit.schedule_configs import WORLD_SIZE, evaluations, make_config, order_of, place
 
 rank_subsets = st.lists(st.integers(0, WORLD_SIZE - 1), min_size=1, max_size=WORLD_SIZE, unique=True)
 
@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn):
         batch={"mini_batches": draw(st.sampled_from([1, 2]))},
         loss={"old_logprobs": draw(st.sampled_from(["actor", "rollout"]))},
         advantages={"whiten": draw(st.booleans())},
-        evaluation={"interval": draw(st.integers(0, 2)), "stop_at": draw(st.sampled_from([None, 0.5]))},
+        evaluation=draw(evaluations()),
     )
     return config, draw(placements(*roles))
 

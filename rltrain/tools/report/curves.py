@@ -56,7 +56,12 @@ class Drawn:
 
 # Metrics that are compared with each other share a panel; all others get one of their own under their prefix.
 DRAWN = (
-    Drawn("Learning", "Reward", (("rollout/reward_mean", "training"), ("eval/score", "held-out"))),
+    Drawn(
+        "Learning",
+        "Reward",
+        (("rollout/reward_mean", "training"), ("eval/score", "held-out"), (r"eval/([\w.-]+)/score", "")),
+    ),
+    Drawn("Learning", "Passed by one of k samples", ((r"eval/([\w.-]+/pass@\d+)", ""),)),
     Drawn(
         "Learning",
         "Response length",

@@ -319,7 +319,7 @@ function startSamples(samples) {
   function card(sample) {
     const made = element("article", cards, undefined, { class: "card" }), top = element("div", made, undefined, { class: "top" });
     if (sample.reward !== undefined) element("span", top, "reward " + number(sample.reward), { class: "reward" });
-    element("span", top, "step " + sample.step);
+    element("span", top, (sample.set === undefined ? "" : sample.set + ", ") + "step " + sample.step);
     if (sample.length !== undefined) element("span", top, sample.length + " tokens");
     const [low, high] = [sample.policy_version_min, sample.policy_version_max];
     if (low !== undefined) element("span", top, low === high || high === undefined ? "policy " + low : `policy ${low} to ${high}`);

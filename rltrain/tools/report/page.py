@@ -16,7 +16,17 @@ from rltrain.tools.report.timeline import COLOURS, Row, Timeline, description, k
 
 MAX_SAMPLES = 400
 MAX_CHARACTERS = 8000
-SAMPLE_KEYS = ("step", "prompt", "response", "label", "reward", "length", "policy_version_min", "policy_version_max")
+OF_ALL = (
+    "step",
+    "prompt",
+    "response",
+    "label",
+    "reward",
+    "length",
+    "policy_version_min",
+    "policy_version_max",
+)
+SAMPLE_KEYS = (*OF_ALL, "set")
 
 _FOLDER = Path(__file__).parent
 _KIND_NUMBERS = {kind: i for i, kind in enumerate(COLOURS)}

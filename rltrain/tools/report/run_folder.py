@@ -1,4 +1,5 @@
-"""Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl; any of them may be missing."""
+"""Reads what a run left in its folder: metrics.jsonl, trace/rank*.json, samples.jsonl, evaluation_samples/rank*.jsonl;
+any of them may be missing."""
 
 import json
 import re
@@ -68,7 +69,7 @@ def read_run(path: Path) -> Run:
     """Errors: DataError where the folder holds nothing to report."""
     notes: list[str] = []
     records = one_record_per_step(_read_lines(path / "metrics.jsonl", notes))
-    samples = [sample for sample in _read_lines(path / "samples.jsonl", notes) if "response" in sample]
+    samples = _read_samples(path, notes)
     ranks = _read_traces(path / "trace", notes)
     if not records and not samples and not ranks:
         raise DataError(
@@ -76,6 +77,13 @@ def read_run(path: Path) -> Run:
             "(logging.trace: true) or samples.jsonl"
         )
     return Run(path, records, samples, ranks, notes)
+
+
+def _read_samples(path: Path, notes: list[str]) -> list[Record]:
+    """Of training, and those of evaluations, which have a "set"; by step."""
+    of_evaluations = sorted((path / "evaluation_samples").glob("rank*.jsonl"))
+    lines = [line for file in (path / "samples.jsonl", *of_evaluations) for line in _read_lines(file, notes)]
+    return sorted((line for line in lines if "response" in line), key=lambda sample: sample.get("step", 0))
 
 
 def one_record_per_step(records: list[Record]) -> list[Record]:

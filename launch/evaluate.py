@@ -1,0 +1,11 @@
+"""Evaluate: torchrun --nproc-per-node N launch/evaluate.py --checkpoint DIR --config FILE [--output DIR] [key=value]
+
+Draws data.eval and evaluation.sets of the config with the checkpoint, scores them, prints a table and writes it.
+"""
+
+import sys
+
+from rltrain.evaluating.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""The command line of launch/evaluate.py."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.command import EXIT_USER_ERROR, begin_as_rank
+from rltrain.errors import UserError
+from rltrain.evaluating.overrides import evaluation_overrides
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
+    arguments = parser().parse_intermixed_args(argv)
+    if "RANK" not in os.environ:
+        print("evaluate: start me with torchrun --nproc-per-node N, on one rank or more", file=sys.stderr)
+        return EXIT_USER_ERROR
+    begin_as_rank()
+    try:
+        overrides = evaluation_overrides(
+            arguments.config, arguments.overrides, checkpoint=arguments.checkpoint, output=arguments.output
+        )
+    except UserError as error:
+        print(f"evaluate: refused: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    from rltrain.job import run_job
+
+    return run_job(arguments.config, overrides)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="evaluate.py",
+        description="Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config.",
+    )
+    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    made.add_argument("--config", type=Path, required=True, help="YAML file, as for launch/train.py")
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for evaluation.json, metrics and samples; by default <output_dir>/evaluations/<name of the checkpoint>",
+    )
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to override, dotted")
+    return made

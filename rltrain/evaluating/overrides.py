@@ -1,0 +1,56 @@
+"""What makes of a config for training one for an evaluation alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rltrain.config.explain import section_of
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError
+
+KEPT = frozenset(
+    {"model", "data", "rollout", "env", "reward", "evaluation", "weight_sync", "logging", "residency", "timeouts"}
+)
+"""Sections that mean the same without training; of the others the defaults are as good as anything."""
+
+
+def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, output: Path | None) -> list[str]:
+    """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
+    what else is needed. All ranks host rollout and reward, and env where the config has one, unless `given` places
+    them otherwise. Raises ConfigError, and CheckpointError where there is no such folder."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"--checkpoint: there is no folder {str(checkpoint)!r}; expected one of a model")
+    config = load_config(path, given)
+    roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
+    output = output or Path(config.output_dir, "evaluations", checkpoint.resolve().name)
+    before = {
+        **{name: {} for name in _sections() - KEPT},
+        "placement": {", ".join(roles): "all"},
+        "reward": config.reward.model_dump(mode="json", exclude_unset=True),
+        "evaluation.logged_prompts": "all",
+    }
+    after = {
+        "algorithm": "evaluate",
+        "steps": 1,
+        "model.path": str(checkpoint),
+        "output_dir": str(output),
+        "checkpoint": {"resume": "none", "save_hf": False},
+        "evaluation.stop_at": None,
+        "evaluation.stop_metric": None,
+        "evaluation.keep_best": None,
+        "logging.wandb": {},
+        "logging.tensorboard": False,
+    }
+    return [*_written(before), *given, *_written(after)]
+
+
+def _sections() -> set[str]:
+    """Of the config, those that may be left out."""
+    fields = Config.model_fields.items()
+    return {name for name, field in fields if not field.is_required() and section_of(field.annotation) is not None}
+
+
+def _written(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]

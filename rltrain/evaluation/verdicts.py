@@ -1,0 +1,22 @@
+"""What follows from an evaluation: the reward's leader leaves it in the job's store, where other ranks read it."""
+
+from collections.abc import Mapping
+
+from rltrain.errors import ConfigError
+
+
+def best_verdict_of(step: int) -> str:
+    """Key of the evaluation as the best so far, null if it is not."""
+    return f"evaluation/best/{step}"
+
+
+def end_verdict_of(step: int) -> str:
+    """Key of whether the evaluation ends training."""
+    return f"evaluation/end/{step}"
+
+
+def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
+    """ConfigError where an evaluation does not report what the config key names."""
+    if name not in metrics:
+        raise ConfigError(f"{config_key}: got {name!r}, which no evaluation reported; expected one of {[*metrics]}")
+    return metrics[name]

@@ -1,0 +1,80 @@
+"""What a config may ask for of evaluations."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
+from rltrain.config.schema import Config
+from rltrain.evaluation.estimators import sizes_up_to
+
+OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
+"""That policies can be compared by."""
+
+
+def evaluation_problems(config: Config) -> Iterator[str]:
+    plans = config.evaluations
+    yield from _name_problems(plans)
+    yield from _length_problems(config, plans)
+    for number, plan in enumerate(config.evaluation.sets):
+        if plan.samples_per_prompt > 1 and plan.sampling.temperature == 0:
+            yield (
+                f"evaluation.sets.{number}.samples_per_prompt: got {plan.samples_per_prompt} with sampling.temperature "
+                "0, at which all samples of a prompt are equal; expected 1, or a temperature above 0"
+            )
+    yield from _metric_problems(config, plans)
+
+
+def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
+    for name, count in Counter(plan.name for plan in plans).items():
+        if count > 1:
+            and_short = f"; {SHORT_FORM} is that of data.eval" if name == SHORT_FORM else ""
+            yield f"evaluation.sets: {count} sets are called {name!r}; expected a name for each{and_short}"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name == OF_SOURCES:
+            yield (
+                f"evaluation.sets: got the name {name!r}; expected letters, digits, underscores, dots and hyphens, "
+                f"and another name than {OF_SOURCES}: the metric is eval/<name>/score"
+            )
+
+
+def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
+    """Of the limits that a set has beside the run's."""
+    context, prompt = config.rollout.max_context_tokens, config.data.max_prompt_tokens
+    for plan in plans:
+        response = plan.sampling.max_response_tokens
+        if response > config.rollout.sampling.max_response_tokens and prompt + response > context:
+            yield (
+                f"rollout.max_context_tokens: got {context}; expected at least data.max_prompt_tokens {prompt} + "
+                f"{plan.config_key.removesuffix('data')}sampling.max_response_tokens {response} = {prompt + response}"
+            )
+
+
+def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
+    settings = config.evaluation
+    if settings.stop_at is not None and not plans:
+        yield (
+            f"evaluation.stop_at: got {settings.stop_at} without data.eval and without evaluation.sets; expected "
+            "held-out prompts in either, or null"
+        )
+    if settings.stop_metric is not None and settings.stop_at is None:
+        yield f"evaluation.stop_metric: got {settings.stop_metric!r} without evaluation.stop_at; expected both or none"
+    compared = {"evaluation.stop_metric": settings.stop_metric}
+    if settings.keep_best is not None:
+        compared["evaluation.keep_best.metric"] = settings.keep_best.metric
+    for key, metric in compared.items():
+        if metric is not None and not any(_has(plan, metric) for plan in plans):
+            known = ", ".join(f"{plan.prefix}/{name}" for plan in plans for name in _metrics(plan)[:6])
+            yield f"{key}: got {metric!r}; expected a metric of an evaluation set: {known or 'there is no set'}"
+
+
+def _has(plan: EvaluationPlan, metric: str) -> bool:
+    name = plan.own_name(metric)
+    return name is not None and (name in _metrics(plan) or name.startswith("reward_"))
+
+
+def _metrics(plan: EvaluationPlan) -> list[str]:
+    n = plan.samples_per_prompt
+    if n == 1:
+        return [*OF_EVERY_SET]
+    of_several = [f"{kind}@{k}" for k in sizes_up_to(n) for kind in ("pass", "best") if (kind, k) != ("best", 1)]
+    return [*OF_EVERY_SET, f"mean@{n}", *of_several]

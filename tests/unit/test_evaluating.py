@@ -1,0 +1,107 @@
+"""launch/evaluate.py: what it makes of a config for training, and what it prints and writes."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError
+from rltrain.evaluating.command import main
+from rltrain.evaluating.overrides import evaluation_overrides
+from rltrain.legality.config import check_config
+from rltrain.observability.evaluation_table import EvaluationTable
+from tests.unit.schedule_configs import make_config
+
+TRAINING = """
+algorithm: ppo
+steps: 200
+output_dir: runs/trained
+placement: {'actor, critic': 0-3, 'rollout, reward': 4-7}
+model: {path: start}
+data: {train: {path: t.jsonl}, eval: {path: e.jsonl}}
+actor: {parallel: {tp: 4}}
+critic: {path: other}
+rollout: {sampling: {max_response_tokens: 40}}
+schedule: {mode: asynchronous, max_staleness: 2}
+batch: {prompts_per_step: 64, mini_batches: 8}
+loss: {old_logprobs: actor}
+checkpoint: {save_interval: 20}
+evaluation: {interval: 20, stop_at: 0.9, keep_best: {metric: eval/score}, sets: [{name: a, data: {path: a.jsonl}}]}
+logging: {wandb: {project: p}}
+"""
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Any:
+    """The config of an evaluation of a checkpoint, by a config for training and overrides."""
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "config.yaml").write_text(TRAINING)
+
+    def load(*given: str, more: str = "", output: Path | None = None) -> Config:
+        (tmp_path / "config.yaml").write_text(TRAINING + more)
+        arguments: dict[str, Any] = {"checkpoint": tmp_path / "trained", "output": output}
+        overrides = evaluation_overrides(tmp_path / "config.yaml", given, **arguments)
+        return load_config(tmp_path / "config.yaml", overrides)
+
+    return load
+
+
+def test_nothing_is_left_of_training(evaluated, tmp_path: Path):
+    config = evaluated()
+    check_config(config)
+    assert (config.algorithm, config.model.path) == ("evaluate", str(tmp_path / "trained"))
+    assert config.placement == {"rollout, reward": "all"}
+    assert config.output_dir == "runs/trained/evaluations/trained"
+    assert config.checkpoint.save_interval == 0 and not config.checkpoint.save_hf
+    assert config.evaluation.keep_best is None and config.stop_metric is None
+    assert config.logging.wandb.project is None
+    assert [plan.name for plan in config.evaluations] == ["eval", "a"]
+    assert config.rollout.sampling.max_response_tokens == 40
+
+
+def test_what_is_given_counts(evaluated, tmp_path: Path):
+    config = evaluated(
+        "placement={rollout: 0-1, reward: 2}", "evaluation.logged_prompts=3", "seed=4", output=tmp_path / "there"
+    )
+    assert config.placement == {"rollout": "0-1", "reward": 2}
+    assert (config.evaluation.logged_prompts, config.seed, config.output_dir) == (3, 4, str(tmp_path / "there"))
+
+
+def test_environments_come_along(evaluated):
+    """What they give is the reward, where the config says nothing else of it."""
+    config = evaluated("placement={'actor, critic': 0, rollout: 1, env: 1}", more="env: {function: calculator}")
+    assert config.placement["rollout"] == 1
+    of_default = evaluated(more="env: {function: calculator}")
+    assert of_default.placement == {"rollout, reward, env": "all"}
+    assert (config.reward.function, of_default.reward.function) == ("environment", "exact_match")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_and_so_is_a_start_without_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(CheckpointError, match="--checkpoint: there is no folder .*nowhere"):
+        evaluation_overrides(tmp_path / "config.yaml", [], checkpoint=tmp_path / "nowhere", output=None)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["--checkpoint", "nowhere", "--config", "none.yaml"]) == 2
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err
+
+
+def test_the_table_and_the_file_have_every_set(tmp_path: Path):
+    hard = {"name": "hard", "data": {"path": "h"}, "samples_per_prompt": 2, "sampling": {"temperature": 1.0}}
+    config = make_config(evaluation={"sets": [hard]}, output_dir=str(tmp_path), algorithm="evaluate")
+    printed = io.StringIO()
+    table = EvaluationTable(config, Console(file=printed, width=100))
+    table.write(0, {"eval/score": 0.5, "eval/hard/score": 0.25, "eval/hard/pass@2": 0.4, "perf/step_time_s": 1.0})
+    table.close()
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == {
+        "checkpoint": "m",
+        "sets": {"eval": {"score": 0.5}, "hard": {"score": 0.25, "pass@2": 0.4}},
+    }
+    rows = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["│", "score", "│", "0.5", "│", "0.25", "│"] in rows
+    assert ["│", "pass@2", "│", "│", "0.4", "│"] in rows

@@ -1,0 +1,297 @@
+"""An evaluation set on its way: drawn by an engine, scored by the reward's ranks, and the best policy kept."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.run.files import write_files
+from rltrain.checkpoint.run.folder import Resumed
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Config
+from rltrain.data.experience import SIBLINGS_APART, Experience
+from rltrain.errors import ConfigError
+from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
+from rltrain.evaluation.outcomes import metrics_of, record_of
+from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
+from rltrain.exchange.exchange import Shipment
+from rltrain.models import read_architecture
+from rltrain.roles import actor as actor_module
+from rltrain.roles import rollout as rollout_module
+from rltrain.roles.actor import Actor
+from rltrain.roles.reward import Reward
+from rltrain.roles.rollout import Rollout
+from rltrain.rollout.embedded import allocate_parameters
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_parts, whole_engine
+from rltrain.schedule.shape import RunShape
+from tests.unit.packed_experience import packed_experience
+from tests.unit.schedule_configs import make_config
+from tests.unit.scripted_engine import ScriptedEngine
+from tests.unit.shared_store import ShortPatience, open_store
+from tests.unit.test_reporter import FakeBulletin
+
+HARD = {
+    "name": "hard",
+    "data": {"path": "h"},
+    "sampling": {"temperature": 0.7, "max_response_tokens": 9},
+    "samples_per_prompt": 4,
+}
+CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
+KEEP_BEST = {"metric": "eval/hard/pass@4"}
+
+
+class Rows:
+    """Prompts of two tokens, each labelled by its number."""
+
+    sources = ("one",)
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> SimpleNamespace:
+        return SimpleNamespace(label=str(row), prompt=f"{row}?")
+
+    def prompt_tokens(self, row: int) -> tuple[int, ...]:
+        return (row, row + 1)
+
+    def prompt_text(self, row: int) -> str:
+        return f"{row}?"
+
+
+class LastToken:
+    """Decodes a response as its last token."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(tokens[-1])
+
+
+def config_of(**evaluation: Any) -> Config:
+    return make_config(evaluation={"sets": [HARD], **evaluation}, placement={"actor": 0, "rollout,reward": "1-2"})
+
+
+def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> Any:
+    rows = (Rows(3), Rows(5))
+    return SimpleNamespace(
+        config=config,
+        shape=RunShape.of(config),
+        world=SimpleNamespace(rank=rank, store=None),
+        placement=SimpleNamespace(roles=("rollout", "reward")),
+        grids={"rollout": Grid((1,)), "reward": Grid((1, 2)), "actor": Grid((0,))},
+        leader_of=lambda role: {"actor": 0}.get(role, 1),
+        prompts=SimpleNamespace(training=None, train=rows[0], evaluations=rows, decoder=LastToken()),
+        job_store=FakeBulletin(shared, rank),
+        waiter=ShortPatience(),
+        heartbeat=SimpleNamespace(advance=lambda: None),
+        architecture=SimpleNamespace(eos_token_ids=(1,)),
+        operations=SimpleNamespace(add=lambda *counted, backward: None),
+        resumed=None,
+        first_step=0,
+        **more,
+    )
+
+
+class RecordingEngine(ScriptedEngine):
+    """Keeps what is submitted, and how it is to be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sample: 1 + sample % 3)
+        self.sampled: list[SamplingParams] = []
+        self.seeds: dict[int, int] = {}
+
+    def submit(self, samples, sampling) -> None:
+        self.sampled.append(sampling)
+        self.seeds |= {sample.id: sample.seed for sample in samples}
+        super().submit(samples, sampling)
+
+
+def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: pytest.MonkeyPatch):
+    engine = RecordingEngine()
+    hosted = SimpleNamespace(engine=engine, parts={}, metrics=dict)
+    monkeypatch.setattr(rollout_module, "build_engine", lambda *_: hosted)
+    monkeypatch.setattr(Rollout, "_site", lambda self: None)
+    with open_store() as store:
+        job = job_of(config_of(), 0, {})
+        job.world.store = store
+        job.grids["rollout"] = Grid((0,))
+        rollout = Rollout(job)
+        drawn, seeds = [], []
+        for step in (0, 5):
+            engine.policy_version = step
+            rollout.generate_evaluation(step, 1)
+            drawn.append(rollout.shipments.pop(("evaluation_samples", step, 1)).experience)
+            seeds.append(dict(engine.seeds))
+    assert all((sampled.temperature, sampled.max_response_tokens) == (0.7, 9) for sampled in engine.sampled)
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 20
+    for step, experience in zip((0, 5), drawn, strict=True):
+        assert experience.prompt_ids.tolist() == [row for row in range(5) for _ in range(4)]
+        assert set(experience.policy_version[experience.response_mask].tolist()) == {step}
+
+
+def of_samples(*samples: tuple[int, int, int]) -> Experience:
+    """(prompt, sample id, last token) each."""
+    experience = packed_experience([(2, 3)] * len(samples))
+    tokens = torch.tensor([token for *_, last in samples for token in (0, 0, 0, 0, last)])
+    prompts, ids, _ = (torch.tensor(column) for column in zip(*samples, strict=True))
+    version = torch.full_like(experience.policy_version, 7)
+    return experience.with_fields(
+        tokens=tokens, prompt_ids=prompts, sample_ids=ids, group_ids=prompts, policy_version=version
+    )
+
+
+def score(config: Config, parts: dict[int, Experience], step: int, resumed: Resumed | None = None) -> tuple[Any, ...]:
+    """What the reward's ranks make of their parts of set 1: the leader's role, metrics, and what it left in the store.
+
+    The rank that comes last is the leader.
+    """
+    shared: dict[str, str] = {}
+    for rank in sorted(parts, reverse=True):
+        job = job_of(config, rank, shared)
+        job.resumed = resumed
+        reward = Reward(job)
+        samples = Shipment(parts[rank], torch.ones(1, dtype=torch.int64))
+        reward.shipments["evaluation_samples", step, 1] = samples
+        metrics = reward.score_evaluation(step, 1)
+        assert bool(metrics) == (rank == 1)
+    return reward, metrics, shared
+
+
+def test_ranks_bring_their_samples_together(tmp_path: Path):
+    """A prompt's samples lie on several ranks; sibling trajectories of an episode count once."""
+    config = config_of(logged_prompts=1).model_copy(update={"output_dir": str(tmp_path)})
+    right_once = of_samples((0, 0, 0), (0, 1, 9), (1, 4, 9))
+    rest = of_samples((0, 2, 9), (0, 3, 9), (1, 5, 9), (1, 6, 1), (1, 6 + SIBLINGS_APART, 1), (1, 7, 1))
+    _, metrics, _ = score(config, {1: right_once, 2: rest}, step=5)
+    assert metrics["eval/hard/pass@1"] == metrics["eval/hard/mean@4"] == pytest.approx((1 / 4 + 2 / 4) / 2)
+    assert metrics["eval/hard/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert metrics["eval/hard/pass@4"] == metrics["eval/hard/best@4"] == 1.0
+    assert metrics["eval/hard/policy_version"] == 7
+    assert metrics["eval/hard/prompts"] == 2
+    assert "eval/hard/policy_version_max" not in metrics
+    logged = [json.loads(line) for path in tmp_path.glob("evaluation_samples/*") for line in path.open()]
+    assert {(record["set"], record["step"], record["prompt"]) for record in logged} == {("hard", 5, "0?")}
+    assert sorted(record["reward"] for record in logged) == [0, 0, 0, 1]
+
+
+def test_what_passes_is_for_the_config_to_say():
+    experience = of_samples((0, 0, 0), (0, 1, 9)).with_fields(rewards=torch.tensor([0.5, 0.8]))
+    records = [record_of(experience)]
+    at = {t: metrics_of(records, num_samples=2, threshold=t) for t in (0.4, 0.5, 0.9)}
+    assert [at[threshold]["pass@1"] for threshold in at] == [1.0, 0.5, 0.0]
+    assert at[0.9]["best@2"] == pytest.approx(0.8)
+
+
+def test_the_best_evaluation_is_the_first_of_the_best_and_survives_an_interruption(tmp_path: Path):
+    config = config_of(keep_best=KEEP_BEST).model_copy(update={"output_dir": str(tmp_path)})
+    passes = of_samples((0, 0, 0), (0, 1, 9), (0, 2, 9), (0, 3, 9))
+    also_passes = of_samples((1, 4, 1), (1, 5, 9), (1, 6, 9), (1, 7, 9))
+    fails = of_samples((1, 4, 9), (1, 5, 9), (1, 6, 9), (1, 7, 9))
+    reward, _, shared = score(config, {1: passes, 2: fails}, step=2)
+    best = {"step": 2, "metric": "eval/hard/pass@4", "value": 0.5}
+    assert json.loads(shared[best_verdict_of(2)]) == best
+    write_files(tmp_path / "saved" / "reward", reward.save_state())
+    resumed = Resumed(tmp_path / "saved", 3)
+    _, _, shared = score(config, {1: passes, 2: fails}, 4, resumed)
+    assert json.loads(shared[best_verdict_of(4)]) is None, "equal to the best"
+    _, _, shared = score(config, {1: passes, 2: also_passes}, 6, resumed)
+    assert json.loads(shared[best_verdict_of(6)])["value"] == 1.0
+    assert [*reward.save_state()] == [BEST_STATE_FILE]
+
+
+@pytest.mark.parametrize(("goal", "ends"), [(0.5, True), (0.6, False)])
+def test_who_waits_for_the_score_learns_whether_it_ends_training(tmp_path: Path, goal: float, ends: bool):
+    config = config_of(stop_at=goal, stop_metric="eval/hard/pass@4").model_copy(update={"output_dir": str(tmp_path)})
+    passes = of_samples((0, 0, 0), (0, 1, 9), (0, 2, 9), (0, 3, 9))
+    fails = of_samples((1, 4, 9), (1, 5, 9), (1, 6, 9), (1, 7, 9))
+    _, _, shared = score(config, {1: passes, 2: fails}, step=2)
+    assert json.loads(shared[end_verdict_of(2)]) is ends
+
+
+@pytest.mark.parametrize(("mode", "values", "kept"), [("max", [1, 3, 3, 2], [0, 1]), ("min", [2, 3, 1, 1], [0, 2])])
+def test_the_mode_says_what_is_better(mode: Any, values: list[float], kept: list[int]):
+    best = BestSoFar(config_of(keep_best={**KEEP_BEST, "mode": mode}).evaluation.keep_best)  # type: ignore[arg-type]
+    assert [step for step, value in enumerate(values) if best.offer(step, value)] == kept
+    assert best.offer(9, float("nan")) is None
+
+
+def test_a_metric_that_no_evaluation_reports_ends_the_run_with_its_key():
+    best = BestSoFar(config_of(keep_best={"metric": "eval/reward_form"}).evaluation.keep_best)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"evaluation.keep_best.metric: got 'eval/reward_form', .*\['eval/score'\]"):
+        best.verdict(0, {"eval/score": 1.0})
+
+
+def actor_of(config: Config, rank: int, shared: dict[str, str], saved: list[str]) -> Actor:
+    actor = Actor.__new__(Actor)
+    actor.job, actor.config, actor.grid = job_of(config, rank, shared), config, Grid((0, 3))
+    actor._save = lambda folder, notes={}: saved.append(folder)  # type: ignore[method-assign]
+    return actor
+
+
+def test_step_by_step_only_the_best_is_saved(tmp_path: Path):
+    saved: list[str] = []
+    best = {"step": 2, "metric": "eval/score", "value": 0.5}
+    shared = {best_verdict_of(2): json.dumps(best), best_verdict_of(4): json.dumps(None)}
+    actor = actor_of(config_of(), 3, shared, saved)
+    for step in (2, 4):
+        actor.save_best(step, 0)
+    assert saved == ["hf_best"]
+
+
+def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        actor_module,
+        "replace_checkpoint",
+        lambda to, saved, *, like, notes: kept.append((f"{saved.name} -> {to.name}", notes[BEST_FILE])),
+    )
+    best = Best(2, "eval/score", 0.5)
+    shared = {best_verdict_of(2): json.dumps(vars(best)), best_verdict_of(4): json.dumps(None)}
+    config = config_of().model_copy(update={"output_dir": str(tmp_path)})
+    (tmp_path / "hf_candidate").mkdir()
+    for rank in (3, 0):
+        actor_of(config, rank, shared, []).keep_candidate(2, 0)
+    assert kept == [("hf_candidate -> hf_best", best.as_json())]
+    actor_of(config, 3, shared, []).keep_candidate(4, 0)
+    assert (tmp_path / "hf_candidate").exists(), "it is the first rank's to remove"
+    actor_of(config, 0, shared, []).keep_candidate(4, 0)
+    assert not (tmp_path / "hf_candidate").exists()
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_an_engine_gets_a_checkpoint_s_weights_part_by_part(engine: str):
+    """SGLang's through slots that hold a parameter or two."""
+    config = make_config(
+        algorithm="evaluate",
+        model={"path": str(CHECKPOINT), "dtype": "float32"},
+        placement={"rollout,reward": 0},
+        rollout={"engine": engine, "sglang": {"staging_mb": 0.1}},
+    )
+    grid, architecture = Grid((0,)), read_architecture(CHECKPOINT)
+    parts = engine_parts(config, architecture, grid)
+    received = [allocate_parameters(part.layout, 0, device=torch.device("cpu")) for part in parts]
+    told: list[str] = []
+    rollout = Rollout.__new__(Rollout)
+    rollout.config, rollout.grid = config, grid
+    rollout.job = SimpleNamespace(architecture=architecture, world=SimpleNamespace(rank=0))  # type: ignore[assignment]
+    rollout.engine = SimpleNamespace(  # type: ignore[assignment]
+        begin_update=lambda: told.append("begin"),
+        incoming=received.__getitem__,
+        arrived=lambda part: told.append(f"part {part}"),
+        end_update=lambda version: told.append(f"version {version}"),
+    )
+    rollout.load_weights(3, 0)
+    assert told == ["begin", *(f"part {number}" for number in range(len(parts))), "version 3"]
+    assert len(parts) == 1 if engine == "embedded" else len(parts) > 3
+    whole = whole_engine(config, architecture, grid).layout
+    expected = allocate_parameters(whole, 0, device=torch.device("cpu"))
+    load_parameters(CHECKPOINT, whole, 0, expected)
+    found = {name: tensor for part in received for name, tensor in part.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].any() for name in expected)
