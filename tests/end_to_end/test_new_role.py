@@ -14,7 +14,13 @@ PLACEMENT = "placement={'actor': 0, 'rollout, reward': 1, 'teacher': '0-1'}"
 def teach(output: Path, warmed_up: Path, data_overrides: list[str], *overrides: str) -> list[dict[str, float]]:
     """The metrics of a job of three steps whose teacher lives on both ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    settings = ["steps=3", "batch.prompts_per_step=4", "batch.mini_batches=1", "actor.parallel.tp=1"]
+    settings = [
+        "steps=3",
+        "batch.prompts_per_step=4",
+        "batch.mini_batches=1",
+        "actor.parallel.tp=1",
+        "data.train.max_rows=1024",
+    ]
     settings += [f"model.path={warmed_up}", f"output_dir={output}", "loss.kl.coef=0", *data_overrides]
     command = [*torchrun, "tests/end_to_end/new_role_train.py", "--config", "configs/quickstart.yaml", *settings]
     done = run([*command, PLACEMENT, "checkpoint.save_interval=1", *overrides], 200)
