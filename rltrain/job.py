@@ -14,6 +14,7 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.hub import with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts
@@ -67,6 +68,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     config = load_config(config_path, overrides)
     check_config(config)
     world = replace(world, timeouts=config.timeouts)
+    config = with_local_copies(config, world)
     placement = placement_of(config, world.size, world.ranks_per_node)
     grids = role_grids(config, placement)
     architectures = role_architectures(config, placement.roles)

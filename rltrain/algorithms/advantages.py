@@ -1,59 +1,35 @@
-"""Group-relative advantages (GRPO: Shao et al. 2024, "DeepSeekMath", section 4.1)."""
+"""Advantages of whole samples, by which each of their response tokens is trained."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from rltrain.algorithms.groups import Groups
 from rltrain.algorithms.losses import response_lengths, sample_index
 from rltrain.data.experience import SIBLINGS_APART, Experience
 
-STD_EPS = 1e-6
+Estimator = Callable[[Tensor, Groups], Tensor]
+"""([members, ...] fp64 values, [members] groups) -> [members] fp64 advantages."""
 
 
-def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, normalize_std: bool, episodes: Tensor | None = None
-) -> Tensor:
-    """[samples] fp32: each reward less its group's mean, divided by the group's standard deviation if asked.
+def with_sample_advantages(
+    experience: Experience, estimator: Estimator, *, of: str = "rewards", token_rewards: Tensor | None = None
+) -> Experience:
+    """`experience` with its samples' advantages on every response token, 0 elsewhere.
 
-    `rewards` and `group_ids` are [samples]; groups need not be contiguous or of equal size. The deviation is the
-    sample one (n - 1). A group of one sample, or of equal rewards, says nothing about which response is better: 0.
-    `episodes` [samples] int64: samples of equal ones are trajectories of one episode, which counts once in its group.
+    The estimator gets the field `of`; every group must be whole. Of `token_rewards` [tokens], such as a KL penalty,
+    a sample gets the sum beside its reward: with one advantage per sample, a penalty on every token and its sum on the
+    sample are the same. A sample without a token in the response mask is no member of its group.
     """
-    if rewards.numel() == 0:
-        return rewards.new_zeros(0, dtype=torch.float32)
-    _, group = torch.unique(group_ids, return_inverse=True)
-    values = rewards.double()
-    weights = torch.ones_like(values) if episodes is None else _share_of_episode(episodes)
-    zeros = values.new_zeros(int(group.max()) + 1)
-    sizes = zeros.index_add(0, group, weights)
-    centred = values - (zeros.index_add(0, group, values * weights) / sizes)[group]
-    constant = zeros.scatter_reduce(0, group, values, "amax", include_self=False) == zeros.scatter_reduce(
-        0, group, values, "amin", include_self=False
-    )
-    if normalize_std:
-        variance = zeros.index_add(0, group, centred.square() * weights) / (sizes - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + STD_EPS)[group]
-    return centred.masked_fill(constant[group], 0).float()
-
-
-def _share_of_episode(episodes: Tensor) -> Tensor:
-    """[samples] one over the number of samples of each one's episode."""
-    _, episode, counts = torch.unique(episodes, return_inverse=True, return_counts=True)
-    share: Tensor = 1 / counts.double()[episode]
-    return share
-
-
-def with_advantages(experience: Experience, *, normalize_std: bool) -> Experience:
-    """`experience` with its samples' group-relative advantages on every response token, 0 elsewhere.
-
-    Needs rewards; every group must be whole. A sample without a token in the response mask is no member of its group.
-    """
+    values = getattr(experience, of).double()
+    index = sample_index(experience)
+    if token_rewards is not None:
+        values = values.index_add(0, index, token_rewards.double().masked_fill(~experience.response_mask, 0))
     members = response_lengths(experience) > 0
-    per_sample = torch.zeros_like(experience.rewards)
-    per_sample[members] = group_advantages(
-        experience.rewards[members],
-        experience.group_ids[members],
-        normalize_std=normalize_std,
-        episodes=experience.sample_ids[members] % SIBLINGS_APART if experience.has("sample_ids") else None,
-    )
-    per_token = per_sample[sample_index(experience)].masked_fill(~experience.response_mask, 0)
-    return experience.with_fields(advantages=per_token)
+    episodes = experience.sample_ids[members] % SIBLINGS_APART if experience.has("sample_ids") else None
+    per_sample = torch.zeros(experience.num_samples, dtype=torch.float64)
+    if members.any():
+        per_sample[members] = estimator(values[members], Groups.of(experience.group_ids[members], episodes))
+    per_token = per_sample[index].masked_fill(~experience.response_mask, 0)
+    return experience.with_fields(advantages=per_token.to(experience.rewards.dtype))

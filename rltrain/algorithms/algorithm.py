@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rltrain.config.schema import Config
+from rltrain.config.schema import Advantages, Config
 from rltrain.tasks.roles import optional_roles
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.experience import Experience
+
+
+USED_BY_ALL = frozenset({"overlong_penalty", "mask_truncated"})
 
 
 # Checks, plans and --dry-run ask it too, and start in a moment because they do not load torch: what needs torch is
@@ -24,6 +27,10 @@ class Algorithm:
     name: ClassVar[str]
     generates: ClassVar[bool] = True
     """Whether training is on responses of the rollout, which otherwise is there for evaluations alone."""
+    per_token: ClassVar[bool] = False
+    """Whether the tokens of a response have advantages of their own."""
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Keys of section advantages that change what it does, beside those of every algorithm (USED_BY_ALL)."""
 
     config: Config
 
@@ -45,10 +52,44 @@ class Algorithm:
                 f"rollout.sampling.temperature: got 0; expected above 0: algorithm {self.name} learns from "
                 "differing samples, and greedy ones are equal"
             )
+        yield from self._kl_problems()
+        overlong, longest = self.config.advantages.overlong_penalty, self.config.rollout.sampling.max_response_tokens
+        if overlong is not None and overlong.buffer_tokens > longest:
+            yield (
+                f"advantages.overlong_penalty.buffer_tokens: got {overlong.buffer_tokens}; expected at most "
+                f"rollout.sampling.max_response_tokens {longest}, before which they lie"
+            )
+        given, defaults = self.config.advantages, Advantages()
+        for key in sorted(given.model_fields_set - self.uses - USED_BY_ALL):
+            value, default = getattr(given, key), getattr(defaults, key)
+            if value != default:
+                yield (
+                    f"advantages.{key}: got {value}; expected {default}, or nothing: algorithm {self.name} does not "
+                    "look at it"
+                )
+
+    def _kl_problems(self) -> Iterator[str]:
+        kl = self.config.loss.kl
+        if kl.adaptive is not None and not self.penalizes_reward():
+            yield (
+                f"loss.kl.adaptive: got one with loss.kl.coef {kl.coef} and loss.kl.where {kl.where}; expected a "
+                "coefficient above 0 to start from, and where: reward: it is the reward's penalty that adapts"
+            )
 
     def samples_per_group(self) -> int:
-        """Samples that the actor gets of one prompt."""
+        """Samples of one prompt that are trained on."""
         return self.config.batch.samples_per_prompt
+
+    def greedy_samples_per_group(self) -> int:
+        """Samples of one prompt that are drawn beside them, each token the most likely one, to be compared with."""
+        return 0
+
+    def is_greedy(self, experience: "Experience") -> "Tensor":
+        """[samples] bool: which are of those. They come last in their group, by their ids."""
+        from rltrain.data.experience import SIBLINGS_APART
+
+        sampled, greedy = self.samples_per_group(), self.greedy_samples_per_group()
+        return experience.sample_ids % SIBLINGS_APART % (sampled + greedy) >= sampled
 
     def first_actor_step(self) -> int:
         """The first step in which the actor learns."""
@@ -60,7 +101,7 @@ class Algorithm:
 
     def needs_whole_step(self) -> bool:
         """Whether `over_whole_step` changes advantages, so that no gradient can be made before the last chunk."""
-        return False
+        return "whiten" in self.uses and self.config.advantages.whiten
 
     def temperature(self) -> float:
         """That of the distribution whose log-probs the actor takes."""
@@ -70,8 +111,16 @@ class Algorithm:
         """What training is on where nothing is generated."""
         return None
 
-    def with_advantages(self, experience: "Experience") -> "Experience":
-        """Scored `experience` with advantages, and with returns where a critic is to learn from them."""
+    def compared_with_greedy(self, experience: "Experience") -> "Experience":
+        """Scored `experience` without its greedy samples, whose rewards have been used. Groups are whole."""
+        return experience
+
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
+        """Scored `experience` with advantages, and with returns where a critic is to learn from them.
+
+        `token_rewards` [tokens] come beside the samples' rewards, such as a penalty for the distance from the
+        reference. Groups are whole but for greedy samples.
+        """
         raise NotImplementedError(f"algorithm {self.name} has no advantages")
 
     def over_whole_step(self, experience: "Experience", total: Callable[["Tensor"], "Tensor"]) -> "Experience":
@@ -79,7 +128,12 @@ class Algorithm:
 
         Collective over: the actor's ranks.
         """
-        return experience
+        if not self.needs_whole_step():
+            return experience
+        from rltrain.algorithms.whitening import moments, whiten
+
+        sums = total(moments(experience))
+        return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
     def loss_function(self) -> "LossFunction":
         """The actor's."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from rltrain.algorithms.algorithm import Algorithm
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rltrain.data.experience import Experience
 
 
@@ -23,8 +25,12 @@ class Distillation(Algorithm):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.penalizes_reward():
+            yield "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards"
+        if self.config.advantages.overlong_penalty is not None:
+            yield "advantages.overlong_penalty: got one; expected null: algorithm distillation learns from no rewards"
 
-    def with_advantages(self, experience: "Experience") -> "Experience":
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
         import torch
 
         return experience.with_fields(advantages=torch.zeros(experience.num_tokens))

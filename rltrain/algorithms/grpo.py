@@ -1,32 +1,26 @@
 """GRPO: a response is as good as its reward compares with those of the other responses to its prompt."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.group_relative import GroupRelative
 
 if TYPE_CHECKING:
-    from rltrain.data.experience import Experience
+    from torch import Tensor
 
-MIN_SAMPLES_PER_GROUP = 2
+    from rltrain.algorithms.groups import Groups
 
 
-class Grpo(Algorithm):
+class Grpo(GroupRelative):
+    """Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 4.1.2:
+
+        A_i = (r_i - mean(r)) / std(r)        over the responses of a prompt
+
+    Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective") leaves it undivided:
+    advantages.normalize_std false, with loss.normalization dr_grpo.
+    """
+
     name = "grpo"
+    uses = frozenset({"normalize_std"})
 
-    def problems(self) -> Iterator[str]:
-        samples = self.config.batch.samples_per_prompt
-        if samples < MIN_SAMPLES_PER_GROUP:
-            yield (
-                f"batch.samples_per_prompt: got {samples}; expected at least {MIN_SAMPLES_PER_GROUP}: "
-                "algorithm grpo compares the samples of a prompt, and the advantage of a single one is 0"
-            )
-        yield from super().problems()
-
-    def with_advantages(self, experience: "Experience") -> "Experience":
-        from rltrain.algorithms.advantages import with_advantages
-        from rltrain.algorithms.kl import apply_kl_to_rewards
-
-        if self.penalizes_reward():
-            experience = apply_kl_to_rewards(experience, self.config.loss.kl)
-        return with_advantages(experience, normalize_std=self.config.advantages.normalize_std)
+    def of_groups(self, rewards: "Tensor", groups: "Groups") -> "Tensor":
+        return groups.standardized(rewards) if self.config.advantages.normalize_std else groups.centred(rewards)

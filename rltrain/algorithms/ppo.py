@@ -1,6 +1,6 @@
 """PPO: every token is as good as what comes of it compares with what the critic expected there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rltrain.algorithms.algorithm import Algorithm
@@ -12,7 +12,17 @@ if TYPE_CHECKING:
 
 
 class Ppo(Algorithm):
+    """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", with the advantages of Schulman et al. 2016,
+    "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
+
+        A_t = sum over l of (gamma lambda)^l delta_(t + l),   delta_t = r_t + gamma V_(t + 1) - V_t
+
+    whitened over the response tokens of a step.
+    """
+
     name = "ppo"
+    per_token = True
+    uses = frozenset({"gamma", "gae_lambda", "whiten"})
 
     def needs(self) -> dict[str, str]:
         return {**super().needs(), "critic": f"algorithm {self.name}"}
@@ -28,21 +38,8 @@ class Ppo(Algorithm):
     def first_actor_step(self) -> int:
         return self.config.critic.critic_warmup_steps
 
-    def needs_whole_step(self) -> bool:
-        return self.config.advantages.whiten
-
-    def with_advantages(self, experience: "Experience") -> "Experience":
+    def with_advantages(self, experience: "Experience", token_rewards: "Tensor | None" = None) -> "Experience":
         from rltrain.algorithms.gae import with_gae
-        from rltrain.algorithms.kl import kl_penalty
 
         settings = self.config.advantages
-        token_rewards = kl_penalty(experience, self.config.loss.kl) if self.penalizes_reward() else None
         return with_gae(experience, token_rewards, gamma=settings.gamma, lam=settings.gae_lambda)
-
-    def over_whole_step(self, experience: "Experience", total: Callable[["Tensor"], "Tensor"]) -> "Experience":
-        from rltrain.algorithms.gae import moments, whiten
-
-        if not self.needs_whole_step():
-            return experience
-        sums = total(moments(experience))
-        return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))

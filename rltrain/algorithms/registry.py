@@ -2,12 +2,25 @@
 
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.distillation import Distillation
+from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.grpo import Grpo
+from rltrain.algorithms.maxrl import MaxRl
+from rltrain.algorithms.pass_at_k import PassAtK
 from rltrain.algorithms.ppo import Ppo
+from rltrain.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from rltrain.algorithms.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from rltrain.algorithms.remax import ReMax
+from rltrain.algorithms.rloo import Rloo
 from rltrain.algorithms.sft import Sft
 from rltrain.config.schema import Config
 
-ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in (Grpo, Ppo, Distillation, Sft)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Ppo),
+        *(Distillation, Sft),
+    )
+}
 
 
 def algorithm_of(config: Config) -> Algorithm:

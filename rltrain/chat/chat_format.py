@@ -70,13 +70,18 @@ class ChatFormat:
                 "(see data.system_prompt; data.chat_template=never takes plain texts as they are)"
             ) from error
 
+    def following(self, messages: Sequence[Message]) -> str:
+        """The text that follows a turn which `messages` answer, its closing included, up to where the next begins.
+        Raises DataError where the template has no place for `messages`."""
+        return self._increments.following(messages)
+
     def continuation(self, turn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids that follow the drawn ids `turn`: what still closes it, `messages`, up to where the next turn begins.
 
         They are encoded by themselves, so no token of theirs reaches into what the model drew. Raises DataError where
         the template has no place for `messages`.
         """
-        following = self.template.encode(self._increments.following(messages))
+        following = self.template.encode(self.following(messages))
         return tuple(self.end.missing(turn, following))
 
     def message_of(self, turn: Sequence[int], *, position: int = 0) -> AssistantTurn:

@@ -1,20 +1,88 @@
 """The config section data: files of rows."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from rltrain.config.section import Count, Section
+from pydantic import Field
+
+from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section
+
+Paths = str | Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class PromptFile(Section):
-    path: str
-    """JSONL or Parquet."""
+class Rows(Section):
+    """Which rows of files are taken, and which of their columns is what."""
+
+    split: str | None = None
+    """Of a data set's folder or a hub name that has several, train for instance."""
+    subset: str | None = None
+    """Likewise: what the hub calls a config or subset of a data set."""
     prompt_key: str = "prompt"
     """Column with a string, or with a list of chat messages."""
     label_key: str | None = "label"
     """null: the rows have no labels, and no reward function takes one."""
-    response_key: str = "response"
-    """Column with the demonstration, for algorithm: sft."""
+    response_key: str | None = "response"
+    """Column with the demonstration, for algorithm: sft. null: the messages under prompt_key are whole conversations,
+    and what is learnt are their assistant turns."""
+    tools_key: str | None = None
+    """Column with the tools that the chat template writes into the prompt: a list of schemas as OpenAI has them, or
+    such a list as JSON text. A row may have none."""
     max_rows: Count | None = None
+    """The first usable rows; of `sources`, of each."""
+
+
+class PromptSource(Rows):
+    """One of several sources. What it does not say, the section around `sources` does."""
+
+    path: Annotated[Paths, HubName("dataset")]
+    """As data.train.path."""
+    weight: Positive | None = None
+    """Share of the prompts that are drawn from it, beside the other sources' weights. null for all of them: the rows
+    are one set, of which every epoch has each row once."""
+    name: str | None = None
+    """What metrics and sample records call it. null: as its first file, folder or hub name is called."""
+
+    @property
+    def title(self) -> str:
+        """`name`, or what it is by default."""
+        if self.name is not None:
+            return self.name
+        first = self.path if isinstance(self.path, str) else next(iter(self.path), "")
+        file = re.sub(r"@\[[^]]*\]$", "", first).rstrip("/").split("/")[-1]
+        return re.sub(r"\W+", "_", file.split("@")[0].split(".")[0]).strip("_") or "all"
+
+
+class PromptFile(Rows):
+    """Rows of one or several files, by `path`, or of several sources, each with keys of its own."""
+
+    path: Annotated[Paths | None, HubName("dataset")] = None
+    """A file, a folder, a pattern such as data/*.parquet, or a list of them: JSONL (.gz, .bz2, .xz, .zst too), Parquet,
+    Arrow, a data set saved by `datasets`. Rows 0 to 999 alone: "FILE@[0:1000]". Or a data set's hub name: OWNER/NAME,
+    OWNER/NAME@REVISION."""
+    sources: tuple[PromptSource, ...] = Field(default=(), strict=False)
+    """In the place of `path` several, a list of {path, weight, name, ...}."""
+
+    def parts(self) -> tuple[PromptSource, ...]:
+        """The sources, each with all its keys; a `path` is the only one."""
+        shared = {name: getattr(self, name) for name in Rows.model_fields if name in self.model_fields_set}
+        if not self.sources:
+            return (PromptSource(path=self.path or (), **shared),)
+        return tuple(
+            source.model_copy(update={name: shared[name] for name in shared.keys() - source.model_fields_set})
+            for source in self.sources
+        )
+
+
+class Curriculum(Section):
+    """The first steps go over the training rows from easy to hard."""
+
+    key: str
+    """Column with a number."""
+    easy: Literal["low", "high"] = "low"
+    """Whose rows come first: those of low numbers, such as levels, or of high ones, such as shares of right answers."""
+    steps: Count
+    """How many; in each the prompts are drawn from a window that slides over the rows, sorted by `key`. It has 1/steps
+    of them, or as many as a step takes if that is more. Then all rows are drawn as without a curriculum."""
 
 
 class Data(Section):
@@ -24,5 +92,8 @@ class Data(Section):
     """auto applies the tokenizer's chat template to message lists, and to plain prompts if the tokenizer has one."""
     system_prompt: str | None = None
     shuffle: bool = True
+    curriculum: Curriculum | None = None
+    min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
+    """Rows with a shorter or longer prompt are left out and counted."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"

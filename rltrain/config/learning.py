@@ -14,6 +14,16 @@ class Batch(Section):
     """Optimizer steps per rollout batch: each takes some samples of every prompt, or all samples of some prompts."""
 
 
+class AdaptiveKl(Section):
+    """A coefficient that follows the distance from the reference: it grows while that is above `target`, and shrinks
+    while it is below."""
+
+    target: Positive
+    """Nats per response token, by loss.kl.estimator: mean over responses of the mean over their tokens."""
+    horizon: Count = 10000
+    """Responses in which a distance 20% or more off the target changes the coefficient by about 20%."""
+
+
 class Kl(Section):
     """Penalty that keeps the actor near the reference."""
 
@@ -22,6 +32,8 @@ class Kl(Section):
     """k1 to k3 estimate it from the drawn tokens. full: over the whole vocabulary; the reference then sends its
     distribution of every token, vocabulary times 12 bytes."""
     where: Literal["loss", "reward"] = "loss"
+    adaptive: AdaptiveKl | None = None
+    """With where: reward, `coef` is where the coefficient starts from; null: it stays."""
     unbiased: bool = False
     """In the loss: times the token's ratio, which makes value and gradient unbiased where the old weights drew it."""
 
@@ -92,12 +104,27 @@ class Loss(Section):
     kl: Kl = Kl()
 
 
+class OverlongPenalty(Section):
+    """Taken off the reward of responses that come near rollout.sampling.max_response_tokens (DAPO)."""
+
+    buffer_tokens: Count
+    """Before that limit, in which the penalty grows from 0 to `factor`."""
+    factor: Positive = 1.0
+
+
 class Advantages(Section):
+    """Which of the keys an algorithm looks at, docs/algorithms.md says."""
+
     normalize_std: bool = True
-    """grpo: divide group-centred rewards by the group's standard deviation."""
+    """Divide what is compared within a prompt by the standard deviation of its rewards."""
     gamma: Fraction = 1.0
-    """ppo: discount per token."""
+    """Discount per token."""
     gae_lambda: Share = 0.95
     """ppo: 0 trusts the critic's next value, 1 the rewards alone."""
     whiten: bool = True
-    """ppo: advantages of a step's response tokens get mean 0 and standard deviation 1."""
+    """Advantages of a step's response tokens get mean 0 and standard deviation 1."""
+    k: Count = 4
+    """pass_at_k: samples of which the best one counts."""
+    overlong_penalty: OverlongPenalty | None = None
+    mask_truncated: bool = False
+    """Leave responses that were cut at a limit out of the loss; others are compared with them all the same."""

@@ -1,8 +1,8 @@
 """The config sections of the models that the training backend holds."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
 
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
@@ -20,8 +20,9 @@ class Parallel(Section):
 
 
 class Model(Section):
-    path: str
-    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    path: Annotated[str, HubName("model")]
+    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
+    OWNER/NAME@REVISION; with hf: before it also where a folder has that name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
@@ -68,7 +69,7 @@ class Actor(Trained):
 class Critic(Trained):
     parallel: Parallel | None = None
     """None: the actor's."""
-    path: str | None = None
+    path: Annotated[str | None, HubName("model")] = None
     """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
     actor's starting checkpoint."""
     critic_warmup_steps: NonNegativeInt = 0
@@ -87,7 +88,7 @@ class Evaluating(Section):
 
 
 class Reference(Evaluating):
-    path: str | None = None
+    path: Annotated[str | None, HubName("model")] = None
     """None: the actor's starting checkpoint."""
     refresh_every: NonNegativeInt = 0
     """Steps after which it takes over the actor's weights; 0: it stays as it is."""
@@ -96,7 +97,7 @@ class Reference(Evaluating):
 class Teacher(Evaluating):
     """What the actor is taught on what it draws: on-policy distillation."""
 
-    path: str | dict[str, str] | None = None
+    path: Annotated[str | dict[str, str] | None, HubName("model")] = None
     """A Hugging Face checkpoint whose vocabulary is the actor's. Or several of one architecture, by name: each row of
     data.train then says in `column` whose it is."""
     column: str = "teacher"

@@ -4,8 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
+from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang
@@ -19,6 +21,7 @@ from rltrain.config.learning import CorrectionLevel as CorrectionLevel
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
@@ -100,7 +103,19 @@ class Config(Section):
     """Where role env is placed and nothing is said of the reward, it is what environments give, on the rollout's
     ranks."""
 
-    algorithm: Literal["grpo", "ppo", "distillation", "sft"] = "grpo"
+    algorithm: Literal[
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "maxrl",
+        "pass_at_k",
+        "gdpo",
+        "ppo",
+        "distillation",
+        "sft",
+    ] = "grpo"
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"

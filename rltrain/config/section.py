@@ -1,7 +1,7 @@
 """What every section of a config file is made of."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +18,13 @@ class Words:
     """Says in a message what a key takes, where its type does not."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Marks a key whose paths may be names on the Hugging Face hub, of what kind of repository."""
+
+    kind: Literal["model", "dataset"]
 
 
 class Section(BaseModel):

@@ -1,22 +1,24 @@
 """Columns of a prompt file beside prompt and label, for whoever wants them: as a reward function does."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rltrain.config import schema
-from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_rows
+from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
 from rltrain.data.prompts import PromptDataset
+from rltrain.data.rows import Keys
 from rltrain.errors import DataError
 
 
 class RowColumns:
     """The wanted columns of a dataset's rows, each row kept as JSON text: a fraction of what its objects take."""
 
-    def __init__(self, rows: Sequence[bytes], label_key: str | None) -> None:
+    def __init__(self, rows: Sequence[bytes], label_keys: Sequence[tuple[int, str | None]]) -> None:
+        """`label_keys`: from which row on the label stands under which key, None for labels that were not read."""
         self._rows = rows
-        self._label_key = label_key
+        self._label_keys = label_keys
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -26,9 +28,10 @@ class RowColumns:
         columns: dict[str, Any] = json.loads(self._rows[index])
         return columns
 
-    def label_value(self, columns: Row) -> Any:
-        """The label as it stands in the file, of a row whose `columns` were read with it."""
-        return None if self._label_key is None else look_up(columns, self._label_key)
+    def label_value(self, index: int, columns: Row) -> Any:
+        """The label as it stands in the file, of the row `index`, whose `columns` were read with it."""
+        key = next(key for first, key in reversed(self._label_keys) if first <= index)
+        return None if key is None else look_up(columns, key)
 
 
 def read_columns(
@@ -46,33 +49,59 @@ def read_columns(
     `required` says of each column who wants it, `optional` ones are there if the file has them, `every` wants all.
     Raises DataError for a required column that no row has, and for a value that JSON cannot write.
     """
-    wanted = {*required, *optional}
-    label_key = file.label_key if label else None
-
-    def is_wanted(name: str) -> bool:
-        return every or name in wanted or (label_key is not None and is_column_of(name, label_key))
-
-    keys = None if every else {file.prompt_key, *wanted, *([label_key] if label_key is not None else [])}
-    origins = (row.origin for row in dataset.rows)
-    expected, seen, rows = next(origins, None), set[str](), list[bytes]()
-    for origin, values in read_rows(Path(file.path), keys, f"{config_key}.path"):
-        if origin != expected or isinstance(values, BadRow):
-            continue
-        columns = {name: value for name, value in values.items() if is_wanted(name)}
-        seen |= columns.keys()
-        rows.append(_as_json(columns, origin))
-        expected = next(origins, None)
-        if expected is None:
-            break
-    if len(rows) != len(dataset):
-        raise DataError(f"{config_key}.path: {file.path!r} has changed since its prompts were read")
+    seen, rows, label_keys = set[str](), list[bytes](), list[tuple[int, str | None]]()
+    for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
+        wanted = _Wanted(source, {*required, *optional}, source.label_key if label else None, every)
+        key = f"{config_key}.sources.{number}.path" if file.sources else f"{config_key}.path"
+        label_keys.append((len(rows), wanted.label_key))
+        origins = (row.origin for row in dataset.rows[part.first : part.first + part.num_rows])
+        rows += _of_source(wanted, origins, key, seen)
+        if len(rows) != part.first + part.num_rows:
+            raise DataError(f"{key}: {source.path!r} has changed since its prompts were read")
     for name in required:
         if name not in seen:
             raise DataError(
-                f"{config_key}.path: {file.path!r} has no column {name!r}, which {required[name]} takes; its columns "
+                f"{config_key}.path: {_paths(file)} has no column {name!r}, which {required[name]} takes; its columns "
                 f"are {', '.join(_columns_of(file, config_key))}"
             )
-    return RowColumns(rows, label_key)
+    return RowColumns(rows, label_keys)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Columns of one source."""
+
+    source: schema.PromptSource
+    names: Collection[str]
+    label_key: str | None
+    every: bool
+
+    @property
+    def keys(self) -> Keys:
+        of_label = () if self.label_key is None else (self.label_key,)
+        return None if self.every else {self.source.prompt_key, *self.names, *of_label}
+
+    def has(self, name: str) -> bool:
+        is_label = self.label_key is not None and is_column_of(name, self.label_key)
+        return self.every or name in self.names or is_label
+
+
+def _of_source(wanted: _Wanted, origins: Iterator[str], config_key: str, seen: set[str]) -> Iterator[bytes]:
+    """The wanted columns of the rows at `origins`; their names are added to `seen`."""
+    expected = next(origins, None)
+    for origin, values in read_source(wanted.source, wanted.keys, config_key):
+        if origin != expected or isinstance(values, BadRow):
+            continue
+        columns = {name: value for name, value in values.items() if wanted.has(name)}
+        seen.update(columns)
+        yield _as_json(columns, origin)
+        expected = next(origins, None)
+        if expected is None:
+            break
+
+
+def _paths(file: schema.PromptFile) -> str:
+    return repr(file.path) if file.path is not None else ", ".join(repr(source.path) for source in file.sources)
 
 
 def _as_json(columns: Mapping[str, Any], origin: str) -> bytes:
@@ -96,5 +125,5 @@ def _is_writable(value: Any) -> bool:
 
 def _columns_of(file: schema.PromptFile, config_key: str) -> list[str]:
     """Those of the first row."""
-    rows = (values for _, values in read_rows(Path(file.path), None, f"{config_key}.path"))
+    rows = (values for _, values in read_source(file.parts()[0], None, f"{config_key}.path"))
     return list(next((values for values in rows if not isinstance(values, BadRow)), {}))

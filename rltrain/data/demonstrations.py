@@ -5,11 +5,13 @@ from pathlib import Path
 
 import torch
 
+from rltrain.chat.demonstration import demonstrate
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.data.order import PromptOrder
+from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
 from rltrain.data.tokenizer import PromptEncoder, eos_token_id, load_tokenizer
+from rltrain.errors import DataError
 
 
 class Demonstrations:
@@ -20,7 +22,9 @@ class Demonstrations:
         encoder = PromptEncoder(tokenizer, config.data)
         self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
         self.eos_token_id = eos_token_id(tokenizer)
-        self.order = PromptOrder(len(self.dataset), seed=config.seed, shuffle=config.data.shuffle)
+        for source in self.dataset.sources:
+            _encoded(self.dataset, source.first, self.eos_token_id)  # a template without a place for it is refused now
+        self.order = prompt_order(self.dataset, config)
         self.prompts_per_step = config.batch.prompts_per_step
         self.max_response_tokens = config.rollout.sampling.max_response_tokens
 
@@ -47,22 +51,22 @@ def load_sft_batch(
     eos_token_id: int,
     max_response_tokens: int,
 ) -> Experience:
-    """Samples of prompt, response and end-of-sequence token, with response_mask on the latter two.
+    """Samples of prompt, response and end-of-sequence token, with response_mask on the latter two; of a conversation
+    the response is all behind its first prompt, and the mask is on the assistant's turns.
 
     A response of more than `max_response_tokens`, its end-of-sequence token counted, is cut there and ends without
     one. Log-probs and policy versions are 0: nothing drew these tokens.
     """
-    responses = dataset.encoder.encode_responses([dataset[row].response for row in rows])
     tokens: list[int] = []
     mask: list[bool] = []
     lengths, truncated = [], []
-    for row, encoded in zip(rows, responses, strict=True):
-        ended = encoded if encoded[-1:] == [eos_token_id] else [*encoded, eos_token_id]
-        response, prompt = ended[:max_response_tokens], dataset.prompt_tokens(row)
-        tokens += [*prompt, *response]
-        mask += [False] * len(prompt) + [True] * len(response)
-        lengths.append(len(prompt) + len(response))
-        truncated.append(len(response) < len(ended))
+    for row in rows:
+        whole, learnt = _encoded(dataset, row, eos_token_id)
+        end = learnt.index(True) + max_response_tokens
+        tokens += whole[:end]
+        mask += learnt[:end]
+        lengths.append(min(len(whole), end))
+        truncated.append(len(whole) > end)
     return Experience(
         sample_ids=torch.tensor(list(sample_ids), dtype=torch.int64),
         group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
@@ -74,3 +78,18 @@ def load_sft_batch(
         policy_version=torch.zeros(len(tokens), dtype=torch.int32),
         rollout_logprobs=torch.zeros(len(tokens)),
     )
+
+
+def _encoded(dataset: PromptDataset, row: int, eos_token_id: int) -> tuple[Sequence[int], Sequence[bool]]:
+    """(ids of the whole sample, which of them are learnt)."""
+    demonstrated, encoder = dataset[row], dataset.encoder
+    if not isinstance(demonstrated.response, str):
+        messages = [*encoder.messages(demonstrated.prompt), *demonstrated.response]
+        try:
+            record = demonstrate(encoder.format_with(demonstrated.tools), messages)
+        except DataError as error:
+            raise DataError(f"{demonstrated.origin}: {error}") from error
+        return record.ids, record.drawn_mask
+    prompt, (response,) = dataset.prompt_tokens(row), encoder.encode_responses([demonstrated.response])
+    ended = response if response[-1:] == [eos_token_id] else [*response, eos_token_id]
+    return [*prompt, *ended], [False] * len(prompt) + [True] * len(ended)

@@ -1,19 +1,21 @@
 """The checkpoint's tokenizer, and prompts as token ids."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rltrain.chat.chat_format import ChatFormat
 from rltrain.config import schema
+from rltrain.data.messages import Message
 from rltrain.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]
-"""One chat message: "role" and "content"."""
+MAX_FORMATS = 64
+"""Sets of tools whose formats are kept."""
 Prompt = str | Sequence[Message]
 
 
@@ -62,7 +64,9 @@ def end_token_ids(path: Path) -> frozenset[int]:
 
 def prompt_text(prompt: Prompt) -> str:
     """The prompt as reward functions see it: the text itself, or the messages' contents joined by blank lines."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(message["content"] for message in prompt if message["content"] or "tool_calls" not in message)
 
 
 class PromptEncoder:
@@ -75,6 +79,7 @@ class PromptEncoder:
         if self.system_prompt is not None and not self.uses_template:
             raise ConfigError(f"data.system_prompt is set, but {self.without_template}; remove data.system_prompt")
         self.chat = ChatFormat(tokenizer) if self.uses_template else None
+        self._formats: dict[str, ChatFormat] = {}
         self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else ""))
 
     @property
@@ -84,23 +89,45 @@ class PromptEncoder:
             return "the checkpoint's tokenizer has no chat template"
         return "data.chat_template is never"
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of `prompt` up to where the response begins. Message lists need a chat template."""
-        if self.chat is None:
-            if not isinstance(prompt, str):
-                raise DataError(f"a prompt is a list of chat messages, but {self.without_template}")
+    def encode(self, prompt: Prompt, tools: str = "") -> tuple[int, ...]:
+        """Token ids of `prompt` up to where the response begins. Message lists and `tools`, JSON text of a list of
+        them, need a chat template."""
+        if not self.uses_template:
+            if not isinstance(prompt, str) or tools:
+                raise DataError(f"a prompt is a list of chat messages or has tools, but {self.without_template}")
             return tuple(self.tokenizer(prompt)["input_ids"])
+        return self.format_with(tools).prompt(self.messages(prompt))
+
+    def messages(self, prompt: Prompt) -> list[Message]:
+        """`prompt` as a conversation's first messages, data.system_prompt before them if they have none."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return self.chat.prompt(messages)
+        return messages
+
+    def format_with(self, tools: str) -> ChatFormat:
+        """The chat format that shows `tools`. ConfigError where the template does not write them."""
+        assert self.chat is not None, "without a template nobody asks"
+        if not tools:
+            return self.chat
+        if tools not in self._formats:
+            chat = ChatFormat(self.tokenizer, tools=json.loads(tools))
+            if not self._formats:
+                chat.continuability.require()
+            if len(self._formats) == MAX_FORMATS:
+                self._formats.clear()
+            self._formats[tools] = chat
+        return self._formats[tools]
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
         """Token ids of each response, as they would continue a prompt."""
         return list(self.tokenizer(list(responses), add_special_tokens=False)["input_ids"]) if responses else []
 
-    def length_bound(self, prompt: Prompt) -> int:
-        """At least the tokens of `prompt`, without encoding it: no tokenizer makes more tokens than UTF-8 bytes."""
+    def length_bound(self, prompt: Prompt, tools: str = "") -> int:
+        """At least the tokens of `prompt`, without encoding it: no tokenizer makes more tokens than UTF-8 bytes. Where
+        the template writes more than texts there is no such bound."""
+        if tools or any(len(message) > 2 for message in ([] if isinstance(prompt, str) else prompt)):
+            return sys.maxsize
         num_messages = 1 if isinstance(prompt, str) else len(prompt)
         return len(prompt_text(prompt).encode(errors="surrogatepass")) + num_messages * self._overhead_tokens
 

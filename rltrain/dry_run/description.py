@@ -27,6 +27,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.step_time import Clock
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.estimate.workload import Workload
+from rltrain.hub import with_cached_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts
@@ -44,7 +45,7 @@ Sections = dict[str, list[str]]
 
 def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOptions) -> str:
     """The whole description; raises the UserError that the job would be refused with, or that it does not fit."""
-    config = load_config(config_path, overrides)
+    config = with_cached_copies(load_config(config_path, overrides))
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
     placement = placement_of(config, world_size, ranks_per_node)

@@ -16,7 +16,7 @@ from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order
-from rltrain.tasks.roles import device_roles
+from rltrain.tasks.roles import device_roles, trained_roles
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class PlannedJob:
         return self.config.batch.prompts_per_step * self.shape.samples_per_group
 
     def samples_per_replica(self, role: str) -> int:
-        """Of one step, on the replica with most."""
+        """Of one step, on the replica with most: of roles that learn what they learn from, of others all there is."""
         prompts = -(-self.config.batch.prompts_per_step // self.grids[role].dp)
-        return prompts * self.shape.samples_per_group
+        others = 0 if role in trained_roles() else self.shape.greedy_per_group
+        return prompts * (self.shape.samples_per_group + others)
 
     def micro_batch_tokens(self, role: str) -> int:
         """At most in one micro-batch of a role: a longer sequence stands alone, and a replica may not have as many."""

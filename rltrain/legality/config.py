@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import NOT_YET, nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.data import data_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
@@ -17,6 +18,7 @@ def check_config(config: Config) -> None:
     placement = list(_role_problems(config))
     others = [
         *_parallel_problems(config),
+        *data_problems(config),
         *_batch_problems(config),
         *_length_problems(config),
         *_engine_memory_problems(config),

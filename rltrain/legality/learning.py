@@ -25,7 +25,7 @@ def _policy_problems(config: Config) -> Iterator[str]:
             f"loss.dual_clip: got {loss.dual_clip} with loss.policy {loss.policy}; expected null: it is the "
             "second bound of loss.policy clip"
         )
-    if loss.policy == "geometric_mean" and "critic" in algorithm.needs():
+    if loss.policy == "geometric_mean" and algorithm.per_token:
         yield (
             f"loss.policy: got geometric_mean with algorithm {algorithm.name}, whose tokens have advantages of their "
             "own: it is of whole sequences, each with one advantage; expected clip, cispo or sapo"

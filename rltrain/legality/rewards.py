@@ -51,5 +51,6 @@ def _label_problems(config: Config) -> Iterator[str]:
     needing = [name for name in config.reward.names if name in NEEDS_LABEL]
     files: dict[str, PromptFile | None] = {"data.train": config.data.train, "data.eval": config.data.eval}
     for key, file in files.items():
-        if file is not None and file.label_key is None and needing and config.algorithm != "sft":
+        without = [source for source in file.parts() if source.label_key is None] if file is not None else []
+        if without and needing and config.algorithm != "sft":
             yield f"{key}.label_key: got null, but the reward {needing[0]} compares with labels; expected their column"

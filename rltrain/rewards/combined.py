@@ -1,5 +1,6 @@
 """Scores samples with all reward functions of a run."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,14 @@ class CombinedScores:
     turn_rewards: Mapping[int, list[float]] = field(default_factory=dict)
     """By sample, of those whose turns a function rewarded one by one; the other functions' rewards are the last turn's.
     Their sum is the sample's reward."""
+
+    def by_sample(self) -> list[list[float]]:
+        """Of each sample what each function gave, unweighted; NaN where the function is not for it."""
+        columns = [
+            [math.nan if index in of.skipped else reward for index, reward in enumerate(of.rewards)]
+            for of in self.by_function.values()
+        ]
+        return [[*row] for row in zip(*columns, strict=True)]
 
 
 class CombinedScorer:

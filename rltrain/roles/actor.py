@@ -1,6 +1,7 @@
 """The actor: the policy being trained."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,11 +9,13 @@ import torch.distributed as dist
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
-from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.checkpoint.hf import save_checkpoint
+from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
+from rltrain.data.prompts import report_dropped
 from rltrain.exchange.exchange import Shipment
+from rltrain.roles.advantage_estimation import AdvantageEstimation
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
@@ -22,6 +25,9 @@ from rltrain.tasks.roles import informing
 
 ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
+
+KL_COEF = "kl_coef"
+"""In the metadata of what the actor saves."""
 
 
 class Actor(TrainedRole):
@@ -34,6 +40,9 @@ class Actor(TrainedRole):
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
         self.demonstrations = self.algorithm.demonstrations()
+        if self.demonstrations is not None and job.world.rank == self.leader:
+            report_dropped("data.train", self.demonstrations.dataset)
+        self.estimation = AdvantageEstimation(self.algorithm, self._saved_kl_coef())
         self.batch = StepBatch(config)
         self.staleness = StalenessCounts()
         self.sample_ids = SampleLog(config.output_dir, f"sample_ids/rank{job.world.rank}.jsonl")
@@ -60,13 +69,14 @@ class Actor(TrainedRole):
             if (name, step, chunk) in self.shipments:
                 experience = experience.with_fields_of(self.shipments.pop((name, step, chunk)).experience)
         schedule = self.config.schedule
+        if chunk == 0:
+            self.estimation.begin_step()
+        experience = self.estimation.shaped(experience)
         experience, counts = apply_staleness_limit(experience, step, schedule.max_staleness, schedule.on_stale)
         if chunk == 0:
             self.staleness = StalenessCounts()
         self.staleness.add(counts)
-        experience = self.algorithm.with_advantages(experience)
-        if experience.has("teacher_logprobs") and self.config.teacher.where == "advantage":
-            experience = with_teacher_advantages(experience, self.config.teacher.coef)
+        experience = self.estimation.with_advantages(experience)
         self.batch.add(chunk, experience)
         self._log_sample_ids(step, chunk, experience)
         if experience.has("returns"):  # for the critic, with the mask of what is trained on
@@ -97,6 +107,8 @@ class Actor(TrainedRole):
         }
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()
+            shaping = self.estimation.end_step(self._total)
+            metrics |= {f"train/{name}": value for name, value in shaping.items()}
         return metrics
 
     def _staleness_metrics(self) -> Metrics:
@@ -114,6 +126,18 @@ class Actor(TrainedRole):
     def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():
             self.sample_ids.append({"step": step, "chunk": chunk, "sample_ids": experience.sample_ids.tolist()})
+
+    def save_state(self) -> Mapping[str, Contents]:
+        """As of every role that learns, with an adaptive coefficient of the reward's KL penalty beside it."""
+        text = {KL_COEF: repr(self.estimation.kl.coef)} if self.config.loss.kl.adaptive else {}
+        return {name: Contents(c.tensors, {**c.metadata, **text}) for name, c in super().save_state().items()}
+
+    def _saved_kl_coef(self) -> float | None:
+        """Where an adaptive one was in the run that goes on; all ranks have saved the same."""
+        if self.config.loss.kl.adaptive is None or self.job.resumed is None:
+            return None
+        saved = read_contents(self.job.resumed.files(self.name)[0]).metadata.get(KL_COEF)
+        return None if saved is None else float(saved)
 
     def save_hf(self, step: int, chunk: int) -> None:
         """Write <output_dir>/hf, or before the last step one of <output_dir>/hf_steps. Collective over: the actor's

@@ -121,7 +121,7 @@ class Env(Role):
 
     def _factory(self) -> EnvironmentFactory:
         config, sampling, agent = self.config, self.config.rollout.sampling, self.config.env.agent
-        function, options = config.env.function, config.env.options
+        function, options, rows = config.env.function, config.env.options, config.data.train.parts()[0]
         if agent is not None:
             function, options = "agent", agent.model_dump(mode="json")
             options["limits"] = {
@@ -133,8 +133,8 @@ class Env(Role):
         return EnvironmentFactory(
             function,
             options,
-            prompt_key=config.data.train.prompt_key,
-            label_key=config.data.train.label_key or "",
+            prompt_key=rows.prompt_key,
+            label_key=rows.label_key or "",
             model_path=config.model.path,
             sampling={
                 "max_new_tokens": config.env.max_turn_tokens or sampling.max_response_tokens,

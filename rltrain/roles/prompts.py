@@ -1,16 +1,15 @@
 """The prompt files of a run, read once per process however many roles of it use them."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
-from rltrain.data.order import PromptOrder
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts
+from rltrain.data.order import Order, PromptOrder
+from rltrain.data.prompt_stream import prompt_order
+from rltrain.data.prompts import Needs, PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.rewards.registry import COMPARES_TEXT
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,16 @@ class Prompts:
 
     decoder: TextDecoder
     train: PromptDataset
-    order: PromptOrder
+    """Of an algorithm that draws no responses to training prompts, the held-out ones: its rows may be no prompts."""
+    order: Order
     evaluation: PromptDataset | None
 
     def report_dropped(self) -> None:
         """Say which rows of the files are not used."""
-        for key, dataset in (("data.train", self.train), ("data.eval", self.evaluation)):
-            if dataset is not None and (dataset.dropped.num_bad or dataset.dropped.num_too_long):
-                logger.warning("%s: %s", key, dataset.dropped)
+        if self.train is not self.evaluation:
+            report_dropped("data.train", self.train)
+        if self.evaluation is not None:
+            report_dropped("data.eval", self.evaluation)
 
 
 def read_prompts(config: Config) -> Prompts:
@@ -35,7 +36,9 @@ def read_prompts(config: Config) -> Prompts:
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
     needs: Needs = "label" if COMPARES_TEXT.isdisjoint(config.reward.names) else "plain label"
-    train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
     evaluation = load_prompts(data.eval, data, encoder, needs=needs, config_key="data.eval") if data.eval else None
-    order = PromptOrder(len(train), seed=config.seed, shuffle=data.shuffle)
-    return Prompts(TextDecoder(tokenizer), train, order, evaluation)
+    if algorithm_of(config).generates or evaluation is None:
+        train = load_prompts(data.train, data, encoder, needs=needs, config_key="data.train")
+        return Prompts(TextDecoder(tokenizer), train, prompt_order(train, config), evaluation)
+    order = PromptOrder(len(evaluation), seed=config.seed, shuffle=data.shuffle)
+    return Prompts(TextDecoder(tokenizer), evaluation, order, evaluation)

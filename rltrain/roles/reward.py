@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
@@ -12,7 +13,7 @@ from rltrain.rewards.combined import CombinedScorer
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import Scorables, turn_ends
+from rltrain.roles.scorables import Scorables, reward_parts, turn_ends
 
 
 def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
@@ -33,7 +34,8 @@ class Reward(Role):
         self.has_judged = False
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance)
         prompts, data, functions = job.prompts, self.config.data, self.scorer.functions
-        self.training = Scorables(functions, prompts.train, prompts.decoder, data.train, "data.train")
+        of_training = functions if algorithm_of(self.config).generates else ()
+        self.training = Scorables(of_training, prompts.train, prompts.decoder, data.train, "data.train")
         self.evaluation = None
         if data.eval is not None and prompts.evaluation is not None:
             self.evaluation = Scorables(functions, prompts.evaluation, prompts.decoder, data.eval, "data.eval")
@@ -46,7 +48,7 @@ class Reward(Role):
     def score(self, step: int, chunk: int) -> Metrics:
         """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
         if chunk == 0:
-            self.statistics = RewardStatistics()
+            self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         samples = self.shipments.pop(("samples", step, chunk))
         scored = self._score(samples, self.training, step, self.statistics)
         if chunk == 0 and self.job.world.rank == self.leader:
@@ -79,8 +81,13 @@ class Reward(Role):
         scored = shipment.with_fields(
             rewards=torch.tensor(scores.rewards, dtype=torch.float32),
             turn_rewards=at_turn_ends(experience, scores.turn_rewards),
+            reward_parts=reward_parts(scores),
         )
         statistics.add(scored.experience, scores)
+        if len(source.dataset.sources) > 1:
+            reported = statistics.reported(scored.experience)
+            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            statistics.add_sources(sources, reported.rewards.tolist())
         return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
@@ -153,6 +160,8 @@ class Reward(Role):
                 "policy_version_min": min(version[mask].tolist(), default=None),
                 "policy_version_max": max(version[mask].tolist(), default=None),
             }
+            if len(self.training.dataset.sources) > 1:
+                record["source"] = self.training.dataset.source_of(int(first.prompt_ids[number]))
             if turns := self.training.conversation(first, number):
                 record["turns"] = turns
             self.log.append(record)

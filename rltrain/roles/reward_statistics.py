@@ -2,22 +2,32 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
+OF_SOURCE = "reward_mean/"
+"""Before the name of a source: the mean over its samples."""
+
 Record = Mapping[str, Any]
 """What JSON can write of a rank's statistics."""
 
 
 class RewardStatistics:
-    """Sums over the samples that this rank has scored, and each function's first failure among them, in words."""
+    """Sums over the samples that this rank has scored, and each function's first failure among them, in words.
 
-    def __init__(self) -> None:
+    What is reported of all samples leaves out those that `is_greedy` [samples] bool tells: they are compared with.
+    """
+
+    def __init__(self, is_greedy: Callable[[Experience], Tensor] | None = None) -> None:
+        self.is_greedy = is_greedy
         self.sums: Counter[str] = Counter()
         self.means: dict[str, tuple[float, int]] = {}
         """Sum and number of samples of what the functions are reported by."""
@@ -27,10 +37,16 @@ class RewardStatistics:
 
     def add(self, experience: Experience, scores: CombinedScores) -> None:
         """`experience` has the rewards of `scores`."""
+        greedy = self._greedy(experience)
+        if greedy.any():
+            of_greedy = experience.rewards[greedy].double()
+            self._add_mean("greedy_reward_mean", float(of_greedy.sum()), len(of_greedy))
+        experience = self.reported(experience)
         rewards, lengths = experience.rewards.double(), response_lengths(experience).double()
         self.sums.update(
             {
-                "samples": len(rewards),
+                "samples": len(scores.rewards),
+                "reported": len(rewards),
                 "rewards": float(rewards.sum()),
                 "squares": float(rewards.square().sum()),
                 "lengths": float(lengths.sum()),
@@ -52,6 +68,21 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
+    def reported(self, experience: Experience) -> Experience:
+        """Without greedy samples."""
+        greedy = self._greedy(experience)
+        return experience.select(torch.nonzero(~greedy).flatten()) if greedy.any() else experience
+
+    def _greedy(self, experience: Experience) -> Tensor:
+        if self.is_greedy is None:
+            return torch.zeros(experience.num_samples, dtype=torch.bool)
+        return self.is_greedy(experience)
+
+    def add_sources(self, sources: Sequence[str], rewards: Sequence[float]) -> None:
+        """Of samples that are reported: where the prompt of each is from, and its reward."""
+        for source, reward in zip(sources, rewards, strict=True):
+            self._add_mean(f"{OF_SOURCE}{source}", reward, 1)
+
     def _add_mean(self, name: str, total: float, count: int) -> None:
         before, num_before = self.means.get(name, (0.0, 0))
         self.means[name] = (before + total, num_before + count)
@@ -70,20 +101,25 @@ class RewardStatistics:
     @staticmethod
     def means_of(records: Sequence[Record]) -> dict[str, float]:
         """What functions are reported by, one by one. What no sample has is not there."""
-        totals: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
+        return {name: total / count for name, (total, count) in RewardStatistics._totals(records).items() if count}
+
+    @staticmethod
+    def _totals(records: Sequence[Record]) -> dict[str, tuple[float, int]]:
+        totals: dict[str, tuple[float, int]] = {}
         for record in records:
             for name, (total, count) in record["means"].items():
-                totals[name] += total
-                counts[name] += count
-        return {name: totals[name] / count for name, count in counts.items() if count}
+                before, num_before = totals.get(name, (0.0, 0))
+                totals[name] = before + total, num_before + count
+        return totals
 
     @classmethod
     def metrics(cls, records: Sequence[Record]) -> dict[str, float]:
         """From the records of all ranks of the role, each of which has samples of its own."""
         sums = cls.sums_of(records)
-        count = sums["samples"]
+        count = sums["reported"]
         mean = sums["rewards"] / count
+        of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
+        shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}
         counted = {name: number for name, number in sums.items() if name.startswith("reward_")}
         return {
             "reward_mean": mean,
@@ -91,6 +127,7 @@ class RewardStatistics:
             "response_length_mean": sums["lengths"] / count,
             "response_length_max": max(record["longest"] for record in records),
             "truncated_ratio": sums["truncated"] / count,
+            **shares,
             **counted,
             **cls.means_of(records),
         }

@@ -17,7 +17,7 @@ from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.episode_sessions import EpisodeSessions
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
@@ -46,6 +46,9 @@ class Rollout(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self.num_greedy = job.shape.greedy_per_group
+        self.num_samples = job.shape.samples_per_group + self.num_greedy
+        """Of each training prompt, the greedy ones last."""
         self.engine_ranks = self.grid.replica(self.dp)
         self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
         self.sessions = EpisodeSessions(job, is_leader=self.decisions.is_leader)
@@ -164,12 +167,13 @@ class Rollout(Role):
 
     def _training(self, start: EngineStart) -> GenerationLoop:
         """The stream of training prompts, from `start` on."""
-        batch, how = self.config.batch, self.config.rollout.sampling.model_dump(include={*GREEDY})
+        how = self.config.rollout.sampling.model_dump(include={*GREEDY})
+        num_samples = self.num_samples
         prompts, per_step = self.job.prompts, self.config.batch.prompts_per_step
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling = self._sampling_params(how)
+        sampling = replace(self._sampling_params(how), greedy=self._greedy_places())
         conversations = self.sessions.training(prompts.train, self.engine, sampling)
         loop = self._generation_loop(
             PromptGroups(
@@ -178,10 +182,10 @@ class Rollout(Role):
                 partial(
                     self._group,
                     prompts.train,
-                    batch.samples_per_prompt,
+                    num_samples,
                     lambda position: (position // per_step, prompts.order.row(position)),
                 ),
-                num_samples=batch.samples_per_prompt,
+                num_samples=num_samples,
                 episodes=conversations.episodes,
                 max_turn_tokens=self.config.env.max_turn_tokens,
                 guests=conversations.guests,
@@ -191,6 +195,9 @@ class Rollout(Role):
         )
         loop.resume(start.state)
         return loop
+
+    def _greedy_places(self) -> GreedyPlaces | None:
+        return GreedyPlaces(self.num_greedy, self.num_samples) if self.num_greedy else None
 
     def _rules(self) -> StreamRules:
         """Of the stream of training prompts."""
@@ -234,10 +241,11 @@ class Rollout(Role):
             )
         for group in state.begun:
             num_samples = len({sample.episode for sample in group.samples})
-            if num_samples != batch.samples_per_prompt:
+            if num_samples != self.num_samples:
                 raise CheckpointError(
                     f"The checkpoint holds unfinished prompts of {num_samples} samples each; expected "
-                    f"{batch.samples_per_prompt}. Set batch.samples_per_prompt to {num_samples}."
+                    f"{self.num_samples}. Set batch.samples_per_prompt to "
+                    f"{num_samples - self.num_greedy}."
                 )
             for sample in group.pending:
                 if sample.waits:

@@ -12,6 +12,7 @@ from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
+from rltrain.rewards.combined import CombinedScores
 from rltrain.rewards.registry import RewardFunction
 from rltrain.rewards.scorable import Scorable, Turn
 
@@ -97,7 +98,7 @@ class Scorables:
             values["messages"] = () if isinstance(prompt, str) else prompt
         if self.columns is not None:
             values["row"] = columns = self.columns[row]
-            values["label_value"] = self.columns.label_value(columns)
+            values["label_value"] = self.columns.label_value(row, columns)
         if TOKEN_FIELDS & self.fields:
             start = int(mask.nonzero()[0]) if mask.any() else len(mask)
             values["prompt_ids"], values["response_ids"] = tokens[:start].tolist(), tokens[start:].tolist()
@@ -115,8 +116,9 @@ def _wanted_columns(
     functions: Sequence[RewardFunction], dataset: PromptDataset, file: schema.PromptFile, config_key: str
 ) -> RowColumns | None:
     wanted = [function.convention.columns for function in functions]
+    has_labels = all(source.label_key is not None for source in file.parts())
     for function in functions:
-        if function.convention.takes_label and file.label_key is None:
+        if function.convention.takes_label and not has_labels:
             raise ConfigError(
                 f"{config_key}.label_key: got null, but {function.config_key}.function {function.name!r} takes a "
                 "label; expected the column that has it"
@@ -136,3 +138,8 @@ def _wanted_columns(
         every=any(columns.every for columns in wanted),
         label=any(columns.label for columns in wanted),
     )
+
+
+def reward_parts(scores: CombinedScores) -> Tensor:
+    """[samples, functions] what each function gave, unweighted; NaN where it is not for the sample."""
+    return torch.tensor(scores.by_sample(), dtype=torch.float32).view(len(scores.rewards), len(scores.by_function))

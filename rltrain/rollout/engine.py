@@ -10,6 +10,18 @@ from rltrain.rollout.sample import Sample
 
 
 @dataclass(frozen=True)
+class GreedyPlaces:
+    """The last `count` of every `of` samples in a row, by their episodes' ids: as samples of groups are numbered."""
+
+    count: int
+    of: int
+
+    def hold(self, sample: Sample) -> bool:
+        """Whether `sample` is one of them."""
+        return sample.episode % self.of >= self.of - self.count
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch truncation off.
 
@@ -22,6 +34,11 @@ class SamplingParams:
     max_response_tokens: int
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
+    greedy: GreedyPlaces | None = None
+    """Samples whose every token is the most likely one, whatever the temperature."""
+
+    def is_greedy(self, sample: Sample) -> bool:
+        return self.temperature == 0 or (self.greedy is not None and self.greedy.hold(sample))
 
 
 class Engine(Protocol):

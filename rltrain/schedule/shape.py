@@ -23,7 +23,9 @@ class RunShape:
     num_chunks: int
     """Parts of a step that travel on their own."""
     samples_per_group: int
-    """Samples that the actor gets of one prompt."""
+    """Samples of one prompt that are trained on."""
+    greedy_per_group: int
+    """Samples of one prompt that are drawn greedily beside them."""
     prompt_blocks: int
     """Blocks of prompts of which each mini-batch takes one; 1 where it takes samples of every prompt."""
     chunk_blocks: int
@@ -56,6 +58,7 @@ class RunShape:
             shares_prompts=pipelined or syncs_in_flight,
             num_chunks=num_chunks,
             samples_per_group=algorithm.samples_per_group(),
+            greedy_per_group=algorithm.greedy_samples_per_group(),
             prompt_blocks=prompt_blocks,
             chunk_blocks=max(prompt_blocks // num_chunks, 1),
             first_actor_step=algorithm.first_actor_step(),

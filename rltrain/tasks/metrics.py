@@ -32,6 +32,11 @@ UPDATE = (
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
     Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
+    Metric("train/reward_kl", "nats", "mean over responses of their KL per token, with loss.kl.where: reward"),
+    Metric("train/kl_coef", "", "coefficient by which it was taken off the rewards"),
+    Metric("train/overlong_penalty", "", "mean of advantages.overlong_penalty over the samples, at most 0"),
+    Metric("train/overlong_samples", "samples", "samples that have some of it"),
+    Metric("train/masked_truncated", "samples", "samples that advantages.mask_truncated left out of the loss"),
     Metric("train/tis_weight", "", "mean weight of response tokens in the policy loss, with loss.correction"),
     Metric("train/tis_clipped", "fraction", "response tokens whose ratio is outside loss.correction's low and high"),
     Metric("train/ess", "fraction", "effective sample size of these weights, of the number of response tokens"),
@@ -100,6 +105,13 @@ GENERATE = (
 SCORE = (
     Metric("rollout/reward_mean", "", "mean reward of the step's samples"),
     Metric("rollout/reward_std", "", "their standard deviation"),
+    Metric(
+        "rollout/reward_mean/<source>",
+        "",
+        "mean reward of the samples whose prompts are from one of data.train.sources",
+    ),
+    Metric("rollout/share/<source>", "fraction", "samples whose prompts are from it"),
+    Metric("rollout/greedy_reward_mean", "", "mean reward of the samples drawn greedily, with algorithm remax"),
     Metric("rollout/response_length_mean", "tokens", "mean length of a response"),
     Metric("rollout/response_length_max", "tokens", "length of the longest response"),
     Metric("rollout/truncated_ratio", "fraction", "responses cut at rollout.sampling.max_response_tokens"),
@@ -119,6 +131,7 @@ OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 SCORE_EVALUATION = (
     Metric("eval/score", "", "mean reward of the greedily decoded held-out prompts"),
     Metric("eval/response_length_mean", "tokens", "mean length of their responses"),
+    Metric("eval/reward_mean/<source>", "", "mean reward of the prompts from one of data.eval.sources"),
     Metric("eval/reward_<name>", "", "as rollout/reward_<name> and rollout/reward_<key>, of the held-out prompts"),
 )
 WEIGHT_SYNC = (

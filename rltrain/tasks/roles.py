@@ -31,7 +31,7 @@ SAMPLES = (
 TRANSFERS: dict[str, tuple[str, ...]] = {
     "samples": SAMPLES,
     "evaluation_samples": SAMPLES,
-    "scored": (*SAMPLES, "rewards"),
+    "scored": (*SAMPLES, "rewards", "reward_parts"),
     "reference_logprobs": ("group_ids", "lengths", "reference_logprobs", "reference_top_ids", "reference_top_logprobs"),
     "teacher_logprobs": ("group_ids", "lengths", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
     "inference_logprobs": ("group_ids", "lengths", "actor_logprobs"),

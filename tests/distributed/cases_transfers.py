@@ -107,7 +107,7 @@ class Rank:
         role = self.roles["reward"]
         samples = role.shipments.pop(("samples", step, chunk))
         rewards = samples.experience.sample_ids.float()
-        role.shipments["scored", step, chunk] = samples.with_fields(rewards=rewards)
+        role.shipments["scored", step, chunk] = samples.with_fields(rewards=rewards, reward_parts=rewards[:, None])
 
     def reference_logprobs(self, step: int, chunk: int) -> None:
         role = self.roles["reference"]

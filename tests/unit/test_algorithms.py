@@ -6,16 +6,15 @@ from typing import get_args
 import pytest
 import torch
 
-from rltrain.algorithms.advantages import with_advantages
 from rltrain.algorithms.algorithm import Algorithm
 from rltrain.algorithms.gae import with_gae
-from rltrain.algorithms.kl import apply_kl_to_rewards, kl_penalty
 from rltrain.algorithms.registry import ALGORITHMS, algorithm_of
-from rltrain.config.schema import Config, Kl
+from rltrain.config.schema import Config
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import NO_EVALUATION, make_config
 
+OPTIONAL = {"env", "inference", "teacher"}
 PENALTY = {"coef": 0.3, "where": "reward"}
 
 
@@ -35,9 +34,11 @@ def test_the_config_takes_the_names_of_the_registry():
 @pytest.mark.parametrize(
     ("name", "sections", "needed", "usable"),
     [
-        ("grpo", {}, {"actor", "rollout", "reward"}, {"reference", "teacher", "inference"}),
-        ("grpo", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, {"teacher", "inference"}),
-        ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference", "teacher", "inference"}),
+        ("grpo", {}, {"actor", "rollout", "reward"}, {"reference"}),
+        ("grpo", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
+        ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference"}),
+        ("remax", {}, {"actor", "rollout", "reward"}, {"reference"}),
+        ("reinforce_plus_plus", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
         ("sft", {}, {"actor", "rollout", "reward"}, set()),
         ("sft", {"loss": {"kl": PENALTY}, **NO_EVALUATION}, {"actor"}, set()),
     ],
@@ -45,25 +46,31 @@ def test_the_config_takes_the_names_of_the_registry():
 def test_the_roles_of_a_run(name, sections, needed, usable):
     algorithm = of(name, **sections)
     assert algorithm.needs().keys() == needed
-    assert algorithm.usable_roles() == needed | usable | ({"env"} if algorithm.generates else set())
+    assert algorithm.usable_roles() == needed | usable | (OPTIONAL if algorithm.generates else set())
 
 
-@pytest.mark.parametrize("kl", [{}, PENALTY], ids=["no penalty", "penalty in the reward"])
-def test_grpo_compares_the_samples_of_a_group(kl):
-    experience, settings = samples(), Kl(**kl)
-    found = of("grpo", loss={"kl": kl}, advantages={"normalize_std": False}).with_advantages(experience)
-    rewarded = apply_kl_to_rewards(experience, settings) if kl else experience
-    assert torch.equal(found.advantages, with_advantages(rewarded, normalize_std=False).advantages)
-    assert not found.has("returns"), "there is no critic to learn from them"
-
-
-@pytest.mark.parametrize("kl", [{}, PENALTY], ids=["no penalty", "penalty in the reward"])
-def test_ppo_compares_with_the_critic_and_leaves_it_returns(kl):
+@pytest.mark.parametrize("penalised", [False, True])
+def test_ppo_compares_with_the_critic_and_leaves_it_returns(penalised):
     experience = samples()
-    found = of("ppo", loss={"kl": kl}, advantages={"gamma": 0.9, "gae_lambda": 0.5}).with_advantages(experience)
-    expected = with_gae(experience, kl_penalty(experience, Kl(**kl)) if kl else None, gamma=0.9, lam=0.5)
+    token_rewards = -torch.rand(experience.num_tokens) if penalised else None
+    algorithm = of("ppo", advantages={"gamma": 0.9, "gae_lambda": 0.5})
+    found = algorithm.with_advantages(experience, token_rewards)
+    expected = with_gae(experience, token_rewards, gamma=0.9, lam=0.5)
     assert torch.equal(found.advantages, expected.advantages)
     assert torch.equal(found.returns, expected.returns)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "remax"])
+def test_without_a_critic_there_are_no_returns_for_it(name):
+    assert not of(name).with_advantages(samples().with_fields(values=None)).has("returns")
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"remax", "sft"}))
+def test_without_greedy_samples_all_are_trained_on(name):
+    algorithm, experience = of(name), samples()
+    assert algorithm.greedy_samples_per_group() == 0
+    assert not algorithm.is_greedy(experience).any()
+    assert algorithm.compared_with_greedy(experience) is experience
 
 
 def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():

@@ -1,91 +1,331 @@
-"""Group-relative advantages against a plain-Python reference and known values."""
+"""Advantages of every algorithm against the formulas of their papers, by loops over samples and tokens, in fp64: with
+groups of unequal size, several trajectories of an episode, samples without a response, and holes in the masks."""
 
+import itertools
+import math
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import STD_EPS, group_advantages, with_advantages
-from rltrain.data.experience import Experience
+from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.groups import STD_EPS, Groups
+from rltrain.algorithms.registry import algorithm_of
+from rltrain.algorithms.whitening import moments
+from rltrain.data.experience import SIBLINGS_APART, Experience
+from tests.unit.schedule_configs import make_config
+
+FUNCTIONS = {"functions": [{"function": "a:f", "weight": 0.5}, {"function": "a:g", "weight": -2.0}]}
+WEIGHTS = (0.5, -2.0)
 
 
-def plain_advantages(rewards: list[float], groups: list[int], normalize_std: bool) -> list[float]:
+@dataclass(frozen=True)
+class Row:
+    """A sample: its mask says of each token whether it is trained on."""
+
+    group: int
+    episode: int
+    mask: tuple[bool, ...]
+    reward: float
+    parts: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def is_member(self) -> bool:
+        return any(self.mask)
+
+
+def of(name: str, **advantages: object) -> Algorithm:
+    return algorithm_of(make_config(algorithm=name, advantages=advantages, reward=FUNCTIONS if name == "gdpo" else {}))
+
+
+def packed(rows: Sequence[Row]) -> Experience:
+    """Trajectories of an episode after its first are SIBLINGS_APART."""
+    seen: dict[int, int] = {}
+    ids = [row.episode + seen.setdefault(row.episode, 0) * SIBLINGS_APART for row in rows]
+    for place, row in enumerate(rows):
+        ids[place] = row.episode + seen[row.episode] * SIBLINGS_APART
+        seen[row.episode] += 1
+    num_tokens = sum(len(row.mask) for row in rows)
+    return Experience(
+        sample_ids=torch.tensor(ids),
+        group_ids=torch.tensor([row.group for row in rows]),
+        lengths=torch.tensor([len(row.mask) for row in rows]),
+        tokens=torch.zeros(num_tokens, dtype=torch.int64),
+        response_mask=torch.tensor([inside for row in rows for inside in row.mask], dtype=torch.bool),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        reward_parts=torch.tensor([row.parts for row in rows], dtype=torch.float64),
+    )
+
+
+REWARDS = st.sampled_from([0.0, 1.0, 0.25, 0.5, 2.0, 1 / 3])
+PARTS = st.tuples(REWARDS | st.just(math.nan), REWARDS)
+MASKS = st.lists(st.booleans(), min_size=1, max_size=4).map(lambda mask: (False, *mask))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """One to three groups of one to five episodes of one to three trajectories."""
     result = []
-    for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if len(set(members)) == 1:
-            result.append(0.0)
-            continue
-        centred = reward - statistics.fmean(members)
-        result.append(centred / (statistics.stdev(members) + STD_EPS) if normalize_std else centred)
+    numbers = itertools.count()
+    for group in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, 5))):
+            episode = next(numbers)
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+                result.append(Row(7 * group, episode, draw(MASKS), draw(REWARDS), draw(PARTS)))
     return result
 
 
-@settings(max_examples=60)
-@given(
-    samples=st.lists(st.tuples(st.floats(-3, 3, width=16), st.integers(0, 4)), min_size=1, max_size=20),
-    normalize_std=st.booleans(),
+def in_groups(members: Sequence[Row]) -> list[list[Row]]:
+    return [[row for row in members if row.group == group] for group in {row.group for row in members}]
+
+
+def shares(group: Sequence[Row]) -> list[float]:
+    return [1 / sum(other.episode == row.episode for other in group) for row in group]
+
+
+def episode_rewards(group: Sequence[Row]) -> dict[int, float]:
+    return {
+        row.episode: statistics.fmean(other.reward for other in group if other.episode == row.episode) for row in group
+    }
+
+
+def plain_mean(group: Sequence[Row]) -> float:
+    return statistics.fmean(episode_rewards(group).values())
+
+
+def plain_deviation(group: Sequence[Row]) -> float:
+    mean, num_episodes = plain_mean(group), len(episode_rewards(group))
+    squares = sum(share * (row.reward - mean) ** 2 for row, share in zip(group, shares(group), strict=True))
+    return math.sqrt(squares / max(num_episodes - 1, 1))
+
+
+def plain_grpo(row: Row, group: Sequence[Row]) -> float:
+    return (row.reward - plain_mean(group)) / (plain_deviation(group) + STD_EPS)
+
+
+def plain_centred(row: Row, group: Sequence[Row]) -> float:
+    return row.reward - plain_mean(group)
+
+
+def plain_rloo(row: Row, group: Sequence[Row]) -> float:
+    others = [reward for episode, reward in episode_rewards(group).items() if episode != row.episode]
+    baseline = statistics.fmean(others) if others else episode_rewards(group)[row.episode]
+    return row.reward - baseline
+
+
+def plain_maxrl(row: Row, group: Sequence[Row]) -> float:
+    mean = plain_mean(group)
+    return (row.reward - mean) / mean if mean else 0.0
+
+
+def plain_pass_at_k(row: Row, group: Sequence[Row], k: int = 3) -> float:
+    rewards = episode_rewards(group)
+    sets = [chosen for chosen in itertools.combinations(rewards, min(k, len(rewards))) if row.episode in chosen]
+    if len(rewards) == 1:
+        return 0.0
+    best = [max(rewards[e] for e in chosen) for chosen in sets]
+    without = [max(rewards[e] for e in chosen if e != row.episode) for chosen in sets]
+    return statistics.fmean(a - b for a, b in zip(best, without, strict=True))
+
+
+def plain_gdpo(row: Row, group: Sequence[Row]) -> float:
+    total = 0.0
+    for number, weight in enumerate(WEIGHTS):
+        known = [
+            Row(other.group, other.episode, other.mask, other.parts[number])
+            for other in group
+            if not math.isnan(other.parts[number])
+        ]
+        if not math.isnan(row.parts[number]):
+            total += weight * plain_grpo(Row(row.group, row.episode, row.mask, row.parts[number]), known)
+    return total
+
+
+def per_token(samples: Sequence[Row], plain: object) -> list[float]:
+    members = [row for row in samples if row.is_member]
+    of_groups = {group[0].group: group for group in in_groups(members)}
+    return [
+        plain(row, of_groups[row.group]) if inside else 0.0  # type: ignore[operator]
+        for row in samples
+        for inside in row.mask
+    ]
+
+
+def whitened(values: list[float], samples: Sequence[Row]) -> list[float]:
+    mask = [inside for row in samples for inside in row.mask]
+    chosen = [value for value, inside in zip(values, mask, strict=True) if inside]
+    mean = statistics.fmean(chosen) if chosen else 0.0
+    deviation = statistics.stdev(chosen) if len(chosen) > 1 else 0.0
+    return [(v - mean) / (deviation + STD_EPS) if inside else 0.0 for v, inside in zip(values, mask, strict=True)]
+
+
+def assert_close(found: torch.Tensor, expected: list[float]) -> None:
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows())
+def test_of_one_prompt_s_responses(samples: list[Row]) -> None:
+    experience = packed(samples)
+    plain = {
+        "grpo": plain_grpo,
+        "rloo": plain_rloo,
+        "reinforce_plus_plus_baseline": plain_centred,
+        "maxrl": plain_maxrl,
+        "gdpo": plain_gdpo,
+    }
+    for name, formula in plain.items():
+        assert_close(of(name).with_advantages(experience).advantages, per_token(samples, formula))
+    dr_grpo = of("grpo", normalize_std=False).with_advantages(experience).advantages
+    assert_close(dr_grpo, per_token(samples, plain_centred))
+    best = of("pass_at_k", k=3, normalize_std=False).with_advantages(experience).advantages
+    assert_close(best, per_token(samples, plain_pass_at_k))
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows(), st.integers(0, 20))
+def test_over_a_whole_step_whatever_replica_has_which_group(samples: list[Row], cut: int) -> None:
+    """A cut between groups: these stay together."""
+    ranks = [[row for row in samples if (row.group < cut) == first] for first in (True, False)]
+    for name, plain in (("reinforce_plus_plus_baseline", plain_centred), ("gdpo", plain_gdpo)):
+        algorithm = of(name)
+        parts = [algorithm.with_advantages(packed(rank)) for rank in ranks if rank]
+        sums = torch.stack([moments(part) for part in parts]).sum(0)
+        found = torch.cat([algorithm.over_whole_step(part, lambda _, sums=sums: sums).advantages for part in parts])
+        ordered = [*ranks[0], *ranks[1]]
+        expected = whitened(per_token(ordered, plain), ordered)
+        assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows(), st.sampled_from([0.5, 0.9, 1.0]), st.integers(0, 9))
+def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamma: float, seed: int) -> None:
+    experience = packed(samples)
+    penalties = torch.randn(experience.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    algorithm = of("reinforce_plus_plus", gamma=gamma)
+    found = algorithm.with_advantages(experience, penalties)
+    expected = []
+    first = 0
+    for row in samples:
+        drawn = [place for place, inside in enumerate(row.mask) if inside]
+        of_steps = [float(penalties[first + place]) + row.reward * (place == drawn[-1]) for place in drawn]
+        to_go = {
+            place: sum(gamma**later * reward for later, reward in enumerate(of_steps[step:]))
+            for step, place in enumerate(drawn)
+        }
+        expected += [to_go.get(place, 0.0) for place in range(len(row.mask))]
+        first += len(row.mask)
+    assert_close(found.advantages, expected)
+    normalised = algorithm.over_whole_step(found, lambda sums: sums).advantages
+    assert normalised.tolist() == pytest.approx(whitened(expected, samples), rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.tuples(MASKS, REWARDS), min_size=4, max_size=4), min_size=1, max_size=3))
+def test_remax_compares_with_the_greedy_response(groups: list[list[tuple[tuple[bool, ...], float]]]) -> None:
+    algorithm = algorithm_of(make_config(algorithm="remax", batch={"samples_per_prompt": 3}))
+    samples = [Row(g, 4 * g + i, *sample) for g, group in enumerate(groups) for i, sample in enumerate(group)]
+    experience = packed(samples)
+    assert algorithm.is_greedy(experience).tolist() == [False, False, False, True] * len(groups)
+    found = algorithm.with_advantages(algorithm.compared_with_greedy(experience))
+    assert found.sample_ids.tolist() == [row.episode for row in samples if row.episode % 4 < 3]
+    baselines = {row.group: row.reward for row in samples if row.episode % 4 == 3}
+    expected = [
+        (row.reward - baselines[row.group]) * inside for row in samples if row.episode % 4 < 3 for inside in row.mask
+    ]
+    assert_close(found.advantages, expected)
+
+
+def test_remax_needs_a_greedy_sample_in_every_group() -> None:
+    algorithm = algorithm_of(make_config(algorithm="remax", batch={"samples_per_prompt": 3}))
+    with pytest.raises(ValueError, match=r"no greedy sample in the groups \[5\]"):
+        algorithm.compared_with_greedy(packed([Row(5, 0, (True,), 1.0), Row(6, 7, (True,), 1.0)]))
+
+
+NUM_DRAWN = 4
+CHANCES = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+
+
+def best_of_two(chances: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """E[max of k = 2 rewards] by enumeration, over k: a factor that the advantages leave out."""
+    pairs = itertools.product(range(len(rewards)), repeat=2)
+    return sum(chances[a] * chances[b] * max(rewards[a], rewards[b]) for a, b in pairs) / 2  # type: ignore[return-value]
+
+
+def log_likelihood(chances: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Of success: -sum over m < n of (1 - p)^m / m, the Maclaurin series of log p up to order n - 1."""
+    fails = 1 - chances @ rewards
+    return -sum(fails**m / m for m in range(1, NUM_DRAWN))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "advantages", "rewards", "objective"),
+    [
+        ("rloo", {}, [1.0, -2.0, 0.5], lambda chances, rewards: chances @ rewards),
+        ("grpo", {"normalize_std": False}, [1.0, -2.0, 0.5], lambda chances, rewards: chances @ rewards * 3 / 4),
+        ("pass_at_k", {"k": 2, "normalize_std": False}, [1.0, -2.0, 0.5], best_of_two),
+        ("maxrl", {}, [0.0, 1.0, 0.0], log_likelihood),
+    ],
 )
-def test_equals_plain_python(samples: list[tuple[float, int]], normalize_std: bool) -> None:
-    rewards, groups = [r for r, _ in samples], [7 * g for _, g in samples]
-    actual = group_advantages(torch.tensor(rewards), torch.tensor(groups), normalize_std=normalize_std)
-    expected = torch.tensor(plain_advantages(rewards, groups, normalize_std), dtype=torch.float32)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_known_values() -> None:
-    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 0, 9])
-    centred = group_advantages(rewards, groups, normalize_std=False)
-    assert centred.tolist() == [0.5, -0.5, 0.5, -0.5, 0.0]
-    scaled = group_advantages(rewards, groups, normalize_std=True)
-    torch.testing.assert_close(scaled, torch.tensor([0.8660, -0.8660, 0.8660, -0.8660, 0.0]), rtol=1e-3, atol=0)
+def test_the_expected_gradient_is_that_of_the_objective(name, advantages, rewards, objective) -> None:  # type: ignore[no-untyped-def]
+    """Over all that a policy of three responses may draw: E[1/n sum of A_i grad log p_i]."""
+    draws = [*itertools.product(range(3), repeat=NUM_DRAWN)]
+    samples = [
+        Row(group, NUM_DRAWN * group + place, (True,), rewards[response])
+        for group, drawn in enumerate(draws)
+        for place, response in enumerate(drawn)
+    ]
+    found = of(name, **advantages).with_advantages(packed(samples)).advantages
+    logits = CHANCES.log().requires_grad_()
+    chosen = torch.tensor(draws)
+    logprobs = torch.log_softmax(logits, 0)[chosen]
+    weights = CHANCES[chosen].prod(1, keepdim=True) / NUM_DRAWN
+    (gradient,) = torch.autograd.grad((weights * found.view(-1, NUM_DRAWN) * logprobs).sum(), logits)
+    value = objective(torch.softmax(logits, 0), torch.tensor(rewards, dtype=torch.float64))
+    (expected,) = torch.autograd.grad(value, logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6])
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_equal_rewards_give_exactly_zero(value: float, normalize_std: bool) -> None:
-    advantages = group_advantages(
-        torch.full((7,), value), torch.zeros(7, dtype=torch.int64), normalize_std=normalize_std
-    )
-    assert advantages.tolist() == [0.0] * 7
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "pass_at_k", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
+    samples = [Row(0, number, (True,), value) for number in range(7)]
+    assert of(name).with_advantages(packed(samples)).advantages.tolist() == [0.0] * 7
+
+
+def test_a_penalty_per_token_is_taken_off_the_response_s_reward() -> None:
+    samples = [Row(0, 0, (False, True, True), 1.0), Row(0, 1, (True,), 0.0)]
+    penalties = torch.tensor([5.0, -0.5, -0.25, -0.75])
+    found = of("grpo", normalize_std=False).with_advantages(packed(samples), penalties).advantages
+    assert found.tolist() == [0.0, 0.5, 0.5, -0.5]
 
 
 def test_no_samples() -> None:
-    empty = torch.empty(0)
-    assert group_advantages(empty, empty.long(), normalize_std=True).shape == (0,)
+    nothing = packed([Row(0, 0, (True,), 1.0)]).select(torch.zeros(0, dtype=torch.int64))
+    for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl", "pass_at_k", "gdpo"):
+        assert of(name).with_advantages(nothing).advantages.shape == (0,)
+    assert Groups.of(torch.zeros(0, dtype=torch.int64)).num_groups == 0
 
 
-def test_a_sample_s_advantage_stands_on_its_response_tokens_only() -> None:
-    experience = Experience(
-        sample_ids=torch.tensor([0, 1]),
-        group_ids=torch.tensor([3, 3]),
-        prompt_ids=torch.tensor([0, 0]),
-        lengths=torch.tensor([3, 2]),
-        truncated=torch.tensor([False, False]),
-        tokens=torch.zeros(5, dtype=torch.int64),
-        response_mask=torch.tensor([False, True, True, False, True]),
-        policy_version=torch.zeros(5, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(5),
-        rewards=torch.tensor([2.0, 0.0]),
-    )
-    advantages = with_advantages(experience, normalize_std=False).advantages
-    assert advantages is not None and advantages.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0]
-
-
-def test_a_sample_without_response_is_no_member_of_its_group() -> None:
-    experience = Experience(
-        sample_ids=torch.arange(3),
-        group_ids=torch.tensor([0, 0, 0]),
-        prompt_ids=torch.zeros(3, dtype=torch.int64),
-        lengths=torch.tensor([2, 2, 2]),
-        truncated=torch.zeros(3, dtype=torch.bool),
-        tokens=torch.zeros(6, dtype=torch.int64),
-        response_mask=torch.tensor([False, True, False, False, False, True]),
-        policy_version=torch.zeros(6, dtype=torch.int32),
-        rollout_logprobs=torch.zeros(6),
-        rewards=torch.tensor([2.0, 100.0, 0.0]),
-    )
-    advantages = with_advantages(experience, normalize_std=False).advantages
-    assert advantages is not None and advantages.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, -1.0]
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "maxrl", "pass_at_k", "gdpo", "remax"])
+def test_the_gradient_is_that_of_reinforce_where_samples_are_on_policy(name: str) -> None:
+    """d loss / d log p = -A over the number of response tokens, and 0 elsewhere."""
+    samples = [
+        Row(0, 0, (False, True, True), 1.0, (1.0, 0.0)),
+        Row(0, 1, (True, False, True), 0.0, (0.0, 3.0)),
+        Row(0, 2, (False, False), 9.0, (5.0, 5.0)),
+        Row(0, 3, (False, True), 0.5, (2.0, 1.0)),
+    ]
+    algorithm = of(name)
+    experience = algorithm.with_advantages(packed(samples))
+    logprobs = torch.linspace(-2, -0.1, experience.num_tokens, dtype=torch.float64, requires_grad=True)
+    drawn = logprobs.detach()
+    experience = experience.with_fields(actor_logprobs=drawn, rollout_logprobs=drawn)
+    output = algorithm.loss_function()(experience, logprobs, torch.zeros_like(drawn))
+    (gradient,) = torch.autograd.grad(output.loss / output.divisor, logprobs)
+    assert gradient.tolist() == pytest.approx((-experience.advantages / 5).tolist(), abs=1e-12)

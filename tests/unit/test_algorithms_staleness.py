@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import with_advantages
+from rltrain.algorithms.advantages import with_sample_advantages
 from rltrain.algorithms.staleness import apply_staleness_limit, token_staleness
 from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
@@ -64,7 +64,7 @@ def test_a_dropped_sample_is_in_no_baseline() -> None:
     )
     kept, counts = apply_staleness_limit(experience, 5, 1, "drop")
     assert (counts["stale_samples"], counts["stale_tokens"]) == (1, 1)
-    advantages = with_advantages(kept, normalize_std=False).advantages
+    advantages = with_sample_advantages(kept, lambda rewards, groups: groups.centred(rewards)).advantages
     assert advantages is not None and advantages.tolist() == [0, 0.5, 0.5, 0, 0, 0, 0, -0.5, -0.5]
 
 

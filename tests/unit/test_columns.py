@@ -77,7 +77,7 @@ def test_labels_are_there_as_they_stand_in_the_file(tmp_path_factory: Any, label
     folder = tmp_path_factory.mktemp("labels")
     path = jsonl(folder, *({"prompt": "p", "reward_model": {"truth": label, "style": "rule"}} for label in labels))
     of_rows = columns(path, label_key="reward_model.truth", label=True)
-    assert [of_rows.label_value(of_rows[index]) for index in range(len(labels))] == labels
+    assert [of_rows.label_value(index, of_rows[index]) for index in range(len(labels))] == labels
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet_file])

@@ -14,6 +14,7 @@ from tests.model_shards import tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
+ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
 SIZES = SimpleNamespace(
     num_layers=4,
@@ -94,7 +95,7 @@ def test_configs_that_work_are_accepted(sections):
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
         (
             {"placement": {**GRPO, "qq": 0}},
-            "unknown role 'qq'; expected one of actor, reference, inference, env, rollout, reward",
+            "unknown role 'qq'; expected one of actor, reference, teacher, inference, env, rollout, reward",
         ),
     ],
 )
@@ -129,8 +130,88 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "batch.prompts_per_step: got 10; expected a multiple of 4",
         ),
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
+        (
+            {"algorithm": "rloo", "batch": {"samples_per_prompt": 1}},
+            "batch.samples_per_prompt: got 1; expected at least 2: algorithm rloo compares",
+        ),
+        (
+            {"advantages": {"gamma": 0.9}},
+            "advantages.gamma: got 0.9; expected 1.0, or nothing: algorithm grpo does not look at it",
+        ),
+        (
+            {"algorithm": "pass_at_k", "batch": {"samples_per_prompt": 4}, "advantages": {"k": 5}},
+            "advantages.k: got 5 with batch.samples_per_prompt 4; expected 2 to 4",
+        ),
+        (
+            {"algorithm": "gdpo"},
+            "reward.functions: got 0; expected at least 2: algorithm gdpo normalises each apart",
+        ),
+        (
+            {"algorithm": "maxrl", "loss": {"kl": {"coef": 0.1, "where": "reward"}}},
+            "loss.kl.where: got reward; expected loss: algorithm maxrl divides by the mean reward",
+        ),
+        (
+            {"algorithm": "maxrl", "advantages": {"overlong_penalty": {"buffer_tokens": 8}}},
+            "advantages.overlong_penalty: got one; expected null: algorithm maxrl divides",
+        ),
+        (
+            {
+                "algorithm": "distillation",
+                "placement": GRPO | {"teacher": 4},
+                "teacher": {"path": "m"},
+                "loss": {"kl": {"coef": 0.1, "where": "reward"}},
+            },
+            "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards",
+        ),
+        (
+            {"algorithm": "remax", "env": {"agent": {"command": ["a"]}}, "placement": GRPO | {"env": 4}},
+            "env.agent: got one with algorithm remax; expected none",
+        ),
+        (
+            {"advantages": {"overlong_penalty": {"buffer_tokens": 1025}}},
+            "advantages.overlong_penalty.buffer_tokens: got 1025; expected at most "
+            "rollout.sampling.max_response_tokens 1024",
+        ),
+        (
+            {"loss": {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}},
+            "loss.kl.adaptive: got one with loss.kl.coef 0.1 and loss.kl.where loss; expected a coefficient above 0",
+        ),
         ({"rollout": {"sampling": {"temperature": 0}}}, "rollout.sampling.temperature: got 0; expected above 0"),
         ({"evaluation": {"stop_at": 0.5}}, "evaluation.stop_at: got 0.5 without data.eval"),
+        (
+            {"data": {"train": {}}},
+            "data.train: neither path nor sources is given; expected one: data.train.path, a file",
+        ),
+        ({"data": {"train": {"path": "a", "sources": [{"path": "b"}]}}}, "data.train: both path and sources are given"),
+        (
+            {"data": {"train": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b"}]}}},
+            "data.train.sources.1.weight: got none beside sources that have one; expected a weight for every source",
+        ),
+        (
+            {"data": {"train": {"sources": [{"path": "a/rows.jsonl"}, {"path": "b/rows.jsonl"}]}}},
+            "data.train.sources: 2 are called 'rows'; expected a name for each",
+        ),
+        (
+            {"data": {"train": {"sources": [{"path": "a", "name": "a b"}]}}},
+            "data.train.sources.0.name: got 'a b'; expected letters, digits",
+        ),
+        ({"data": {"train": {"sources": [{"path": []}]}}}, "data.train.sources.0.path: got an empty list"),
+        (
+            {"data": {"train": {"path": "a"}, "eval": {"sources": [{"path": "b", "weight": 1.0}]}}},
+            "data.eval.sources: got weights; expected none",
+        ),
+        (
+            {"data": {"train": {"path": "a"}, "min_prompt_tokens": 9, "max_prompt_tokens": 8}},
+            "data.min_prompt_tokens: got 9; expected at most data.max_prompt_tokens 8",
+        ),
+        (
+            {**ENVIRONMENT, "data": {"train": {"sources": [{"path": "a"}, {"path": "b", "prompt_key": "q"}]}}},
+            "data.train.sources: got 2 values of prompt_key with an environment; expected one",
+        ),
+        (
+            {**ENVIRONMENT, "data": {"train": {"path": "a", "tools_key": "tools"}}},
+            "data.train.tools_key: got 'tools' with an environment; expected null",
+        ),
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),

@@ -124,7 +124,7 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("seed: true", ":8: seed: got true; expected a whole number"),
         ("output_dir: 3", "output_dir: got 3; expected text in quotes"),
         ("output_dir: no", "output_dir: got false; expected text in quotes"),
-        ("algorithm: dpo", 'algorithm: got "dpo"; expected one of grpo, ppo, sft'),
+        ("algorithm: a2c", 'algorithm: got "a2c"; expected one of grpo, rloo, '),
         ("actor: 3", "actor: got 3; expected a section with the keys optimizer, micro_batch_tokens"),
         (
             "schedule: {mode: async}",

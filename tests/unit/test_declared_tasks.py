@@ -60,6 +60,7 @@ def test_where_models_compute_follows_from_what_is_declared(monkeypatch: pytest.
         "accumulate_critic": ("critic", True),
         "update_critic": ("critic", True),
         "reference_logprobs": ("reference", False),
+        "teacher_logprobs": ("teacher", False),
         "inference_logprobs": ("inference", False),
     }
     teaches = Task("teach", Needs(reads=parts_of("teacher", "weights")), informs="actor")

@@ -134,3 +134,67 @@ def test_a_row_without_a_response_is_refused(tmp_path: Path) -> None:
     data = schema.Data(train=file)
     with pytest.raises(DataError, match=r"rows.jsonl:1: the row has no key 'response'"):
         load_prompts(file, data, PromptEncoder(byte_tokenizer(), data), needs="response", config_key="data.train")
+
+
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "bc"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "ef"},
+    {"role": "user", "content": "nobody answers"},
+]
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def conversations(folder: Path, *talks: object, template: str | None = TURNS, **keys: object) -> PromptDataset:
+    path = folder / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    file = schema.PromptFile(path=str(path), prompt_key="messages", response_key=None)
+    data = schema.Data(train=file, **keys)
+    return load_prompts(
+        file, data, PromptEncoder(byte_tokenizer(template), data), needs="response", config_key="data.train"
+    )
+
+
+def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path: Path) -> None:
+    dataset = conversations(tmp_path, TALK, TALK[:2])
+    experience = demonstrate_rows(dataset, [0, 1])
+    whole = "[user]a[assistant]bc<eos>[user]d[assistant]ef<eos>"
+    assert texts(dataset, experience.tokens) == whole + "[user]a[assistant]bc<eos>"
+    assert texts(dataset, experience.tokens[experience.response_mask]) == "bc<eos>ef<eos>bc<eos>"
+    assert experience.truncated.tolist() == [False, False]
+
+
+def test_a_long_conversation_is_cut_behind_its_first_prompt(tmp_path: Path) -> None:
+    dataset = conversations(tmp_path, TALK, system_prompt="s")
+    experience = demonstrate_rows(dataset, [0], limit=5)
+    assert texts(dataset, experience.tokens) == "[system]s[user]a[assistant]bc<eos>[u"
+    assert experience.truncated.tolist() == [True] and int(experience.response_mask.sum()) == 3
+
+
+@pytest.mark.parametrize(
+    ("talk", "template", "problem"),
+    [
+        ("text", TURNS, "has a text under 'messages'; expected a list of chat messages with turns of the assistant"),
+        (TALK[:1], TURNS, "has messages of roles user under 'messages'; expected one of the user first"),
+        (TALK[1:3], TURNS, "has messages of roles assistant, user under 'messages'; expected one of the user first"),
+        ([TALK[0], TALK[1], TALK[1]], TURNS, "has two turns of the assistant one after the other"),
+        (TALK, None, "has chat messages under 'messages', but the checkpoint's tokenizer has no chat template"),
+    ],
+)
+def test_what_is_no_conversation(tmp_path: Path, talk: object, template: str | None, problem: str) -> None:
+    with pytest.raises(DataError) as refusal:
+        conversations(tmp_path, talk, template=template)
+    assert f"talks.jsonl:1: the row {problem}" in str(refusal.value)
+
+
+def test_a_template_without_a_place_for_the_rows_is_refused_at_the_start(tmp_path: Path) -> None:
+    dataset = conversations(tmp_path, TALK)
+    byte_tokenizer(TURNS.replace("[assistant]{%", "[assistant]<think>\n{%")).save_pretrained(tmp_path / "model")
+    file = schema.PromptFile(path=str(tmp_path / "talks.jsonl"), prompt_key="messages", response_key=None)
+    settings = config(tmp_path).model_copy(update={"data": schema.Data(train=file)})
+    with pytest.raises(DataError, match=r"talks.jsonl:1: the chat template asks the model to go on from"):
+        Demonstrations(settings)
+    assert len(dataset) == 1

@@ -96,6 +96,13 @@ def test_what_is_sent_to_each_rank_apart_leaves_a_node_by_the_link_of_its_sender
     assert group_link(np.arange(1), 8, H100).scattered(1.0) == 0
 
 
+def test_a_greedy_response_to_each_prompt_takes_the_engines_time_and_none_of_the_actor_s():
+    placement = {"actor, reference": "0-1", "rollout, reward": "2-3"}
+    grpo, remax = (job_of(qwen3_30b_a3b(), placement, 4, **{**LONG, "algorithm": name}) for name in ("grpo", "remax"))
+    assert [job.samples_per_replica("rollout") for job in (grpo, remax)] == [256, 288]
+    assert [job.samples_per_replica("actor") for job in (grpo, remax)] == [256, 256]
+
+
 def experts_job(parallel, *, micro_batch_tokens=4096, num_ranks=64):
     placement = {"actor": f"0-{num_ranks - 1}", "rollout, reward": f"{num_ranks}-{num_ranks + 7}"}
     batch = {"prompts_per_step": 64, "samples_per_prompt": 16}

@@ -22,6 +22,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm": "ppo", "placement": PPO, "loss": {"policy": "geometric_mean"}},
         "loss.policy: got geometric_mean with algorithm ppo, whose tokens have advantages of their own",
     ),
+    "one ratio where a token is as good as what comes of it": (
+        {"algorithm": "reinforce_plus_plus", "loss": {"policy": "geometric_mean"}},
+        "loss.policy: got geometric_mean with algorithm reinforce_plus_plus, whose tokens have advantages of their own",
+    ),
     "covariances between nothing": (
         {"loss": {"policy": "clip_cov", "clip_cov": {"low": 5.0}}},
         "loss.clip_cov.low: got 5.0 with loss.clip_cov.high 5.0; expected less",

@@ -58,6 +58,19 @@ def test_the_metrics_are_what_they_are_called():
     )
 
 
+def test_what_each_source_got_and_earned():
+    """Two ranks, of which one has no sample of the second source."""
+    ranks = [RewardStatistics(), RewardStatistics()]
+    for of_rank, sources, rewards in ((ranks[0], ["a", "b"], [1.0, 0.5]), (ranks[1], ["a", "a"], [0.0, 0.5])):
+        experience, scores = scored([(reward, 1, False) for reward in rewards])
+        of_rank.add(experience, scores)
+        of_rank.add_sources(sources, scores.rewards)
+    metrics = RewardStatistics.metrics([json.loads(json.dumps(of_rank.record())) for of_rank in ranks])
+    of_sources = {name: value for name, value in metrics.items() if "/" in name}
+    assert of_sources == {"reward_mean/a": 0.5, "reward_mean/b": 0.5, "share/a": 0.75, "share/b": 0.25}
+    assert is_of_one_function("reward_mean/a") and not is_of_one_function("share/a"), "evaluations report the former"
+
+
 @given(samples, st.data())
 def test_chunks_and_ranks_add_up_to_the_whole(whole, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=3, max_size=3)))
@@ -102,6 +115,18 @@ def test_every_function_has_metrics_of_its_own():
     )
     assert metrics["reward_errors"] == 2 and metrics["reward_mean"] == pytest.approx(3 / 5)
     assert ranks[0].first_failures == {"form": "no text"}
+
+
+def test_greedy_samples_are_reported_apart():
+    part = [(1.0, 4, False), (7.0, 9, True), (0.5, 2, False)]
+    of_rank = RewardStatistics(is_greedy=lambda _: torch.tensor([False, True, False]))
+    of_rank.add(*scored(part, errors=1))
+    metrics = RewardStatistics.metrics([of_rank.record()])
+    alone = RewardStatistics()
+    alone.add(*scored([part[0], part[2]], errors=1))
+    assert metrics.pop("greedy_reward_mean") == 7.0
+    assert metrics == RewardStatistics.metrics([alone.record()])
+    assert of_rank.sums["samples"] == 3, "failures are judged by all that were scored"
 
 
 def test_what_stands_in_a_record_can_be_sent_as_json():

@@ -19,7 +19,8 @@ def asynchronous(**settings):
     ("sections", "expected"),
     [
         ({}, {"lead": 0, "num_chunks": 1, "samples_per_group": 4, "prompt_blocks": 1, "num_actor_updates": 10}),
-        ({"algorithm": "sft"}, {"samples_per_group": 1, "needs_actor_logprobs": False}),
+        ({"algorithm": "remax"}, {"samples_per_group": 4, "greedy_per_group": 1}),
+        ({"algorithm": "sft"}, {"greedy_per_group": 0, "samples_per_group": 1, "needs_actor_logprobs": False}),
         ({"batch": {**BATCH, "mini_batches": 8}}, {"prompt_blocks": 2, "chunk_blocks": 2, "num_actor_updates": 80}),
         ({"algorithm": "sft", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4}),
         ({"batch": {**BATCH, "mini_batches": 16}, "schedule": {**PIPELINED, "chunks": 2}}, {"chunk_blocks": 2}),

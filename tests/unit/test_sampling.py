@@ -1,6 +1,7 @@
 """Sampling: random numbers, inversion, truncation, log-probs, seeds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from rltrain.rollout.embedded.random_streams import mix64, random_streams, uniforms
 from rltrain.rollout.embedded.sampling import draw, invert_cdf, truncate
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.stream.seeds import mix64 as mix64_int
 from rltrain.rollout.stream.seeds import request_seed
 
@@ -117,6 +118,19 @@ def test_greedy_takes_the_largest_logit_and_scores_it_at_temperature_one() -> No
     tokens, logprobs = draw(logits, ignored, sampling(temperature=0.0))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
+
+
+def test_greedy_rows_among_others_take_the_largest_logit_whatever_is_cut_off() -> None:
+    logits = torch.randn(40, 7, generator=torch.Generator().manual_seed(0))
+    numbers = uniforms(random_streams([*range(40)], CPU), torch.zeros(40, dtype=torch.int64))
+    greedy = torch.arange(40) % 4 == 3
+    for alone in (sampling(0.7), sampling(0.7, top_p=0.6, top_k=4)):
+        mixed = replace(alone, greedy=GreedyPlaces(1, 4))
+        tokens, logprobs = draw(logits, numbers.masked_fill(greedy, -1), mixed)
+        expected = draw(logits, numbers, alone)[0].where(~greedy, logits.argmax(-1))
+        assert torch.equal(tokens, expected)
+        tempered = torch.log_softmax(logits / 0.7, -1)
+        torch.testing.assert_close(logprobs, tempered.gather(-1, tokens[:, None])[:, 0])
 
 
 def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:

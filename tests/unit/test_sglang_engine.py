@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rltrain.config.schema import SGLang
+from rltrain.data.experience import SIBLINGS_APART
 from rltrain.errors import ConfigError, DataError, DivergenceError, EngineError, SyncError
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import GreedyPlaces, SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
@@ -132,6 +133,10 @@ def test_what_the_server_is_asked_for(rig) -> None:  # type: ignore[no-untyped-d
     assert (first["temperature"], first["top_p"], first["top_k"], first["sampling_seed"]) == (0.7, 0.9, 5, 77)
     assert (first["stop_token_ids"], first["ignore_eos"]) == ([3], False)
     assert (second["temperature"], second["top_k"], second["ignore_eos"]) == (0.0, -1, True)
+    places = SamplingParams(0.7, 0.9, 5, 16, (3,), greedy=GreedyPlaces(1, 3))
+    one.engine.generate([Sample(number, (1, 2), seed=number) for number in (4, 5, SIBLINGS_APART + 5)], places)
+    asked = next(body for path, body in reversed(one.server.calls) if path == "/generate")["sampling_params"]
+    assert [fields["temperature"] for fields in asked] == [0.7, 0.0, 0.0]
     unseeded = rig()
     unseeded.engine.generate(requests(1), GREEDY)
     [body] = [body for path, body in unseeded.server.calls if path == "/generate"]

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rltrain.algorithms.advantages import group_advantages
 from rltrain.algorithms.gae import with_gae
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import SIBLINGS_APART
@@ -35,26 +34,6 @@ def test_every_sample_is_in_one_mini_batch_and_each_takes_some_of_every_large_gr
 def test_equal_groups_are_cut_as_ever():
     groups = torch.repeat_interleave(torch.arange(3), 4)
     assert mini_batch_of(groups, 3, 4, 2).tolist() == [0, 0, 1, 1] * 3
-
-
-@given(
-    st.lists(st.floats(-3, 3), min_size=2, max_size=6),
-    st.lists(st.integers(1, 3), min_size=6, max_size=6),
-    st.booleans(),
-)
-def test_an_episode_counts_once_in_its_group_however_many_trajectories_it_has(rewards, counts, normalize_std):
-    counts = counts[: len(rewards)]
-    once = group_advantages(
-        torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64), normalize_std=normalize_std
-    )
-    repeats = torch.tensor(counts)
-    several = group_advantages(
-        torch.tensor(rewards).repeat_interleave(repeats),
-        torch.zeros(int(repeats.sum()), dtype=torch.int64),
-        normalize_std=normalize_std,
-        episodes=torch.arange(len(rewards)).repeat_interleave(repeats),
-    )
-    torch.testing.assert_close(several, once.repeat_interleave(repeats), atol=1e-5, rtol=1e-5)
 
 
 def test_rewards_of_turns_stand_at_their_ends_in_gae():

@@ -15,7 +15,7 @@ from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.prefill import fill_cache
 from rltrain.rollout.embedded.random_streams import random_streams
-from rltrain.rollout.embedded.slots import NUMBERS_AHEAD, POSITION, TOKEN, Slots
+from rltrain.rollout.embedded.slots import NO_STREAM, NUMBERS_AHEAD, POSITION, TOKEN, Slots
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, Status
@@ -227,7 +227,11 @@ class Generation:
             [transcript.place(len(running.context) - 1, running.column) for running in admitted],
             [response_limit(sample, self.sampling, self._max_context_tokens) for sample in samples],
         ]
-        self._slots.fill(first, rows, random_streams([sample.seed for sample in samples], self._device))
+        streams = random_streams([sample.seed for sample in samples], self._device)
+        if self.sampling.greedy is not None:
+            greedy = [self.sampling.is_greedy(sample) for sample in samples]
+            streams.masked_fill_(torch.tensor(greedy, device=self._device), NO_STREAM)
+        self._slots.fill(first, rows, streams)
 
     def _decode_step(self) -> None:
         """Feed every running slot's token and draw its next one."""

@@ -10,8 +10,8 @@ from rltrain.rollout.engine import SamplingParams
 def draw(logits: Tensor, numbers: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """One token per row of `logits` [rows, vocab] float32, and its log-prob; both [rows].
 
-    `numbers` [rows] are `uniforms`; greedy drawing does not look at them. Log-probs are of the tempered but untruncated
-    distribution (temperature 1 when greedy).
+    `numbers` [rows] are `uniforms`; greedy drawing does not look at them. Where `sampling` has greedy samples among
+    others, theirs are below 0. Log-probs are of the tempered but untruncated distribution (temperature 1 when greedy).
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
@@ -24,6 +24,8 @@ def draw(logits: Tensor, numbers: Tensor, sampling: SamplingParams) -> tuple[Ten
         tokens = ids.gather(-1, invert_cdf(kept, numbers))
     else:
         tokens = invert_cdf(probabilities, numbers)
+    if sampling.greedy is not None:
+        tokens = torch.where(numbers < 0, logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], probabilities.gather(-1, tokens)[:, 0].log_()
 
 

@@ -14,6 +14,8 @@ TOKEN, POSITION, DRAWN, PLACE, LIMIT, STREAM = range(6)
 
 NUMBERS_AHEAD = 16
 """Random numbers of so many steps are made at once."""
+NO_STREAM = -(1 << 63)
+"""In the place of a random stream: the numbers are -1. A stream that begins there by chance is one of 2**64."""
 
 
 class Slots:
@@ -78,7 +80,7 @@ class Slots:
     def foresee(self, first: int, end: int) -> None:
         """Make the random numbers of the next NUMBERS_AHEAD steps of these slots."""
         _, _, drawn, places, _, streams = self.state[:, first:end].unbind()
-        numbers = uniforms(streams, drawn + self._ahead)
+        numbers = uniforms(streams, drawn + self._ahead).masked_fill_(streams == NO_STREAM, -1)
         self.transcript.write_numbers(places + self._ahead * self.transcript.stride, numbers)
 
     def addresses(self) -> tuple[int, ...]:

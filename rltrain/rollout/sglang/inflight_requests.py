@@ -113,7 +113,7 @@ class InflightRequest:
 def sampling_fields(flight: InflightRequest, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
     """SGLang's `sampling_params` of a sample."""
     fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
+        "temperature": 0.0 if sampling.is_greedy(flight.sample) else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "max_new_tokens": flight.limit - len(flight.sample.tokens),

@@ -1,0 +1,156 @@
+"""One row of a prompt file, as it is used."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from rltrain.config import schema
+from rltrain.data.messages import Message, parse_messages, parse_tools, shown
+from rltrain.data.rows import BadRow, Row, look_up
+from rltrain.data.tokenizer import Prompt, PromptEncoder
+
+Needs = Literal["label", "plain label", "response"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """`label` is set for datasets that need labels and have them, `response` for those that need responses; else they
+    are empty."""
+
+    prompt: Prompt
+    label: str
+    response: str | Sequence[Message]
+    """Of a conversation the messages after the prompt: the first and the last are the assistant's."""
+    tools: str
+    """JSON text of the tools that the prompt shows; empty: none."""
+    place: str
+    """What its origin begins with. Shared by the rows of a file, of which there may be millions."""
+    number: int
+
+    @property
+    def origin(self) -> str:
+        """File and line, for messages."""
+        return f"{self.place}{self.number}"
+
+
+@dataclass(frozen=True)
+class RowParser:
+    """Of one source's rows."""
+
+    source: schema.PromptSource
+    encoder: PromptEncoder
+    needs: Needs
+    difficulty_key: str | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """What it looks up."""
+        source = self.source
+        column = source.response_key if self.needs == "response" else source.label_key
+        return frozenset(
+            key for key in (source.prompt_key, column, source.tools_key, self.difficulty_key) if key is not None
+        )
+
+    def parse(self, values: Row | BadRow, origin: str) -> PromptRow:
+        """Raises BadRow."""
+        if isinstance(values, BadRow):
+            raise values
+        source = self.source
+        prompt = self._prompt(look_up(values, source.prompt_key))
+        label = ""
+        response: str | Sequence[Message] = ""
+        if self.needs == "response" and source.response_key is not None:
+            response = _parse_response(look_up(values, source.response_key), source.response_key)
+        elif self.needs == "response":
+            prompt, response = split_conversation(prompt, source.prompt_key)
+        else:
+            label = self._label(values)
+        tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
+        place = sys.intern(origin.rstrip("0123456789"))
+        return PromptRow(prompt, label, response, tools, place, int(origin[len(place) :]))
+
+    def difficulty(self, values: Row | BadRow) -> float:
+        """By which a curriculum sorts; 0 without one. Raises BadRow."""
+        if self.difficulty_key is None or isinstance(values, BadRow):
+            return 0.0
+        value = look_up(values, self.difficulty_key)
+        if isinstance(value, (bool, int, float, Decimal)) and math.isfinite(value):
+            return float(value)
+        raise BadRow(f"has {shown(value)} under {self.difficulty_key!r}; expected a number (data.curriculum.key)")
+
+    def _prompt(self, value: Any) -> Prompt:
+        key = self.source.prompt_key
+        if isinstance(value, str) and value:
+            return value
+        if not isinstance(value, list) or not value:
+            raise BadRow(f"has {shown(value)} under {key!r}; expected a text or a list of chat messages, not empty")
+        if not self.encoder.uses_template:
+            raise BadRow(f"has chat messages under {key!r}, but {self.encoder.without_template}; expected a text")
+        return parse_messages(value, key)
+
+    def _tools(self, values: Row, key: str) -> str:
+        try:
+            value = look_up(values, key)
+        except BadRow:
+            return ""
+        tools = sys.intern(parse_tools(value, key))  # which many rows share
+        if tools and not self.encoder.uses_template:
+            raise BadRow(f"has tools under {key!r}, but {self.encoder.without_template}; expected none")
+        return tools
+
+    def _label(self, values: Row) -> str:
+        key = self.source.label_key
+        if key is None:
+            return ""
+        try:
+            label = look_up(values, key)
+        except BadRow as problem:
+            raise BadRow(f"{problem} (rows without labels: label_key null)") from None
+        if self.needs == "plain label" and isinstance(label, (list, dict)):
+            raise BadRow(
+                f"has {shown(label)} under {key!r}, which the reward function would compare as JSON text; "
+                f"expected a text, a number or a truth value (a field of an object: label_key {key}.FIELD)"
+            )
+        return _parse_label(label, key)
+
+
+def split_conversation(prompt: Prompt, key: str) -> tuple[list[Message], list[Message]]:
+    """(what stands before the assistant's first turn, the rest up to its last one). Raises BadRow."""
+    if isinstance(prompt, str):
+        raise BadRow(
+            f"has a text under {key!r}; expected a list of chat messages with turns of the assistant, since "
+            "response_key is null"
+        )
+    places = [place for place, message in enumerate(prompt) if message["role"] == "assistant"]
+    if not places or not places[0]:
+        raise BadRow(
+            f"has messages of roles {', '.join(message['role'] for message in prompt)} under {key!r}; expected one of "
+            "the user first, and turns of the assistant after it"
+        )
+    if any(after - before == 1 for before, after in zip(places, places[1:], strict=False)):
+        raise BadRow(f"has two turns of the assistant one after the other under {key!r}; expected one between them")
+    return [*prompt[: places[0]]], [*prompt[places[0] : places[-1] + 1]]
+
+
+def _parse_label(value: Any, key: str) -> str:
+    """Texts as they are; numbers and truth values as JSON writes them; lists and objects as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, (bool, int, float, list, dict)):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except TypeError as error:
+            raise BadRow(f"has a label under {key!r} that JSON cannot write: {error}") from error
+    raise BadRow(f"has {shown(value)} under {key!r}; expected a label: a text, a number, a truth value or JSON")
+
+
+def _parse_response(value: Any, key: str) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise BadRow(f"has {shown(value)} under {key!r}; expected the demonstrated response: a text, not empty")

@@ -1,0 +1,34 @@
+"""One row of a file, whatever the file's kind."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row may turn into an error
+    """What is wrong with one row."""
+
+
+Rows = Iterator[tuple[str, Row | BadRow]]
+"""(origin, row or what is wrong with it): the origin is file and place, for messages."""
+
+Keys = Collection[str] | None
+"""What the caller will look up; None: anything."""
+
+
+def look_up(row: Row, key: str) -> Any:
+    """row[key]; a key with dots that is no key itself leads into nested objects. Raises BadRow where it is missing."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise BadRow(f"has no key {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}")
+        value = value[name]
+    return value
+
+
+def is_column_of(column: str, key: str) -> bool:
+    """Whether `look_up` finds `key` in this column."""
+    return key == column or key.startswith(f"{column}.")

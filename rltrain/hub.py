@@ -1,0 +1,223 @@
+"""Names on the Hugging Face hub, in the place of paths: copied once per node, of one revision on all of them."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel
+
+from rltrain.config.schema import Config, PromptSource
+from rltrain.config.section import HubName
+from rltrain.data.file_kinds import kind_of
+from rltrain.errors import CheckpointError, DataError, StallError, UserError
+
+if TYPE_CHECKING:
+    from rltrain.cluster.world import World
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(
+    r"(?P<prefix>hf:)?(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?(?P<rows>@\[.*\])?"
+)
+OF_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "README.md")
+"""Of a checkpoint: what is read. No pickled weights, and no code."""
+OF_ROWS = tuple(f"*{suffix}*" for suffix in (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc"))
+FILES = {"model": OF_WEIGHTS, "dataset": (*OF_ROWS, "README.md")}
+DOUBLES = ["original/*", "consolidated*"]
+"""The same weights once more, under other names."""
+SMALL_FILES = [".gitattributes", "config.json", "README.md"]
+"""What is copied to learn which commit a revision is; the cache then knows it too. Repositories have the first one."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """A repository of the hub as the config names it under `config_key`."""
+
+    config_key: str
+    kind: Literal["model", "dataset"]
+    name: str
+    revision: str
+    rows: str = ""
+    """A slice such as @[0:1000], which stays behind the folder's path."""
+
+    @classmethod
+    def of(cls, text: str, config_key: str, kind: Literal["model", "dataset"]) -> "HubRepository | None":
+        """None for a path: something that is there, a file by its name, or a text that is no OWNER/NAME."""
+        found = NAME.fullmatch(text)
+        if found is None or (found["prefix"] is None and (Path(text).exists() or kind_of(Path(found["name"])))):
+            return None
+        return cls(config_key, kind, found["name"], found["revision"] or "main", found["rows"] or "")
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} {self.name}@{self.revision}"
+
+    def copy(
+        self, commit: str | None = None, files: list[str] | None = None, on_progress: Callable[[], None] = lambda: None
+    ) -> Path:
+        """The folder that holds `files` (default: all that is read) of `commit`, from the cache or copied there.
+
+        `on_progress` is called while bytes arrive. UserError where it is neither in the cache nor to be had.
+        """
+        from huggingface_hub.utils import tqdm
+
+        class Bar(tqdm):
+            def update(self, n: float | None = 1) -> bool | None:
+                on_progress()
+                return bool(super().update(n))
+
+        try:
+            return self._snapshot(files or list(FILES[self.kind]), revision=commit or self.revision, tqdm_class=Bar)
+        except Exception as error:
+            raise self._missing(error) from error
+
+    def cached(self) -> Path | None:
+        """The folder, if the cache has it; asks nobody."""
+        try:
+            return self._snapshot(SMALL_FILES, revision=self.revision, local_files_only=True)
+        except (OSError, ValueError):
+            return None
+
+    def _snapshot(self, files: list[str], **how: Any) -> Path:
+        import huggingface_hub
+
+        folder = huggingface_hub.snapshot_download(
+            self.name, repo_type=self.kind, allow_patterns=files, ignore_patterns=DOUBLES, **how
+        )
+        return Path(str(folder))
+
+    def _missing(self, error: Exception) -> UserError:
+        of_kind = CheckpointError if self.kind == "model" else DataError
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return of_kind(
+            f"{self.config_key}: there is no path {self.name!r} (relative ones start at {Path.cwd()}), and the hub "
+            f"gives no {self.title} ({type(error).__name__}: {reason[0]}); expected a path, or a name on the hub that "
+            "this machine can reach and may read (HF_ENDPOINT, HF_TOKEN), or that its cache has (HF_HOME)"
+        )
+
+
+def with_local_copies(config: Config, world: "World") -> Config:
+    """With the folder in place of every name. Collective over: all ranks.
+
+    Rank 0 finds out which commit a revision is, and says so; one rank of each node copies that one, and the others of
+    the node wait, no longer than timeouts.no_progress_s without any bytes arriving. UserError where a repository cannot
+    be had.
+    """
+    repositories = {repository.title: repository for repository in repositories_of(config)}
+    job = _Copies(world)
+    if world.rank == 0:
+        commits = {title: one.copy(files=SMALL_FILES).name for title, one in repositories.items()}
+        job.tell("commits", commits)
+        for one in repositories.values():
+            logger.warning("%s: %s is commit %s", one.config_key, one.title, commits[one.title])
+    if not repositories:
+        return config
+    commits = job.await_told("commits", "the commits of " + ", ".join(repositories))
+    folders = f"folders/{world.rank // world.ranks_per_node}"
+    if world.local_rank == 0:
+        # what rank 0 has as a path and this node lacks is no name: whoever reads it says that it is missing
+        named = {title: one for title, one in repositories.items() if title in commits}
+        copies = {title: one.copy(commits[title], on_progress=job.on_progress) for title, one in named.items()}
+        job.tell(folders, {title: str(folder) for title, folder in copies.items()})
+    return _replaced(config, job.await_told(folders, "this node's copies of " + ", ".join(repositories)))
+
+
+def with_cached_copies(config: Config) -> Config:
+    """With the folder in place of every name that the cache has; nothing is asked for. For a look without a job."""
+    found = {one.title: one.cached() for one in repositories_of(config)}
+    return _replaced(config, {title: str(folder) for title, folder in found.items() if folder is not None})
+
+
+def repositories_of(config: Config) -> list[HubRepository]:
+    """Those that the config names, in its order."""
+    found: list[HubRepository] = []
+
+    def note(text: str, key: str, mark: HubName) -> str:
+        repository = HubRepository.of(text, key, mark.kind)
+        found.extend([repository] if repository is not None else [])
+        return text
+
+    _mapped(config, "", note)
+    return found
+
+
+def _replaced(config: Config, folders: dict[str, str]) -> Config:
+    def local(text: str, key: str, mark: HubName) -> str:
+        repository = HubRepository.of(text, key, mark.kind)
+        return text if repository is None else folders.get(repository.title, text) + repository.rows
+
+    return _mapped(config, "", local)
+
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def _mapped(section: Section, prefix: str, change: Callable[[str, str, HubName], str]) -> Section:
+    """A copy whose paths that may be names are what `change(path, key, mark)` makes of them."""
+    changed: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        mark = next((mark for mark in field.metadata if isinstance(mark, HubName)), None)
+        if isinstance(value, BaseModel):
+            changed[name] = _mapped(value, f"{key}.", change)
+        elif mark is not None and isinstance(value, str):
+            changed[name] = change(value, key, mark)
+        elif mark is not None and isinstance(value, dict):
+            changed[name] = {item: change(path, f"{key}.{item}", mark) for item, path in value.items()}
+        elif isinstance(value, tuple):
+            changed[name] = tuple(_mapped_items(value, key, mark, change))
+    given = {name: value for name, value in changed.items() if value != getattr(section, name)}
+    if isinstance(section, PromptSource) and given:
+        given["name"] = section.title  # which is made from the path
+    return section.model_copy(update=given) if given else section
+
+
+def _mapped_items(
+    items: tuple[Any, ...], key: str, mark: HubName | None, change: Callable[[str, str, HubName], str]
+) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if isinstance(item, BaseModel):
+            yield _mapped(item, f"{key}.{number}.", change)
+        else:
+            yield change(item, f"{key}.{number}", mark) if mark is not None and isinstance(item, str) else item
+
+
+class _Copies:
+    """What ranks tell each other of copies, by the job's store."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self._last_progress = 0.0
+
+    def tell(self, key: str, value: dict[str, str]) -> None:
+        self.world.store.set(f"hub/{key}", json.dumps(value))
+
+    def on_progress(self) -> None:
+        now = time.monotonic()
+        if now - self._last_progress >= 1.0:
+            self._last_progress = now
+            self.world.store.add("hub/progress", 1)
+
+    def await_told(self, key: str, what: str) -> dict[str, str]:
+        """StallError where for too long nothing of it arrives."""
+        store, limit_s = self.world.store, self.world.timeouts.no_progress_s
+        progress, since = store.add("hub/progress", 0), time.monotonic()
+        while not store.check([f"hub/{key}"]):
+            now, before = time.monotonic(), progress
+            progress = store.add("hub/progress", 0)
+            since = now if progress != before else since
+            if now - since > limit_s:
+                raise StallError(
+                    f"Waited {limit_s:.0f} s for {what}, of which nothing arrived (timeouts.no_progress_s); expected "
+                    "the first rank of the node to copy it from the hub. Copy it beforehand (hf download) to the cache "
+                    "that HF_HOME names, or raise that limit."
+                )
+            time.sleep(POLL_S)
+        told: dict[str, str] = json.loads(store.get(f"hub/{key}"))
+        return told

@@ -1,0 +1,75 @@
+"""What the config says of files of rows."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from rltrain.config.roles import split_roles
+from rltrain.config.schema import Config, PromptFile
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    data = config.data
+    for key, file in (("data.train", data.train), ("data.eval", data.eval)):
+        if file is not None:
+            yield from file_problems(key, file)
+            yield from _title_problems(key, file)
+    if data.eval is not None and any(source.weight is not None for source in data.eval.sources):
+        yield "data.eval.sources: got weights; expected none: an evaluation draws every row"
+    weighted = [source.weight is not None for source in data.train.sources]
+    if any(weighted) and not all(weighted):
+        yield (
+            f"data.train.sources.{weighted.index(False)}.weight: got none beside sources that have one; expected a "
+            "weight for every source, or none at all: the rows are one set then"
+        )
+    if data.min_prompt_tokens > data.max_prompt_tokens:
+        yield (
+            f"data.min_prompt_tokens: got {data.min_prompt_tokens}; expected at most data.max_prompt_tokens "
+            f"{data.max_prompt_tokens}"
+        )
+    if any("env" in split_roles(key) for key in config.placement):
+        yield from _environment_problems(data.train)
+
+
+def file_problems(key: str, file: PromptFile) -> Iterator[str]:
+    """Of a PromptFile that stands at `key`."""
+    if bool(file.path) == bool(file.sources):
+        given = "both path and sources are" if file.path else "neither path nor sources is"
+        yield f"{key}: {given} given; expected one: {key}.path, a file, or {key}.sources, a list of {{path, weight}}"
+    for number, source in enumerate(file.sources):
+        if not source.path:
+            yield f"{key}.sources.{number}.path: got an empty list; expected a file or several"
+
+
+def _title_problems(key: str, file: PromptFile) -> Iterator[str]:
+    titles = [source.title for source in file.sources]
+    for number, title in enumerate(titles):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", title):
+            yield (
+                f"{key}.sources.{number}.name: got {title!r}; expected letters, digits, underscores, points and "
+                "hyphens: the metric is rollout/reward_mean/<name>"
+            )
+    for title, count in Counter(titles).items():
+        if count > 1:
+            yield (
+                f"{key}.sources: {count} are called {title!r}; expected a name for each that tells their metrics apart "
+                f"({key}.sources.<number>.name)"
+            )
+
+
+def _environment_problems(train: PromptFile) -> Iterator[str]:
+    """Environments find the prompt and the label in the rows by one name each, and have tools of their own."""
+    for name in ("prompt_key", "label_key"):
+        keys = {getattr(source, name) for source in train.parts()}
+        if len(keys) > 1:
+            yield (
+                f"data.train.sources: got {len(keys)} values of {name} with an environment; expected one, by which it "
+                "finds the column in every row"
+            )
+    for number, source in enumerate(train.parts()):
+        if source.tools_key is not None:
+            key = f"data.train.sources.{number}" if train.sources else "data.train"
+            yield (
+                f"{key}.tools_key: got {source.tools_key!r} with an environment; expected null: environments say which "
+                "tools there are"
+            )

@@ -1,0 +1,108 @@
+"""Some steps of the quickstart's task by every algorithm that learns from rewards, with all that shapes these."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.algorithms.registry import ALGORITHMS
+from rltrain.observability.names import is_documented
+from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids
+
+pytestmark = pytest.mark.slow
+
+NAMES = [name for name, algorithm in ALGORITHMS.items() if algorithm.generates and name != "distillation"]
+STEPS = 2
+PROMPTS, SAMPLES = 8, 4
+SMALL = (
+    "placement={'actor, reference, rollout, reward': 0}",
+    "actor.parallel.tp=1",
+    f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 2}}",
+    "checkpoint.save_hf=false",
+    "logging={progress: false, sample_ids: true}",
+    "data.eval=null",
+    f"steps={STEPS}",
+)
+SHAPED = (
+    "loss.kl={coef: 0.05, estimator: k1, where: reward, adaptive: {target: 0.01, horizon: 100}}",
+    "advantages.overlong_penalty={buffer_tokens: 30, factor: 0.5}",
+)
+IN_ENVIRONMENT = (
+    "placement={'actor, reference, rollout, reward, env': 0}",
+    "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+    "rollout.sampling.max_response_tokens=96",
+    "rollout.max_context_tokens=112",
+    "reward={function: environment}",
+)
+RESUMED = "rloo"
+"""Saves after its first step, from which another run goes on."""
+MORE = {
+    "grpo": SHAPED,
+    "rloo": (*SHAPED, "checkpoint.save_interval=1"),
+    "reinforce_plus_plus": SHAPED,
+    "reinforce_plus_plus_baseline": SHAPED,
+    "remax": SHAPED,
+    "maxrl": ("advantages={mask_truncated: true}",),
+    "pass_at_k": (*SHAPED, "advantages.k=2"),
+    "ppo": (*SHAPED, "placement={'actor, critic, reference, rollout, reward': 0}"),
+}
+SECOND_FUNCTION = """\
+def brevity(response):
+    return -len(response) / 40
+"""
+
+
+def two_functions(folder: Path) -> str:
+    (folder / "own.py").write_text(SECOND_FUNCTION)
+    first = {"function": "exact_match", "options": {"after": ","}}
+    second = {"function": f"{folder}/own.py:brevity", "weight": 0.5}
+    return f"reward={json.dumps({'functions': [first, second], 'num_workers': 1})}"
+
+
+@pytest.fixture(scope="module")
+def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one of each name, "resumed" and "remax in an environment": one after the other in one process."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    common = [f"model.path={warmed_up}", data_overrides[0], *SMALL]
+    more = {**MORE, "gdpo": (two_functions(folder),)}
+    jobs = [[*common, f"algorithm={name}", f"output_dir={folder / name}", *more[name]] for name in NAMES]
+    resume = f"checkpoint.resume={folder / RESUMED}/checkpoints/step_0000001"
+    jobs.append([*common, f"algorithm={RESUMED}", f"output_dir={folder / 'resumed'}", *more[RESUMED], resume])
+    jobs.append([*common, "algorithm=remax", f"output_dir={folder / 'remax in an environment'}", *IN_ENVIRONMENT])
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
+    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return folder
+
+
+def records_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "remax in an environment"])
+def test_every_algorithm_trains(runs: Path, name: str) -> None:
+    records = records_of(runs / name)
+    assert all(is_documented(metric) for record in records for metric in record.keys() - {"step", "time_s"})
+    for metric in ("train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean"):
+        values = column(records, metric)
+        assert len(values) == STEPS and all(map(math.isfinite, values)), metric
+    assert any(column(records, "train/grad_norm"))
+    assert [len(ids) for ids in sample_ids(runs / name).values()] == [PROMPTS * SAMPLES] * STEPS
+    assert ("rollout/greedy_reward_mean" in records[0]) == name.startswith("remax")
+    if SHAPED[0] in MORE.get(name, ()):
+        first, second = column(records, "train/kl_coef")
+        assert first == 0.05 and second != 0.05
+        assert all(-0.5 <= penalty < 0 for penalty in column(records, "train/overlong_penalty"))
+
+
+def test_an_adaptive_coefficient_goes_on_from_a_checkpoint(runs: Path) -> None:
+    records = [records_of(runs / name) for name in (RESUMED, "resumed")]
+    whole, resumed = (next(record for record in run if record["step"] == 1) for run in records)
+    assert whole["train/kl_coef"] == resumed["train/kl_coef"] != 0.05
+    for metric in ("train/reward_kl", "train/overlong_penalty"):
+        assert resumed[metric] == pytest.approx(whole[metric], rel=1e-4), metric

@@ -1,0 +1,167 @@
+"""Names on the hub in the place of paths: who copies what, of which commit, and what is said where it cannot be had."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.world import World
+from rltrain.config import schema
+from rltrain.data.files import read_source
+from rltrain.errors import CheckpointError, DataError, StallError
+from rltrain.hub import HubRepository, repositories_of, with_cached_copies, with_local_copies
+from tests.unit.hub_stand_in import StandIn, commit_of, hub_stand_in
+
+MODEL = {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": b"weights", "pytorch_model.bin": b"pickle"}
+ROWS = {
+    "README.md": b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
+    b"  - split: test\n    path: main/test-*\n---\n# Sums\n",
+    "main/train-00000.jsonl": b'{"prompt": "1+1="}\n{"prompt": "1+2="}\n',
+    "main/test-00000.jsonl": b'{"prompt": "2+2="}\n',
+    "sums.py": b"raise SystemExit",
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    from huggingface_hub import constants
+
+    with hub_stand_in({"owner/tiny": dict(MODEL), "datasets/owner/sums": dict(ROWS)}) as stand_in:
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", stand_in.url + files)
+        monkeypatch.setattr(constants, "ENDPOINT", stand_in.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        yield stand_in
+
+
+def config(model: str = "owner/tiny", **data: Any) -> schema.Config:
+    return schema.Config(
+        steps=1,
+        placement={"actor": 0},
+        model=schema.Model(path=model),
+        data=schema.Data(**({"train": schema.PromptFile(path="owner/sums", split="train")} | data)),
+    )
+
+
+def world(rank: int = 0, *, store: dist.Store | None = None, limit_s: float = 30.0) -> World:
+    """Of two nodes with two ranks each."""
+    timeouts = schema.Timeouts(no_progress_s=limit_s)
+    return World(rank, 4, rank % 2, 2, torch.device("cpu"), store or dist.HashStore(), 1.0, timeouts)
+
+
+def prompts(file: schema.PromptFile) -> list[str]:
+    return [str(row["prompt"]) for _, row in read_source(file.parts()[0], None, "data.train.path")]  # type: ignore[index]
+
+
+def test_names_become_folders_of_one_commit(hub: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    local = with_local_copies(config(), world())
+    assert Path(local.model.path).name == commit_of(hub.repositories["owner/tiny"])
+    assert sorted(path.name for path in Path(local.model.path).iterdir()) == ["config.json", "model.safetensors"]
+    assert prompts(local.data.train) == ["1+1=", "1+2="], "the split that the README describes"
+    assert not list(Path(str(local.data.train.path)).rglob("*.py")), "nothing that could be run is copied"
+    commit = commit_of(hub.repositories["datasets/owner/sums"])
+    assert f"data.train.path: dataset owner/sums@main is commit {commit}" in caplog.text
+    other = schema.PromptFile(path=("owner/sums@[1:]",), split="train")
+    assert prompts(with_local_copies(config(train=other), world()).data.train) == ["1+2="]
+
+
+def test_a_source_keeps_its_name(hub: StandIn) -> None:
+    sources = (schema.PromptSource(path="owner/sums", split="test", weight=1.0),)
+    (source,) = with_local_copies(config(train=schema.PromptFile(sources=sources)), world()).data.train.parts()
+    assert source.title == "sums" and Path(str(source.path)).is_dir()
+
+
+def test_one_rank_of_a_node_copies_and_all_nodes_copy_what_the_first_found(hub: StandIn) -> None:
+    store = dist.HashStore()
+    first = with_local_copies(config(), world(0, store=store))
+    num_asked = len(hub.asked)
+    assert with_local_copies(config(), world(1, store=store)) == first
+    assert len(hub.asked) == num_asked, "its neighbour has copied"
+    hub.repositories["owner/tiny"]["config.json"] = b"{}"
+    hub.asked.clear()
+    assert with_local_copies(config(), world(2, store=store)) == first, "on another node, of the same commit"
+    assert not any("/main" in path for path in hub.asked), "it looks for none of its own"
+
+
+def test_a_path_that_another_node_lacks_is_no_name(
+    hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks wait for no copy, and whoever reads the folder says that it is not there."""
+    of_files = config("runs/model", train=schema.PromptFile(path="rows.jsonl"))
+    store = dist.HashStore()
+    (tmp_path / "runs/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert with_local_copies(of_files, world(0, store=store)) == of_files
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert with_local_copies(of_files, world(2, store=store)) == of_files and not hub.asked
+
+
+def test_nobody_waits_without_limit(hub: StandIn) -> None:
+    with pytest.raises(StallError, match=r"Waited 0 s for the commits of model owner/tiny@main"):
+        with_local_copies(config(), world(1, limit_s=0.1))
+
+
+@pytest.mark.parametrize(
+    ("of_config", "error", "match"),
+    [
+        (config("owner/none"), CheckpointError, r"model.path: there is no path 'owner/none' \(relative ones start at"),
+        (config("owner/tiny@v2"), CheckpointError, r"the hub gives no model owner/tiny@v2 \(RevisionNotFoundError"),
+        (
+            config(train=schema.PromptFile(sources=(schema.PromptSource(path="hf:no/rows"),))),
+            DataError,
+            r"data.train.sources.0.path: there is no path 'no/rows'",
+        ),
+    ],
+)
+def test_what_the_hub_has_not(hub: StandIn, of_config: schema.Config, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        with_local_copies(of_config, world())
+
+
+def test_a_hub_that_cannot_be_reached(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with_local_copies(config(), world())
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    again = with_local_copies(config(), world())
+    assert Path(again.model.path).is_dir(), "what the cache has is used"
+    assert with_cached_copies(config()).model.path == again.model.path
+    with pytest.raises(CheckpointError, match="expected a path, or a name on the hub that this machine can reach"):
+        with_local_copies(config("owner/other"), world())
+    assert with_cached_copies(config("owner/other")).model.path == "owner/other"
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/rows", "rows.jsonl", "data/rows.jsonl", "data/*.parquet", "a/b/c", "./tiny", "data/rows.json.gz"]
+)
+def test_paths_are_no_names(path: str) -> None:
+    assert HubRepository.of(path, "data.train.path", "dataset") is None
+
+
+def test_what_is_there_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/tiny").mkdir(parents=True)
+    assert [one.title for one in repositories_of(config())] == ["dataset owner/sums@main"]
+    assert [one.name for one in repositories_of(config("hf:owner/tiny"))] == ["owner/tiny", "owner/sums"]
+    assert with_local_copies(config(train=schema.PromptFile(path="rows.jsonl")), world()).model.path == "owner/tiny"
+
+
+def test_every_role_with_a_checkpoint_may_name_one() -> None:
+    roles = {
+        "critic": {"path": "o/critic"},
+        "reference": {"path": "o/reference"},
+        "teacher": {"path": {"a": "o/a", "b": "/b"}},
+    }
+    named = schema.Config.model_validate(config().model_dump() | roles)
+    found = [(one.config_key, one.name) for one in repositories_of(named) if one.kind == "model"]
+    assert sorted(found) == [
+        ("critic.path", "o/critic"),
+        ("model.path", "owner/tiny"),
+        ("reference.path", "o/reference"),
+        ("teacher.path.a", "o/a"),
+    ]
