@@ -95,6 +95,11 @@ class Transfers:
             for later, e in self.order.of_step(entry.step)
         )
 
+    def _fields(self, transfer: str) -> tuple[str, ...]:
+        """Samples are scored already where the rollout selects groups by their rewards."""
+        is_scored = transfer == "samples" and self.job.shape.selects_groups
+        return TRANSFERS["scored" if is_scored else transfer]
+
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
         source, destination = entry.roles
@@ -103,7 +108,7 @@ class Transfers:
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
-            fields=TRANSFERS[entry.name],
+            fields=self._fields(entry.name),
             position=posted,
             num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
         )

@@ -4,14 +4,42 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, Fraction, NonNegative, Positive, Section, Share
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section, Share
+
+
+class DynamicSampling(Section):
+    """Which prompt groups a step is made of, once their rewards are known: others are drawn in the place of those that
+    are dropped."""
+
+    filter: str = "rewards_differ"
+    """rewards_differ drops groups whose samples all have one reward, from which algorithms that compare them learn
+    nothing. Or a function (prompt, responses, rewards, label) as "file.py:function" or "module:function", which returns
+    true for a group that counts, and false or the reason, a string, for one that does not."""
+    max_drawn: Annotated[float, Field(ge=1)] = 4.0
+    """Groups for a step, as a multiple of batch.prompts_per_step: when as many are finished as this leaves to be
+    dropped, all others count, so that the step ends."""
 
 
 class Batch(Section):
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     mini_batches: Count = 1
-    """Optimizer steps per rollout batch: each takes some samples of every prompt, or all samples of some prompts."""
+    """Parts of a step's samples, for each of which there is an optimizer step."""
+    mini_batches_by: Literal["samples", "prompts"] = "samples"
+    """What a mini-batch takes. samples: some samples of every prompt, or of as many prompts as can be. prompts: all
+    samples of some prompts, as verl and SkyRL have it."""
+    dynamic_sampling: DynamicSampling | None = None
+    """null: every group counts. Rewards have to be known where groups are drawn: role reward on the rollout's ranks."""
+    epochs: Count = 1
+    """Passes over a step's samples, each through all mini-batches in the same order."""
+
+
+class OnDivergence(Section):
+    """An optimizer step whose loss or gradient norm is not finite changes nothing, and is counted."""
+
+    max_skipped: NonNegativeInt = 3
+    """So many in a row, of actor or critic, are left out; one more ends the run, and 0 lets the first end it. A run
+    that goes on from a checkpoint begins to count anew."""
 
 
 class AdaptiveKl(Section):

@@ -18,9 +18,11 @@ from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import ClipCov as ClipCov
 from rltrain.config.learning import Correction as Correction
 from rltrain.config.learning import CorrectionLevel as CorrectionLevel
+from rltrain.config.learning import DynamicSampling as DynamicSampling
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
 from rltrain.config.learning import Loss as Loss
+from rltrain.config.learning import OnDivergence as OnDivergence
 from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
@@ -135,6 +137,7 @@ class Config(Section):
     batch: Batch = Batch()
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
+    on_divergence: OnDivergence = OnDivergence()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()
     checkpoint: Checkpoint = Checkpoint()

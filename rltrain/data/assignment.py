@@ -21,15 +21,19 @@ def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) 
     return replicas
 
 
-def mini_batch_of(groups: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int) -> Tensor:
-    """[samples] the mini-batch of each sample: equal runs of all samples ordered by their place in the group.
+def mini_batch_of(
+    groups: Tensor, num_groups: int, samples_per_group: int, num_mini_batches: int, num_blocks: int
+) -> Tensor:
+    """[samples] the mini-batch of each sample: one of the equal parts, by their place in the group, of the samples of
+    one of `num_blocks` equal runs of groups.
 
-    So a mini-batch has samples of every group where the groups are large enough, which makes its gradient less noisy
-    than all samples of a few groups would. `groups` [samples] are ascending numbers below `num_groups`. A group of more
-    or fewer samples than `samples_per_group` is spread over the places of as many.
+    With one block a mini-batch has samples of every group, which makes its gradient less noisy than all samples of a
+    few groups would; with as many blocks as mini-batches it has all samples of some. `groups` [samples] are ascending
+    numbers below `num_groups`. A group of more or fewer samples than `samples_per_group` is spread over the places of
+    as many.
     """
     first = torch.searchsorted(groups, groups)
     sizes = torch.searchsorted(groups, groups, right=True) - first
     place_in_group = (torch.arange(len(groups)) - first) * samples_per_group // sizes
-    place = place_in_group * num_groups + groups
-    return place * num_mini_batches // (num_groups * samples_per_group)
+    part = place_in_group * (num_mini_batches // num_blocks) // samples_per_group
+    return part * num_blocks + groups * num_blocks // num_groups

@@ -53,7 +53,8 @@ class TrainingTime:
 
     def accumulating(self, share: float) -> float:
         """Gradients of `share` of a step's samples."""
-        return self._passes(share, self.job.config.batch.mini_batches, self._micro_batch(backward=True))
+        batch = self.job.config.batch
+        return batch.epochs * self._passes(share, batch.mini_batches, self._micro_batch(backward=True))
 
     def optimizer_steps(self) -> float:
         """Of all mini-batches of a step: gradients reduced, weights changed and gathered. What overlaps with passes of
@@ -61,7 +62,7 @@ class TrainingTime:
         return max(self._optimizer_steps(stage) for stage in range(self.grid.pp))
 
     def _optimizer_steps(self, stage: int) -> float:
-        settings, times = self._settings, self.job.config.batch.mini_batches
+        settings, times = self._settings, self.job.shape.updates_per_step
         item, master = self.job.item_bytes, 2 * FP32 + self.job.item_bytes if self.job.item_bytes < FP32 else 2 * FP32
         held = trained_elements(self.architecture, self.grid, stage)
         reduced = gathered = 0.0

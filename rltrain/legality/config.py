@@ -10,7 +10,7 @@ from rltrain.legality.data import data_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
-from rltrain.schedule.shape import RunShape
+from rltrain.schedule.shape import RunShape, prompt_blocks_of
 
 
 def check_config(config: Config) -> None:
@@ -80,18 +80,24 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
 
 
 def _batch_problems(config: Config) -> Iterator[str]:
-    batch, shape = config.batch, RunShape.of(config)
-    samples = shape.samples_per_group
-    if samples % batch.mini_batches and batch.mini_batches % samples:
-        yield (
-            f"batch.mini_batches: got {batch.mini_batches} with {samples} samples per prompt; expected a number that "
-            f"divides {samples}, or a multiple of it"
-        )
-    elif batch.prompts_per_step % shape.prompt_blocks:
-        yield (
-            f"batch.prompts_per_step: got {batch.prompts_per_step}; expected a multiple of {shape.prompt_blocks}: "
-            f"batch.mini_batches {batch.mini_batches} with {samples} samples per prompt take so many blocks of prompts"
-        )
+    batch, samples = config.batch, RunShape.of(config).samples_per_group
+    if prompt_blocks_of(batch, samples) is not None:
+        return
+    legal = _divisors(batch.prompts_per_step)
+    cut, expected = "", f"a divisor of {batch.prompts_per_step}, as each takes whole prompts"
+    if batch.mini_batches_by == "samples":
+        legal = [blocks * parts for blocks in legal for parts in _divisors(samples)]
+        cut = f" and {samples} samples per prompt"
+        expected = f"a divisor of {batch.prompts_per_step} times one of {samples}"
+    nearest = min(legal, key=lambda n: (abs(n - batch.mini_batches), n))
+    yield (
+        f"batch.mini_batches: got {batch.mini_batches} with batch.prompts_per_step {batch.prompts_per_step}{cut}; "
+        f"expected {expected}. The nearest that works is {nearest}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _length_problems(config: Config) -> Iterator[str]:

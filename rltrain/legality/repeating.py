@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.rewards.registry import TRUSTED
 from rltrain.schedule.shape import RunShape
 
 
@@ -20,6 +21,11 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
         return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
     if shape.syncs_in_flight:
         return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
+    if shape.selects_groups and not TRUSTED.issuperset(config.reward.names):
+        return (
+            "when a reward function answers decides at which decode step other prompts take the place of those that "
+            "are dropped (batch.dynamic_sampling)"
+        )
     left_open = _left_to_the_fastest(config, shape)
     if left_open and num_engines > 1:
         return f"{left_open} depends on how fast each of the {num_engines} engines is"
@@ -32,6 +38,8 @@ def _left_to_the_fastest(config: Config, shape: RunShape) -> str | None:
     """What engines that get done at different times settle between them."""
     if config.schedule.partial_rollouts:
         return "which responses a generate task leaves to the next (schedule.partial_rollouts)"
+    if shape.selects_groups:
+        return "when prompts take the place of those that are dropped (batch.dynamic_sampling)"
     if shape.num_chunks > 1:
         return "which prompts make up a chunk (schedule.chunks)"
     if shape.shares_prompts:

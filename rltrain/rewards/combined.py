@@ -1,13 +1,15 @@
 """Scores samples with all reward functions of a run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rltrain.config import schema
 from rltrain.rewards.registry import RewardFunction, load_rewards
 from rltrain.rewards.scorable import Scorable
-from rltrain.rewards.scorer import Scorer, Scores
+from rltrain.rewards.scorer import PendingScores, Scorer, Scores
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,24 @@ class CombinedScores:
     turn_rewards: Mapping[int, list[float]] = field(default_factory=dict)
     """By sample, of those whose turns a function rewarded one by one; the other functions' rewards are the last turn's.
     Their sum is the sample's reward."""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rewards": self.rewards,
+            "by_function": {title: scores.record() for title, scores in self.by_function.items()},
+            "unscored": sorted(self.unscored),
+            "turn_rewards": [*self.turn_rewards.items()],
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "CombinedScores":
+        return cls(
+            record["rewards"],
+            {title: Scores.of_record(scores) for title, scores in record["by_function"].items()},
+            frozenset(record["unscored"]),
+            dict(record["turn_rewards"]),
+        )
 
     def by_sample(self) -> list[list[float]]:
         """Of each sample what each function gave, unweighted; NaN where the function is not for it."""
@@ -41,9 +61,22 @@ class CombinedScorer:
 
     def score(self, samples: Sequence[Scorable]) -> CombinedScores:
         """Rewards in the order of `samples`. Raises ConfigError if a function's worker cannot start."""
+        return self.wait(self.begin(samples))
+
+    def begin(self, samples: Sequence[Scorable]) -> Sequence[PendingScores]:
+        """Have all functions begin with `samples`, for what `score` gives."""
+        with self._closing_at_failure():
+            return [scorer.begin(samples) for scorer in self._scorers]
+
+    def wait(self, pending: Sequence[PendingScores]) -> CombinedScores:
+        """What came of `begin`."""
+        with self._closing_at_failure():
+            return combined(self.functions, [scores.wait() for scores in pending])
+
+    @contextmanager
+    def _closing_at_failure(self) -> Iterator[None]:
         try:
-            pending = [scorer.begin(samples) for scorer in self._scorers]
-            return combined(self.functions, [scores() for scores in pending])
+            yield
         except BaseException:
             self.close()
             raise

@@ -3,10 +3,11 @@
 import logging
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 from rltrain.config import schema
 from rltrain.rewards.answers import Answer
@@ -38,6 +39,32 @@ class Scores:
     """Samples that the function is not for, also with reward 0."""
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum over samples, and number of samples, of what else the function said in numbers."""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "skipped": sorted(self.skipped), "turn_rewards": [*self.turn_rewards.items()]}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Scores":
+        metrics = {name: (total, count) for name, (total, count) in record["metrics"].items()}
+        sets = {"skipped": frozenset(record["skipped"]), "turn_rewards": dict(record["turn_rewards"])}
+        return cls(**{**record, **sets, "metrics": metrics})
+
+
+class PendingScores:
+    """Scores that workers have begun to make, in `futures`; `made` makes them of what came of these, and raises what
+    the scorer raises."""
+
+    def __init__(self, made: Callable[[], Scores], futures: Sequence[Future[list[Answer]]] = ()) -> None:
+        self._made, self._futures = made, futures
+
+    @property
+    def is_done(self) -> bool:
+        """Whether they are there, or never will be."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> Scores:
+        return self._made()
 
 
 class Scorer:
@@ -95,15 +122,15 @@ class Scorer:
 
     def score(self, samples: Sequence[Scorable]) -> Scores:
         """Rewards in the order of `samples`. Raises ConfigError if a worker cannot start."""
-        return self.begin(samples)()
+        return self.begin(samples).wait()
 
-    def begin(self, samples: Sequence[Scorable]) -> Callable[[], Scores]:
-        """Have workers begin with `samples`; what it returns waits for them, and gives what `score` does."""
+    def begin(self, samples: Sequence[Scorable]) -> PendingScores:
+        """Have workers begin with `samples`, for what `score` gives."""
         if self.function.trusted:
             answers = [call(self.function, [sample])[0] for sample in samples]
-            return lambda: self._scores(samples, answers)
-        replies = self._threads.map(self._ask, self._requests(samples))
-        return lambda: self._scores(samples, self._gathered(replies))
+            return PendingScores(lambda: self._scores(samples, answers))
+        futures = [self._threads.submit(self._ask, request) for request in self._requests(samples)]
+        return PendingScores(lambda: self._scores(samples, self._gathered(futures)), futures)
 
     def close(self) -> None:
         """End the workers. Nothing can be scored afterwards."""
@@ -129,9 +156,9 @@ class Scorer:
             for start in range(0, len(calls), max(share, 1))
         ]
 
-    def _gathered(self, replies: Iterator[list[Answer]]) -> list[Answer]:
+    def _gathered(self, replies: Sequence[Future[list[Answer]]]) -> list[Answer]:
         try:
-            return [answer for answers in replies for answer in answers]
+            return [answer for reply in replies for answer in reply.result()]
         except BaseException:
             self.close()
             raise

@@ -89,7 +89,7 @@ class Actor(TrainedRole):
         self.accumulate_s += time.perf_counter() - start
 
     def update(self, step: int, chunk: int) -> Metrics:
-        """One optimizer step per mini-batch. Collective over: the actor's ranks."""
+        """One optimizer step per mini-batch and pass. Collective over: the actor's ranks."""
         start = time.perf_counter()
         experience = self.algorithm.over_whole_step(self.batch.take(), self._total)
         if self.job.shape.accumulates_actor:
@@ -98,12 +98,14 @@ class Actor(TrainedRole):
             mini_batches = self.batch.mini_batches(experience)
             updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
+        self.warn_of_skipped(step, updates)
         metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
+        tokens_per_s = num_tokens * self.config.batch.epochs / seconds
         metrics |= {
             "train/tokens": num_tokens,
-            "perf/train_tokens_per_s": num_tokens / seconds,
-            "perf/train_tokens_per_gpu_s": num_tokens / seconds / len(self.grid.ranks),
+            "perf/train_tokens_per_s": tokens_per_s,
+            "perf/train_tokens_per_gpu_s": tokens_per_s / len(self.grid.ranks),
         }
         if self.algorithm.generates:
             metrics |= self._staleness_metrics()

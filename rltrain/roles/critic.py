@@ -12,7 +12,7 @@ class Critic(TrainedRole):
 
     def __init__(self, job: Job) -> None:
         config, settings = job.config, job.config.critic
-        super().__init__(job, settings, total_updates=config.steps * config.batch.mini_batches)
+        super().__init__(job, settings, total_updates=config.steps * job.shape.updates_per_step)
         self.loss_function = value_loss(settings.value_clip)
         self.evaluated: dict[tuple[int, int], Experience] = {}
         self.batch = StepBatch(config)
@@ -31,7 +31,7 @@ class Critic(TrainedRole):
         self.model.accumulate(self.batch.chunks[chunk], self.loss_function)
 
     def update_critic(self, step: int, chunk: int) -> Metrics:
-        """One optimizer step per mini-batch. Collective over: the critic's ranks."""
+        """One optimizer step per mini-batch and pass. Collective over: the critic's ranks."""
         if self.job.shape.accumulates_critic:
             self.batch.take()
             updates = [self.model.step()]
@@ -40,6 +40,7 @@ class Critic(TrainedRole):
                 self._take_returns(step, number)
             mini_batches = self.batch.mini_batches(self.batch.take())
             updates = self.model.train_batches(mini_batches, self.loss_function)
+        self.warn_of_skipped(step, updates)
         return {f"critic/{name}": value for name, value in summarize(updates).items()}
 
     def _take_returns(self, step: int, chunk: int) -> None:

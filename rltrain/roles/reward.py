@@ -1,6 +1,7 @@
 """The reward: scores responses against their prompts' labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -9,21 +10,15 @@ from rltrain.data.experience import Experience
 from rltrain.errors import RewardError
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer
+from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.group_filter import load_group_filter
+from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.reward_statistics import RewardStatistics, is_of_one_function, prefix
 from rltrain.roles.role import Job, Metrics, Role
+from rltrain.roles.rollout import Rollout
 from rltrain.roles.sample_log import SampleLog
-from rltrain.roles.scorables import Scorables, reward_parts, turn_ends
-
-
-def at_turn_ends(experience: Experience, turn_rewards: Mapping[int, Sequence[float]]) -> torch.Tensor:
-    """[tokens] the rewards of each turn at its last token, of the samples that have such."""
-    placed = torch.zeros(experience.num_tokens)
-    starts = experience.offsets().tolist()
-    for sample, rewards in turn_rewards.items():
-        ends = starts[sample] + turn_ends(experience.response_mask[starts[sample] : starts[sample + 1]])
-        placed[ends[: len(rewards)] - 1] = torch.tensor(rewards[: len(ends)])
-    return placed
+from rltrain.roles.scorables import Scorables
+from rltrain.roles.scored_samples import with_scores
 
 
 class Reward(Role):
@@ -45,12 +40,35 @@ class Reward(Role):
         if job.world.rank == self.leader:
             self.logs.append(self.log)
 
+        self.scoring: GroupScoring | None = None
+        """On an engine's first rank, where groups are selected: it has scored what that engine drew."""
+
+    @classmethod
+    def beside(cls, job: Job, hosted: Mapping[str, Role]) -> "Reward":
+        reward, rollout, selection = cls(job), hosted.get("rollout"), job.config.batch.dynamic_sampling
+        if selection is not None and isinstance(rollout, Rollout) and rollout.decisions.is_leader:
+            log = None
+            if job.config.logging.sample_ids:
+                log = SampleLog(job.config.output_dir, f"dropped_sample_ids/rank{job.world.rank}.jsonl")
+                reward.logs.append(log)
+            reward.scoring = GroupScoring(reward.scorer, reward.training.of, load_group_filter(selection), log)
+            rollout.select_groups_by(reward.scoring)
+        return reward
+
     def score(self, step: int, chunk: int) -> Metrics:
-        """A reward for each response. With the step's last chunk the role's leader waits for its other ranks."""
+        """A reward for each response, which it has already where groups were selected by theirs. With the step's last
+        chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
         samples = self.shipments.pop(("samples", step, chunk))
-        scored = self._score(samples, self.training, step, self.statistics)
+        scored = samples
+        if not self.job.shape.selects_groups:
+            scored = self._score(samples, self.training, step, self.statistics)
+        elif self.scoring is not None:
+            handed_over = self.scoring.handed_over.pop((step, chunk))
+            for experience, scores in handed_over.groups:
+                self._add(experience, scores, self.training, self.statistics)
+            self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
         if chunk == 0 and self.job.world.rank == self.leader:
             self._log_samples(step, scored.experience)
         self.shipments["scored", step, chunk] = scored
@@ -77,18 +95,17 @@ class Reward(Role):
 
     def _score(self, shipment: Shipment, source: Scorables, step: int, statistics: RewardStatistics) -> Shipment:
         scores = self.scorer.score(source.of(shipment.experience, step))
-        experience = shipment.experience
-        scored = shipment.with_fields(
-            rewards=torch.tensor(scores.rewards, dtype=torch.float32),
-            turn_rewards=at_turn_ends(experience, scores.turn_rewards),
-            reward_parts=reward_parts(scores),
-        )
-        statistics.add(scored.experience, scores)
+        scored = replace(shipment, experience=with_scores(shipment.experience, scores))
+        self._add(scored.experience, scores, source, statistics)
+        return scored
+
+    @staticmethod
+    def _add(experience: Experience, scores: CombinedScores, source: Scorables, statistics: RewardStatistics) -> None:
+        statistics.add(experience, scores)
         if len(source.dataset.sources) > 1:
-            reported = statistics.reported(scored.experience)
+            reported = statistics.reported(experience)
             sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
             statistics.add_sources(sources, reported.rewards.tolist())
-        return scored
 
     def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
         """Metrics of all ranks of the role on its leader, none on the others.

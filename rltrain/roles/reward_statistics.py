@@ -13,6 +13,9 @@ from rltrain.data.experience import Experience
 from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
+FILTER = "dynamic_filter/"
+DROPPED, ALL_DROPPED, SPARED = f"{FILTER}drop_", f"{FILTER}dropped", f"{FILTER}kept_at_limit"
+
 OF_SOURCE = "reward_mean/"
 """Before the name of a source: the mean over its samples."""
 
@@ -68,6 +71,11 @@ class RewardStatistics:
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
 
+    def add_dropped(self, groups: Mapping[str, int], num_spared: int) -> None:
+        """Numbers of groups that were drawn and do not count, by reason, and of those that do all the same."""
+        self.sums.update({f"{DROPPED}{reason}": number for reason, number in groups.items()})
+        self.sums.update({ALL_DROPPED: sum(groups.values()), SPARED: num_spared})
+
     def reported(self, experience: Experience) -> Experience:
         """Without greedy samples."""
         greedy = self._greedy(experience)
@@ -120,7 +128,7 @@ class RewardStatistics:
         mean = sums["rewards"] / count
         of_sources = {name: n for name, (_, n) in cls._totals(records).items() if name.startswith(OF_SOURCE)}
         shares = {f"share/{name.removeprefix(OF_SOURCE)}": number / count for name, number in of_sources.items()}
-        counted = {name: number for name, number in sums.items() if name.startswith("reward_")}
+        counted = {name: number for name, number in sums.items() if name.startswith(("reward_", FILTER))}
         return {
             "reward_mean": mean,
             "reward_std": max(sums["squares"] / count - mean * mean, 0.0) ** 0.5,

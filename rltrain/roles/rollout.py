@@ -15,6 +15,7 @@ from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
 from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.episode_sessions import EpisodeSessions
+from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
@@ -30,6 +31,7 @@ from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -55,8 +57,10 @@ class Rollout(Role):
         hosted = build_engine(self._site(), self.leave)
         self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
         start = self._start()
-        self.first_generated = len(start.state.consumed) // self.config.batch.prompts_per_step
+        self.first_generated = start.state.consumed.num_handed_over // self.config.batch.prompts_per_step
         """The first step that this process draws responses for."""
+        self.scoring: GroupScoring | None = None
+        """On the engine's first rank, where groups are selected."""
         self.training = self._training(start)
         self._check(start.state)
         self.step_start_s = 0.0
@@ -79,6 +83,11 @@ class Rollout(Role):
             draws_during_syncs=job.shape.draws_during_syncs,
             others=tuple(role for role in offload if role != self.name),
         )
+
+    def select_groups_by(self, scoring: "GroupScoring") -> None:
+        """Before the first task, on the engine's first rank: the groups that count, and their rewards."""
+        assert self.training.selection is not None, "batch.dynamic_sampling is set"
+        self.scoring = self.training.selection.filter = scoring
 
     def leave(self) -> None:
         """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
@@ -192,6 +201,7 @@ class Rollout(Role):
             ),
             assignment,
             self._rules(),
+            selection=self._selection(start.state.consumed.num_dropped),
         )
         loop.resume(start.state)
         return loop
@@ -203,12 +213,20 @@ class Rollout(Role):
         """Of the stream of training prompts."""
         config, per_step = self.config, self.config.batch.prompts_per_step
         rules = StreamRules(config.steps * per_step, per_step, self.job.shape.num_chunks)
-        if config.schedule.partial_rollouts:
-            num_ahead = math.ceil(config.schedule.oversampling * per_step)
+        if config.schedule.partial_rollouts or self.job.shape.selects_groups:
+            share = config.schedule.oversampling if config.schedule.partial_rollouts else 0.0
+            num_ahead = math.ceil(share * per_step)
             return replace(rules, shared_log="run", first_step=self.first_generated, num_ahead=num_ahead)
         if self.job.shape.syncs_in_flight:  # slots that a step's last responses leave idle
             return replace(rules, num_ahead=per_step, max_staleness=config.schedule.max_staleness)
         return rules
+
+    def _selection(self, num_dropped: int) -> Selection | None:
+        settings, per_step = self.config.batch.dynamic_sampling, self.config.batch.prompts_per_step
+        if settings is None:
+            return None
+        limit = round((settings.max_drawn - 1) * per_step)
+        return Selection(DropCount(self.job.world.store, limit, num_dropped))
 
     def _generation_loop(
         self,
@@ -216,6 +234,7 @@ class Rollout(Role):
         assignment: PromptAssignment,
         rules: StreamRules,
         in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
+        selection: Selection | None = None,
     ) -> GenerationLoop:
         return GenerationLoop(
             groups,
@@ -227,17 +246,25 @@ class Rollout(Role):
             rules,
             ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
             in_flight=in_flight,
+            selection=selection,
         )
 
     def _check(self, state: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
         job, batch, limits = self.job, self.config.batch, self.config.rollout
-        num_steps, rest = divmod(len(state.consumed), batch.prompts_per_step)
+        num_handed_over = state.consumed.num_handed_over
+        num_steps, rest = divmod(num_handed_over, batch.prompts_per_step)
         if rest or not job.first_step <= num_steps <= job.first_step + self.job.shape.lead:
             raise CheckpointError(
-                f"The checkpoint holds a rollout that had handed over {len(state.consumed)} prompts by step "
+                f"The checkpoint holds a rollout that had handed over {num_handed_over} prompts by step "
                 f"{job.first_step}; expected batch.prompts_per_step {batch.prompts_per_step} for each step, at most "
                 f"{self.job.shape.lead} steps ahead. Go on with the batch and schedule that it was saved with."
+            )
+        if state.consumed.num_dropped and not job.shape.selects_groups and not self.config.schedule.partial_rollouts:
+            raise CheckpointError(
+                f"The checkpoint holds a rollout that had dropped {state.consumed.num_dropped} prompts, and this run "
+                "would have each step take prompts at fixed places of the stream. Set batch.dynamic_sampling as it "
+                "was, or schedule.partial_rollouts: true."
             )
         for group in state.begun:
             num_samples = len({sample.episode for sample in group.samples})
@@ -275,6 +302,10 @@ class Rollout(Role):
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
         experience = pack_groups(drawn, [group.position for group in finished])
+        selection = self.training.selection
+        if transfer == "samples" and self.scoring is not None and selection is not None:
+            records = [(group, selection.records.pop(group.position)) for group in drawn]
+            experience = self.scoring.hand_over(step, chunk, experience, records)
         lengths = experience.lengths.tolist()
         self.job.operations.add(self.job.architecture, lengths, len(self.engine_ranks), backward=False)
         group_tokens = torch.tensor([group.num_tokens for group in finished])

@@ -6,6 +6,7 @@ from rltrain.config.schema import Config
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import Experience, join
 from rltrain.schedule.shape import RunShape
+from rltrain.training.backend import SKIPPED
 
 
 class StepBatch:
@@ -30,23 +31,31 @@ class StepBatch:
         return join(part for _, part in chunks)
 
     def mini_batches(self, experience: Experience) -> list[Experience]:
-        """The samples that were taken last, by mini-batch."""
-        numbers = range(self.config.batch.mini_batches)
-        return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers]
+        """The samples that were taken last, a mini-batch for each of the step's optimizer steps: all of them, in one
+        order, in each pass."""
+        batch = self.config.batch
+        numbers = range(batch.mini_batches)
+        return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers] * batch.epochs
 
     def _mini_batch_of(self, chunk: int, experience: Experience) -> torch.Tensor:
         batch = self.config.batch
         groups = experience.group_ids + chunk * (batch.prompts_per_step // self.shape.num_chunks)
-        return mini_batch_of(groups, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches)
+        return mini_batch_of(
+            groups, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches, self.shape.prompt_blocks
+        )
 
 
 def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = frozenset()) -> dict[str, float]:
-    """A step's metrics from those of its mini-batches: maxima for names ending in _max, means for the others, and what
-    only the first mini-batch can tell from that."""
+    """A step's metrics from those of its optimizer steps: maxima for names ending in _max, means for the others, what
+    only the first can tell from that, and how many were skipped.
+
+    What skipped ones say is not finite, and is left out unless there are no others.
+    """
+    made = [update for update in updates if not update[SKIPPED]] or updates
     summary = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
+    for name in made[0]:
+        values = [update[name] for update in made]
         summary[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         if name in first_only:
             summary[name] = values[0]
-    return summary
+    return summary | {SKIPPED: sum(update[SKIPPED] for update in updates)}

@@ -1,11 +1,15 @@
 """What the roles that learn have in common: a model with its optimizer, and how both go into checkpoints of the run."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.roles.role import Job, Role
+from rltrain.training.backend import SKIPPED
 from rltrain.training.build import training_backend
+
+logger = logging.getLogger(__name__)
 
 
 class TrainedRole(Role):
@@ -19,6 +23,20 @@ class TrainedRole(Role):
             job.model_site(self.name), settings, total_updates=total_updates, state=state
         )
         self.parts = self.model.parts
+
+    def warn_of_skipped(self, step: int, updates: Sequence[Mapping[str, float]]) -> None:
+        """On the role's leader, where optimizer steps have changed nothing."""
+        skipped = sum(bool(update[SKIPPED]) for update in updates)
+        if skipped and self.job.world.rank == self.leader:
+            logger.warning(
+                "step %d: %d of the %s's %d optimizer steps had a loss or a gradient norm that was not finite, and "
+                "changed nothing (on_divergence.max_skipped %d)",
+                step,
+                skipped,
+                self.name,
+                len(updates),
+                self.config.on_divergence.max_skipped,
+            )
 
     def save_state(self) -> Mapping[str, Contents]:
         """This rank's share of weights and optimizer, in memory that is kept and written over by the next call."""

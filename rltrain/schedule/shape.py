@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config
+from rltrain.config.schema import Batch, Config
 
 DEFAULT_CHUNKS = 4
 
@@ -20,6 +20,8 @@ class RunShape:
     """Whether engines may have responses under way when weights come: in flight, or where partial rollouts go on."""
     shares_prompts: bool
     """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
+    selects_groups: bool
+    """Whether finished groups count only once their rewards are known, and not all of them."""
     num_chunks: int
     """Parts of a step that travel on their own."""
     samples_per_group: int
@@ -27,11 +29,13 @@ class RunShape:
     greedy_per_group: int
     """Samples of one prompt that are drawn greedily beside them."""
     prompt_blocks: int
-    """Blocks of prompts of which each mini-batch takes one; 1 where it takes samples of every prompt."""
+    """Equal runs of prompts, of one of which each mini-batch takes samples; 1 where it takes some of every prompt."""
     chunk_blocks: int
     """Of these blocks, how many lie in one chunk; 1 where a block takes several chunks."""
     first_actor_step: int
     """The first step in which the actor learns."""
+    updates_per_step: int
+    """Optimizer steps of a role in a step in which it learns: one per mini-batch and pass over them."""
     num_actor_updates: int
     """Optimizer steps of the actor in the whole run."""
     needs_actor_logprobs: bool
@@ -49,21 +53,35 @@ class RunShape:
         lead = schedule.max_staleness + 1 - schedule.sync_every if schedule.mode == "asynchronous" else 0
         syncs_in_flight = lead > 0 and schedule.in_flight_sync
         num_chunks = schedule.chunks or (DEFAULT_CHUNKS if pipelined else 1)
-        prompt_blocks = max(batch.mini_batches // algorithm.samples_per_group(), 1)
-        accumulates = num_chunks > 1 and batch.mini_batches == 1
+        prompt_blocks = prompt_blocks_of(batch, algorithm.samples_per_group()) or 1
+        updates_per_step = batch.mini_batches * batch.epochs
+        accumulates = num_chunks > 1 and updates_per_step == 1
         return cls(
             lead=lead,
             syncs_in_flight=syncs_in_flight,
             draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
+            selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
             samples_per_group=algorithm.samples_per_group(),
             greedy_per_group=algorithm.greedy_samples_per_group(),
             prompt_blocks=prompt_blocks,
             chunk_blocks=max(prompt_blocks // num_chunks, 1),
             first_actor_step=algorithm.first_actor_step(),
-            num_actor_updates=max(config.steps - algorithm.first_actor_step(), 1) * batch.mini_batches,
+            updates_per_step=updates_per_step,
+            num_actor_updates=max(config.steps - algorithm.first_actor_step(), 1) * updates_per_step,
             needs_actor_logprobs=algorithm.needs_actor_logprobs(),
             accumulates_critic=accumulates,
             accumulates_actor=accumulates and not algorithm.needs_whole_step(),
         )
+
+
+def prompt_blocks_of(batch: Batch, samples_per_group: int) -> int | None:
+    """The fewest equal blocks of prompts such that each has an equal number of the mini-batches, which share its groups
+    out by samples; as many as there are mini-batches where these are to take whole prompts. None: there is none."""
+    first = batch.mini_batches if batch.mini_batches_by == "prompts" else 1
+    for blocks in range(first, min(batch.mini_batches, batch.prompts_per_step) + 1):
+        parts, rest = divmod(batch.mini_batches, blocks)
+        if not rest and batch.prompts_per_step % blocks == 0 and samples_per_group % parts == 0:
+            return blocks
+    return None

@@ -31,6 +31,7 @@ UPDATE = (
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
+    Metric("train/skipped_updates", "", "optimizer steps left out because loss or gradient norm was not finite"),
     Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
     Metric("train/reward_kl", "nats", "mean over responses of their KL per token, with loss.kl.where: reward"),
     Metric("train/kl_coef", "", "coefficient by which it was taken off the rewards"),
@@ -47,7 +48,9 @@ UPDATE = (
     Metric("train/stale_samples", "samples", "samples with a token staler than schedule.max_staleness"),
     Metric("train/stale_tokens", "tokens", "response tokens staler than schedule.max_staleness"),
     Metric(
-        "perf/train_tokens_per_s", "tokens/s", "tokens (prompt and response) trained on per second, all ranks together"
+        "perf/train_tokens_per_s",
+        "tokens/s",
+        "tokens (prompt and response) trained on per second, in every pass, all ranks together",
     ),
     Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
 )
@@ -59,6 +62,7 @@ UPDATE_CRITIC = (
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
     Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
     Metric("critic/lr", "", "the critic's learning rate"),
+    Metric("critic/skipped_updates", "", "as train/skipped_updates, of the critic"),
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
@@ -125,6 +129,18 @@ SCORE = (
     Metric("rollout/reward_<name>", "", "mean of one of reward.functions, over the samples that it is for"),
     Metric("rollout/reward_<name>_errors", "samples", "samples that this one failed on; _timeouts alike"),
     Metric("rollout/reward_<key>", "", "mean of a number beside the score; of reward.functions reward_<name>_<key>"),
+    Metric("rollout/dynamic_filter/dropped", "groups", "drawn in the step and left out, with batch.dynamic_sampling"),
+    Metric(
+        "rollout/dynamic_filter/drop_<reason>",
+        "groups",
+        "of these: zero_std_<reward> (all samples have this one), failed (no reward function could tell), or what the "
+        "filter said",
+    ),
+    Metric(
+        "rollout/dynamic_filter/kept_at_limit",
+        "groups",
+        "that the filter would have dropped and that count, because of batch.dynamic_sampling.max_drawn",
+    ),
 )
 OF_ALL_REWARDS = ("mean", "std", "errors", "timeouts", "unscored")
 """What none of reward.functions and of their numbers can be called: rollout/reward_<one of these> is of them all."""

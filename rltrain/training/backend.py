@@ -20,6 +20,10 @@ from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 
+SKIPPED = "skipped_updates"
+"""The metric of an optimizer step that is 1 where it changed nothing because its loss or gradient norm was not finite,
+else 0."""
+
 
 @dataclass(frozen=True)
 class ModelSite:
@@ -107,10 +111,12 @@ class TrainedModel(Model, Protocol):
     def step(self) -> dict[str, float]:
         """The optimizer step on what was accumulated. Collective over: the role's ranks.
 
-        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics over the whole mini-batch, equal
-        on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the weights as they
-        are. Raises on all ranks, before any weight changes, DivergenceError when the loss or the gradient norm is not
-        finite, and ConfigError when no rank had a sample. What was accumulated is used up in any case.
+        Returns loss, grad_norm (before clipping), lr, SKIPPED, and the loss function's metrics over the whole
+        mini-batch, equal on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the
+        weights as they are; so does, with the state of the optimizer, one whose loss or gradient norm is not finite,
+        which is skipped. Raises on all ranks, before any weight changes, DivergenceError where more in a row would be
+        skipped than `on_divergence` has, and ConfigError when no rank had a sample. What was accumulated is used up in
+        any case.
         """
         ...
 

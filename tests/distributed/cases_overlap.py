@@ -1,5 +1,6 @@
 """What ranks do in test_overlap: the same optimizer steps with data-parallel communication beside computing, or not."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from rltrain.algorithms.policy import policy_loss
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import DivergenceError
+from rltrain.training.backend import SKIPPED
 from rltrain.training.megatron.overlap import GradientReduction
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed import cases_training
@@ -39,6 +42,7 @@ WAYS = {
 BUCKET_MB = 0.05
 """Such that the tiny model has several buckets."""
 MAX_TOKENS = 60
+MAX_SKIPPED = 2
 
 
 def all_cases(checkpoints: dict[str, str], ways: list[str]) -> dict[str, Any]:
@@ -82,8 +86,9 @@ def _run(
         for part in (share, samples(1, 0)):
             trainable.accumulate(part, negative_log_likelihood)
         steps.append(trainable.step())
+        yield "skipped", _skips(trainable, share, spoiled=replica == 0)
         try:
-            trainable.train_batches([share, share], lambda *given: _spoiled(*given))
+            trainable.train_batches([share] * 4, lambda *given: _spoiled(*given))
         except DivergenceError as error:
             yield "diverged", str(error)
         # No longer in step: what a replica evaluates is its own affair.
@@ -94,6 +99,32 @@ def _run(
     yield "weights", _weights(trainable)
 
 
+def _skips(trainable: TrainableModel, share: Experience, *, spoiled: bool) -> dict[str, Any]:
+    """Optimizer steps that one replica's share spoils, the second with a usual one around it."""
+    advantages = torch.ones(share.num_tokens)
+    if spoiled:
+        advantages[int(torch.nonzero(share.response_mask)[0])] = math.inf
+    infinite = share.with_fields(advantages=advantages)
+    usual = infinite.with_fields(advantages=torch.ones(share.num_tokens))
+    loss = policy_loss(schema.Loss(old_logprobs="rollout"), max_response_tokens=8)
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in trainable.save_state().tensors.items()}
+
+    before = state()
+    first = trainable.train_batch(infinite, loss)
+    after = state()
+    same = [before.keys() == after.keys(), *(torch.equal(before[name], after[name]) for name in before)]
+    rest = trainable.train_batches([usual, infinite, usual], loss)
+    return {
+        "same": all(same),
+        "loss": first["loss"],
+        "skipped": [step[SKIPPED] for step in (first, *rest)],
+        "finite": [math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in rest],
+        "weights": _weights(trainable),
+    }
+
+
 def make_overlapped(model: Any, overlap: bool, distributed_optimizer: bool = True) -> TrainableModel:
     settings = schema.Actor(
         optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip_grad=0),
@@ -102,4 +133,4 @@ def make_overlapped(model: Any, overlap: bool, distributed_optimizer: bool = Tru
         overlap=overlap,
         gradient_bucket_mb=BUCKET_MB,
     )
-    return TrainableModel(model, settings, total_updates=8)
+    return TrainableModel(model, settings, total_updates=8, max_skipped=MAX_SKIPPED)

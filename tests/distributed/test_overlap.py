@@ -4,6 +4,7 @@ Sums of two replicas are equal bit for bit in any order, and so are the weights 
 sums of four, and norms, as far as float32 goes: shards of buckets lie otherwise, and are added up in another order.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -58,6 +59,18 @@ def test_steps_and_weights_are_the_same(seen: Seen, way: str) -> None:
             names = ("steps", "weights", "values")
             assert {name: overlapped[name] for name in names} == {name: plain[name] for name in names}
         assert overlapped["diverged"] == plain["diverged"]
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(seen: Seen, way: str) -> None:
+    """Its advantages are infinite on one replica; steps around it change the weights as ever."""
+    for runs in pairs(seen, way):
+        for run in runs:
+            skipped = run["skipped"]
+            assert skipped["same"] and not math.isfinite(skipped["loss"])
+            assert skipped["skipped"] == [1, 0, 1, 0] and skipped["finite"] == [True, False, True]
+            assert all(math.isfinite(value) for value in skipped["weights"])
+            assert "after 2 in a row that were skipped (on_divergence.max_skipped)" in run["diverged"]
 
 
 @pytest.mark.parametrize("way", EVERY)

@@ -136,6 +136,49 @@ def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_a
     assert resumed == tuple(map(after, whole))
 
 
+def dropped_ids(output: Path) -> dict[int, list[int]]:
+    """The ids of samples whose groups did not count, by the step in which they were dropped."""
+    ids: dict[int, list[int]] = {}
+    for path in sorted((output / "dropped_sample_ids").glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            ids.setdefault(record["step"], []).extend(record["sample_ids"])
+    return ids
+
+
+SELECTING = ("batch.dynamic_sampling.max_drawn=3", "data.eval=null", APART)
+SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batch.epochs=2")
+
+
+@pytest.mark.slow
+def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_resumed, tmp_path):
+    """With an engine of two ranks, and several passes over each step's mini-batches."""
+    schedule = "schedule={partial_rollouts: true, max_staleness: 1}"
+    engine = (*SELECTING, *SEVERAL_PASSES, "rollout.parallel.tp=2", "rollout.max_running_requests=24", schedule)
+    whole, resumed = saved_and_resumed(CONFIGS["sequential"][0], engine, ())
+    assert resumed == tuple(map(after, whole))
+    dropped = dropped_ids(tmp_path / "first")
+    assert after(dropped) == dropped_ids(tmp_path / "0")
+    metrics, trained_on = whole
+    by_step = {step: record["rollout/dynamic_filter/dropped"] for step, record in metrics.items()}
+    assert by_step == {step: len(dropped.get(step, [])) // 8 for step in range(STEPS)} and any(by_step.values())
+    for record in metrics.values():
+        reasons = {k: v for k, v in record.items() if k.startswith("rollout/dynamic_filter/drop_")}
+        assert sum(reasons.values()) == record["rollout/dynamic_filter/dropped"]
+        assert all("zero_std" in name for name in reasons)
+    counts = Counter(number for ids in (*trained_on.values(), *dropped.values()) for number in ids)
+    assert set(counts.values()) == {1}, "nothing is both trained on and dropped, nor twice"
+
+
+@pytest.mark.slow
+def test_two_engines_that_select_groups_ahead_of_training_account_for_every_sample(saved_and_resumed, tmp_path):
+    ((_, trained_on),) = saved_and_resumed(CONFIGS["sequential"][0], (*SELECTING, PARTIAL))
+    assert {len(ids) for ids in trained_on.values()} == {64}
+    dropped = dropped_ids(tmp_path / "first")
+    counts = Counter(number for ids in (*trained_on.values(), *dropped.values()) for number in ids)
+    assert set(counts.values()) == {1} and dropped
+
+
 @pytest.mark.slow
 def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed):
     """Which groups make up a chunk depends on which of two engines gets them done first."""

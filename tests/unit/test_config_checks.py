@@ -122,12 +122,19 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "actor.parallel.sequence_parallel: got true with actor.parallel.tp 1; expected false, or a tp",
         ),
         (
-            {"batch": {"samples_per_prompt": 6, "mini_batches": 4}},
-            "batch.mini_batches: got 4 with 6 samples per prompt; expected a number that divides 6, or a multiple",
+            {"batch": {"prompts_per_step": 9, "samples_per_prompt": 6, "mini_batches": 4}},
+            "batch.mini_batches: got 4 with batch.prompts_per_step 9 and 6 samples per prompt; expected a divisor of 9 "
+            "times one of 6. The nearest that works is 3",
         ),
         (
             {"batch": {"prompts_per_step": 10, "samples_per_prompt": 2, "mini_batches": 8}},
-            "batch.prompts_per_step: got 10; expected a multiple of 4",
+            "batch.mini_batches: got 8 with batch.prompts_per_step 10 and 2 samples per prompt; expected a divisor of "
+            "10 times one of 2. The nearest that works is 10",
+        ),
+        (
+            {"batch": {"prompts_per_step": 10, "mini_batches": 8, "mini_batches_by": "prompts"}},
+            "batch.mini_batches: got 8 with batch.prompts_per_step 10; expected a divisor of 10, as each takes whole "
+            "prompts. The nearest that works is 10",
         ),
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt: got 1; expected at least 2"),
         (

@@ -108,20 +108,21 @@ batch_shapes = st.sampled_from([(1, 1), (1, 3), (4, 2), (4, 4), (2, 6), (16, 4)]
 def test_every_replica_has_a_share_of_every_equal_mini_batch(num_replicas, shape, factor, rng):
     samples_per_group, num_mini_batches = shape
     num_blocks = max(num_mini_batches // samples_per_group, 1)
+    shape = (samples_per_group, num_mini_batches, num_blocks)
     num_groups = num_replicas * num_blocks * factor
     group_tokens = torch.tensor([rng.randint(1, 50) for _ in range(num_groups)])
     replicas = assign_groups(group_tokens, num_replicas, num_blocks)
     group_ids = torch.arange(num_groups).repeat_interleave(samples_per_group)
-    everywhere = mini_batch_of(group_ids, num_groups, samples_per_group, num_mini_batches)
+    everywhere = mini_batch_of(group_ids, num_groups, *shape)
     assert everywhere.bincount().tolist() == [num_groups * samples_per_group // num_mini_batches] * num_mini_batches
     for replica in range(num_replicas):
         mine = replicas[group_ids] == replica
-        here = mini_batch_of(group_ids[mine], num_groups, samples_per_group, num_mini_batches)
+        here = mini_batch_of(group_ids[mine], num_groups, *shape)
         assert torch.equal(here, everywhere[mine])
         assert set(here.tolist()) == set(range(num_mini_batches))
 
 
 def test_mini_batches_hold_samples_of_every_group_where_they_can():
     group_ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    assert mini_batch_of(group_ids, 2, 4, 2).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert mini_batch_of(torch.arange(4), 4, 1, 2).tolist() == [0, 0, 1, 1]
+    assert mini_batch_of(group_ids, 2, 4, 2, 1).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert mini_batch_of(torch.arange(4), 4, 1, 2, 2).tolist() == [0, 0, 1, 1]

@@ -52,6 +52,12 @@ REWARD_WITH_ROLLOUT = {"actor,reference": 0, "rollout,reward": 1}
             "rollout": {"parallel": {"tp": 2}},
         },
         {"schedule": {"partial_rollouts": True, "on_stale": "mask"}, "placement": COLOCATED},
+        {"batch": {"dynamic_sampling": {}}, "placement": COLOCATED},
+        {
+            "batch": {"dynamic_sampling": {}},
+            "placement": {"actor,reference": 0, "rollout": "1-2", "reward": 1},
+            "rollout": {"parallel": {"tp": 2}},
+        },
         {"schedule": {"mode": "asynchronous", "max_staleness": 1, "on_stale": "correct"}, "loss": CAP},
         {"rollout": {"engine": "sglang", "sglang": {"args": {"disable_overlap_schedule": False}}}},
     ],
@@ -126,6 +132,31 @@ REFUSED = {
         "schedule.chunks: got 5, which does not divide batch.prompts_per_step 32",
         ["schedule.chunks: 4"],
     ),
+    "groups selected by rewards of another rank": (
+        {"batch": {"dynamic_sampling": {}}},
+        "placement.reward: got ranks 2 with batch.dynamic_sampling: engines whose first ranks are 1 could not score "
+        "what they draw. The nearest that works is the rollout's ranks, 1; or batch.dynamic_sampling: null",
+        ["batch.dynamic_sampling: null"],
+    ),
+    "rewards on ranks that draw nothing": (
+        {"batch": {"dynamic_sampling": {}}, "placement": {"actor,reference": 0, "rollout": "1-2", "reward": "1-3"}},
+        "ranks 3 draw nothing, and would get no rewards to give. The nearest that works is the rollout's ranks, 1-2",
+        ["batch.dynamic_sampling: null"],
+    ),
+    "one sample whose rewards should differ": (
+        {
+            "algorithm": "ppo",
+            "batch": {"dynamic_sampling": {}, "samples_per_prompt": 1},
+            "placement": {"actor,critic": 0, "rollout,reward": 1},
+        },
+        "batch.dynamic_sampling.filter: got rewards_differ with batch.samples_per_prompt 1",
+        ["batch.samples_per_prompt: 2"],
+    ),
+    "demonstrations to select from": (
+        {"algorithm": "sft", "batch": {"dynamic_sampling": {}}},
+        "batch.dynamic_sampling: got it with algorithm sft, which draws nothing to select from",
+        ["batch.dynamic_sampling: null"],
+    ),
     "chunks across the blocks of mini-batches": (
         {
             "schedule": {"mode": "pipelined", "chunks": 2},
@@ -161,6 +192,13 @@ REFUSED = {
         ["schedule.in_flight_sync: false"],
     ),
 }
+
+
+def test_groups_are_not_selected_by_what_a_model_says_later(monkeypatch):
+    monkeypatch.setattr("rltrain.legality.dynamic_sampling.informing", lambda role, transfer: [("critic", None)])
+    placement = {"actor,critic": 0, "rollout,reward": 1}
+    message = refusal(algorithm="ppo", placement=placement, batch={"dynamic_sampling": {}})
+    assert message.startswith("placement.critic: placed with batch.dynamic_sampling, which selects groups before")
 
 
 @pytest.mark.parametrize("case", REFUSED)

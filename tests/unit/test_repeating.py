@@ -18,8 +18,11 @@ SGLANG = {"engine": "sglang"}
 SEEDED = SGLANG | {"sglang": {"args": {"enable_deterministic_inference": True}}}
 
 
-def obstacle(placement: dict[str, Any], schedule: dict[str, Any], rollout: dict[str, Any] | None = None) -> str | None:
-    config = make_config(placement=placement, schedule=schedule, rollout=rollout or {}, batch={"mini_batches": 1})
+def obstacle(
+    placement: dict[str, Any], schedule: dict[str, Any], rollout: dict[str, Any] | None = None, **sections: Any
+) -> str | None:
+    sections = {"batch": {"mini_batches": 1}, **sections}
+    config = make_config(placement=placement, schedule=schedule, rollout=rollout or {}, **sections)
     grids = role_grids(config, place(placement))
     check_schedule(config, place(placement), grids)
     return obstacle_to_repeating(config, grids)
@@ -53,6 +56,19 @@ def test_so_does_one_with_several_engines_that_settle_nothing_between_them(sched
 )
 def test_what_keeps_a_run_from_repeating_is_named_with_its_key(placement, schedule, rollout, reason):
     assert reason in (obstacle(placement, schedule, rollout) or "")
+
+
+SELECTING = {"batch": {"dynamic_sampling": {}}, "data": {"train": {"path": "t", "label_key": "answer"}}}
+
+
+@pytest.mark.parametrize("schedule", [{}, PARTIAL, AHEAD])
+def test_selecting_groups_repeats_where_rewards_are_known_at_once(schedule):
+    placement = {"actor": 0, "rollout,reward": 1}
+    assert obstacle(placement, schedule, **SELECTING, reward={"function": "exact_match"}) is None
+    of_a_process = obstacle(placement, schedule, **SELECTING, reward={"function": "math"})
+    assert of_a_process is not None and of_a_process.startswith("when a reward function answers")
+    several = obstacle({"actor": 0, "rollout,reward": "1-2"}, {}, **SELECTING, reward={"function": "exact_match"})
+    assert several is not None and "batch.dynamic_sampling) depends on how fast each of the 2 engines" in several
 
 
 def test_the_dry_run_says_it():

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
         "residency.memory_plan",
     ),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms"),
+    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards"),
     "folders": BASE,
     "roles": (
         *BASE,

@@ -16,6 +16,7 @@ from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.rollout import Rollout
+from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
 from rltrain.schedule.shape import RunShape
 from tests.unit.schedule_configs import make_config
 from tests.unit.scripted_engine import ScriptedEngine
@@ -114,6 +115,19 @@ def test_a_run_that_does_not_continue_what_was_saved_draws_its_steps_anew(jobs, 
     resumed = Resumed(tmp_path / "first", 2, continues=False)
     after = draw_steps(jobs, config, range(2, STEPS), 1, tmp_path / "second", resumed=resumed)
     assert after == [*range(2 * PER_STEP * NUM_SAMPLES, STEPS * PER_STEP * NUM_SAMPLES)]
+
+
+def test_prompts_that_were_dropped_are_of_no_step(jobs, tmp_path):
+    """Two steps of four were handed over; a run whose steps take fixed prompts cannot go on behind those."""
+    state = RolloutState(Consumed(10, num_dropped=2))
+    write_files(tmp_path / "rollout", {"engine_00000.safetensors": state.contents()})
+    (store,) = jobs.start(1)
+    selecting = config_of(batch=BATCH | {"dynamic_sampling": {}}, schedule={})
+    rollout = rollout_of(selecting, 0, 1, store, Resumed(tmp_path, 2))
+    assert rollout.first_generated == 2
+    assert rollout.training.selection is not None and rollout.training.selection.drops.total == 2
+    with pytest.raises(CheckpointError, match=r"had dropped 2 prompts.* Set batch\.dynamic_sampling as it was"):
+        rollout_of(config_of(schedule={}), 0, 1, store, Resumed(tmp_path, 2))
 
 
 @pytest.fixture

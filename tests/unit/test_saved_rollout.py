@@ -57,16 +57,24 @@ def groups(draw: st.DrawFn, position: int) -> SampleGroup:
 def cuts(draw: st.DrawFn) -> list[RolloutState]:
     """What the engines of a run leave: each position has been handed over, is at one engine, or is free."""
     below = draw(st.integers(0, 20))
-    fates = draw(st.lists(st.sampled_from(["handed over", "free", 0, 1, 2]), max_size=8))
-    consumed = Consumed(below).after(below + i for i, fate in enumerate(fates) if fate == "handed over")
+    fates = draw(st.lists(st.sampled_from(["handed over", "dropped", "free", 0, 1, 2, "dropped by 1"]), max_size=8))
+    dropped = [below + i for i, fate in enumerate(fates) if fate == "dropped"]
+    consumed = Consumed(below).after((below + i for i, fate in enumerate(fates) if fate == "handed over"), dropped)
     held = [[draw(groups(below + i)) for i, fate in enumerate(fates) if fate == engine] for engine in range(3)]
+    unseen = tuple(below + i for i, fate in enumerate(fates) if fate == "dropped by 1")
     return [
         RolloutState(
             consumed,
             tuple(group for group in of_engine if not group.is_finished),
             tuple(group for group in of_engine if group.is_finished),
+            {
+                group.position: draw(st.text(max_size=3))
+                for group in of_engine
+                if group.is_finished and draw(st.booleans())
+            },
+            unseen if engine == 1 else (),
         )
-        for of_engine in held
+        for engine, of_engine in enumerate(held)
     ]
 
 
@@ -88,7 +96,10 @@ def test_what_was_handed_over_is_a_set_of_positions(chunks):
 def test_a_file_holds_all_of_it(saved):
     for state in saved:
         contents = state.contents()
-        assert all(values.dtype in (torch.int64, torch.float64, torch.bool) for values in contents.tensors.values())
+        assert all(
+            values.dtype in (torch.int64, torch.float64, torch.bool, torch.uint8)
+            for values in contents.tensors.values()
+        )
         assert RolloutState.from_contents(contents) == state
 
 
@@ -104,7 +115,9 @@ def test_every_position_goes_to_one_engine_whatever_their_number(saved, num_engi
     starts = share_out(saved, num_engines)
     (next_position,) = {start.next_position for start in starts}
     (consumed,) = {start.state.consumed for start in starts}
-    assert consumed == saved[0].consumed
+    unseen = [position for state in saved for position in state.unseen]
+    assert consumed == saved[0].consumed.after((), unseen)
+    assert consumed.num_handed_over == saved[0].consumed.num_handed_over
     given_out = Counter(p for start in starts for p in (*positions(start.state), *start.returned))
     assert given_out == Counter(position for position in range(next_position) if position not in consumed)
     assert not any(position >= next_position for position in consumed.beyond)
@@ -115,6 +128,9 @@ def test_every_position_goes_to_one_engine_whatever_their_number(saved, num_engi
         for p, group in zip(positions(start.state), start.state.begun + start.state.drawn, strict=True)
     }
     assert after == before, "whole, and nothing that was begun is begun anew"
+    records = {p: record for start in starts for p, record in start.state.records.items()}
+    assert records == {p: record for state in saved for p, record in state.records.items()}
+    assert all(start.state.records.keys() <= {*positions(start.state)} for start in starts)
     assert all(start.returned == tuple(sorted(start.returned)) for start in starts), "earlier ones first"
 
 
@@ -144,5 +160,5 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 3'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 4'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))

@@ -1,11 +1,14 @@
 """A step's samples on one replica: put together from chunks, cut into mini-batches; what is reported of the updates."""
 
+import math
+
 import pytest
 import torch
 
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import Experience
 from rltrain.roles.step_batch import StepBatch, summarize
+from rltrain.training.backend import SKIPPED
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
 
@@ -71,7 +74,8 @@ def test_mini_batches_share_the_step_out(samples, mini_batches):
     parts = batch.mini_batches(whole)
     assert sorted(torch.cat([part.sample_ids for part in parts]).tolist()) == whole.sample_ids.tolist()
     assert {part.num_samples for part in parts} == {8 * samples // mini_batches}
-    numbers = mini_batch_of(torch.arange(8).repeat_interleave(samples), 8, samples, mini_batches)
+    blocks = batch.shape.prompt_blocks
+    numbers = mini_batch_of(torch.arange(8).repeat_interleave(samples), 8, samples, mini_batches, blocks)
     for i, part in enumerate(parts):
         assert part.sample_ids.tolist() == whole.sample_ids[numbers == i].tolist()
 
@@ -91,5 +95,15 @@ def test_a_step_without_chunks_is_one_chunk():
 
 
 def test_metrics_of_updates_are_averaged_but_for_maxima_and_what_only_the_first_can_tell():
-    updates = [{"loss": 1.0, "kl_max": 2.0, "diff": 5.0}, {"loss": 3.0, "kl_max": 1.0, "diff": 50.0}]
-    assert summarize(updates, frozenset({"diff"})) == {"loss": 2.0, "kl_max": 2.0, "diff": 5.0}
+    first = {"loss": 1.0, "kl_max": 2.0, "diff": 5.0, SKIPPED: 0.0}
+    second = {"loss": 3.0, "kl_max": 1.0, "diff": 50.0, SKIPPED: 0.0}
+    skipped = {"loss": math.nan, "kl_max": math.inf, "diff": 9.0, SKIPPED: 1.0}
+    expected = {"loss": 2.0, "kl_max": 2.0, "diff": 5.0}
+    assert summarize([first, second], frozenset({"diff"})) == expected | {SKIPPED: 0.0}
+    assert summarize([skipped, first, second, skipped], frozenset({"diff"})) == expected | {SKIPPED: 2.0}
+
+
+def test_a_step_whose_updates_were_all_skipped_says_so():
+    skipped = {"loss": math.nan, "grad_norm": math.inf, SKIPPED: 1.0}
+    found = summarize([skipped, skipped])
+    assert math.isnan(found["loss"]) and found["grad_norm"] == math.inf and found[SKIPPED] == 2

@@ -22,7 +22,8 @@ def test_every_sample_is_in_one_mini_batch_and_each_takes_some_of_every_large_gr
     if num_groups * samples_per_group % num_mini_batches:
         return
     groups = torch.repeat_interleave(torch.arange(num_groups), torch.tensor(sizes))
-    found = mini_batch_of(groups, num_groups, samples_per_group, num_mini_batches)
+    num_blocks = max(num_mini_batches // samples_per_group, 1)
+    found = mini_batch_of(groups, num_groups, samples_per_group, num_mini_batches, num_blocks)
     assert len(found) == sum(sizes)
     assert int(found.min()) >= 0 and int(found.max()) < num_mini_batches
     if num_mini_batches <= samples_per_group:
@@ -33,7 +34,7 @@ def test_every_sample_is_in_one_mini_batch_and_each_takes_some_of_every_large_gr
 
 def test_equal_groups_are_cut_as_ever():
     groups = torch.repeat_interleave(torch.arange(3), 4)
-    assert mini_batch_of(groups, 3, 4, 2).tolist() == [0, 0, 1, 1] * 3
+    assert mini_batch_of(groups, 3, 4, 2, 1).tolist() == [0, 0, 1, 1] * 3
 
 
 def test_rewards_of_turns_stand_at_their_ends_in_gae():

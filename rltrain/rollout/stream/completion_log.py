@@ -17,6 +17,8 @@ class Finished:
     num_tokens: int
     """Of all its samples, prompts included."""
     num_response_tokens: int
+    dropped: tuple[int, ...] = ()
+    """Positions of groups that its engine has dropped since the one before."""
 
 
 class CompletionLog:
@@ -40,7 +42,8 @@ class CompletionLog:
         """Append to the log."""
         self._num_known[log] = self.store.add(f"{log}/count", 1)
         number = self._num_known[log] - 1
-        entry = f"{finished.position}:{finished.num_tokens}:{finished.num_response_tokens};"
+        numbers = (finished.position, finished.num_tokens, finished.num_response_tokens, *finished.dropped)
+        entry = ":".join(map(str, numbers)) + ";"
         self.store.append(f"{log}/{number // self.per_chunk}", entry)  # type: ignore[attr-defined]
 
     def is_full(self, log: str, chunk: int) -> bool:
@@ -57,7 +60,7 @@ class CompletionLog:
         if not self.store.check([f"{log}/{chunk}"]):
             return None
         text = self.store.get(f"{log}/{chunk}").decode()
-        entries = [Finished(*map(int, entry.split(":"))) for entry in text.split(";")[:-1]]
+        entries = [_read(entry) for entry in text.split(";")[:-1]]
         if len(entries) < self.per_chunk:
             return None
         if self._is_last(chunk):
@@ -75,3 +78,8 @@ class CompletionLog:
 
     def _is_last(self, chunk: int) -> bool:
         return chunk == self.chunks_per_log - 1
+
+
+def _read(entry: str) -> Finished:
+    position, num_tokens, num_response_tokens, *dropped = map(int, entry.split(":"))
+    return Finished(position, num_tokens, num_response_tokens, tuple(dropped))

@@ -14,6 +14,7 @@ from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecision, LeaderDecisions
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
+from rltrain.rollout.stream.selection import Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
 
 
@@ -36,8 +37,10 @@ class GenerationLoop:
     """Of all engines."""
     in_flight: InFlightSync | NoInFlightSync = NoInFlightSync()
     """New weights between decode steps."""
+    selection: Selection | None = None
+    """Which finished groups count; None: all."""
     drawn: dict[int, SampleGroup] = field(default_factory=dict)
-    """Finished here and not yet handed over, by position."""
+    """Those that count and were not yet handed over, by position."""
     consumed: Consumed = Consumed()
     """By all engines."""
     longest_step_s: float = 0.0
@@ -54,6 +57,10 @@ class GenerationLoop:
                 self.in_flight.join()
             if decision.done:
                 break
+            if self.selection is not None and (decision.kept or decision.dropped):
+                for group in self.selection.apply(decision.kept, decision.dropped):
+                    self._count(group)
+                continue
             if decision.claims:
                 self.groups.start(decision.claims)
             for group in self.groups.answer(decision.answers):
@@ -67,14 +74,23 @@ class GenerationLoop:
             answers = LeaderDecision(answers=tuple(self.groups.episodes.settle()))
             for group in self.groups.answer(self.decisions.share(answers).answers):
                 self._keep(group)
-        return RolloutState(self.consumed, self.groups.state(), tuple(self.drawn.values()))
+        begun, drawn = self.groups.state(), tuple(self.drawn.values())
+        if self.selection is None:
+            return RolloutState(self.consumed, begun, drawn)
+        drawn += tuple(self.selection.undecided.values())
+        return RolloutState(self.consumed, begun, drawn, dict(self.selection.records), self.selection.unseen)
 
     def resume(self, state: RolloutState) -> None:
         """Go on with this instead of from the beginning. Before the first run, on every rank of the engine."""
         self.consumed = state.consumed
         self.groups.resume(state.begun)
         for group in state.drawn:
-            self._keep(group)
+            if group.position in state.records:
+                self._count(group)
+            else:
+                self._keep(group)
+        if self.selection is not None:
+            self.selection.records = dict(state.records)
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -84,9 +100,17 @@ class GenerationLoop:
         self.heartbeat.advance()
 
     def _keep(self, group: SampleGroup) -> None:
+        """It is finished."""
+        if self.selection is None:
+            self._count(group)
+        else:
+            self.selection.undecided[group.position] = group
+
+    def _count(self, group: SampleGroup) -> None:
         self.drawn[group.position] = group
+        dropped = () if self.selection is None else self.selection.tell(group.position)
         if self.decisions.is_leader:
-            entry = Finished(group.position, group.num_tokens, group.num_response_tokens)
+            entry = Finished(group.position, group.num_tokens, group.num_response_tokens, dropped)
             self.completion_log.add(self.rules.log_of(group.position), entry)
 
     def _decide(self, step: int, chunk: int) -> LeaderDecision:
@@ -99,6 +123,8 @@ class GenerationLoop:
         num_waiting = len(self.groups.waiting)
         if num_waiting:
             what = f"{num_waiting} episodes, and {what}"
+        if self.selection is not None and self.selection.undecided:
+            what = f"the rewards of {len(self.selection.undecided)} prompt groups, and {what}"
         decision = poll(self.waiter, lambda: self._look(step, chunk) or None, what, self.ranks)
         self.episodes_wait_s += (time.monotonic() - start) * bool(num_waiting)
         return decision
@@ -108,7 +134,13 @@ class GenerationLoop:
             return LeaderDecision(sync=True)
         if self.completion_log.is_full(*self.rules.entries_of(step, chunk)):
             return LeaderDecision(done=True)
-        max_position = self.rules.max_position(step, self.groups.engine.policy_version)
+        num_dropped = 0
+        if self.selection is not None:
+            kept, dropped = self.selection.decide(step)
+            if kept or dropped:
+                return LeaderDecision(kept=kept, dropped=dropped)
+            num_dropped = self.selection.drops.total
+        max_position = self.rules.max_position(step, self.groups.engine.policy_version, num_dropped)
         return LeaderDecision(
             claims=tuple(self.assignment.claim(self.groups.num_wanted, max_position)),
             answers=self.groups.answers(),
@@ -119,5 +151,8 @@ class GenerationLoop:
         log, number = self.rules.entries_of(step, chunk)
         what = f"the completion_log of {log}, chunk {number}"
         finished = poll(self.waiter, lambda: self.completion_log.read(log, number), what, self.ranks)
-        self.consumed = self.consumed.after(entry.position for entry in finished)
+        if self.selection is not None:
+            self.selection.hand_over(entry.position for entry in finished)
+        dropped = [position for entry in finished for position in entry.dropped]
+        self.consumed = self.consumed.after((entry.position for entry in finished), dropped)
         return finished, [self.drawn.pop(entry.position) for entry in finished if entry.position in self.drawn]

@@ -11,18 +11,23 @@ from rltrain.rollout.stream.episodes import Answer
 
 @dataclass(frozen=True)
 class LeaderDecision:
-    """Before the next decode step: take new weights, end the task, start these groups, go on after these answers."""
+    """Before the next decode step: take new weights, end the task, start these groups, go on after these answers, count
+    these finished groups or drop them."""
 
     sync: bool = False
     done: bool = False
     claims: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
+    kept: tuple[int, ...] = ()
+    """Finished groups that count, by position."""
+    dropped: tuple[int, ...] = ()
+    """Likewise those that do not."""
     guests: bool = False
     """Whether turns are asked for from outside; of an engine of one rank alone."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return self.sync or self.done or bool(self.claims) or bool(self.answers) or self.guests
+        return self.sync or self.done or self.guests or any((self.claims, self.answers, self.kept, self.dropped))
 
 
 class LeaderDecisions:
@@ -37,14 +42,21 @@ class LeaderDecisions:
         if self.group is None:
             return decision
         answers = json.dumps([answer.record() for answer in decision.answers]).encode() if decision.answers else b""
-        words = torch.tensor([decision.sync, decision.done, len(decision.claims), len(answers)])
+        positions = (decision.claims, decision.kept, decision.dropped)
+        words = torch.tensor([decision.sync, decision.done, len(answers), *map(len, positions)])
         dist.broadcast(words, group=self.group, group_src=0)
-        sync, done, num_claims, num_bytes = words.tolist()
-        claims = self._share(torch.tensor(decision.claims, dtype=torch.int64), num_claims)
+        sync, done, num_bytes, *counts = words.tolist()
+        flat = [position for part in positions for position in part]
+        claims, kept, dropped = self._share(torch.tensor(flat, dtype=torch.int64), sum(counts)).split(counts)
         text = self._share(torch.tensor([*answers], dtype=torch.uint8), num_bytes)
         records = json.loads(bytes(text.tolist())) if num_bytes else []
         return LeaderDecision(
-            bool(sync), bool(done), tuple(claims.tolist()), tuple(Answer.of_record(record) for record in records)
+            bool(sync),
+            bool(done),
+            tuple(claims.tolist()),
+            tuple(Answer.of_record(record) for record in records),
+            tuple(kept.tolist()),
+            tuple(dropped.tolist()),
         )
 
     def _share(self, values: torch.Tensor, count: int) -> torch.Tensor:

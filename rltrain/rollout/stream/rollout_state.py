@@ -1,8 +1,9 @@
 """What of the stream of prompt groups crosses a checkpoint, and how any number of engines go on with it."""
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.errors import CheckpointError
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
-FORMAT = "rollout 3"
+FORMAT = "rollout 4"
 TOKEN_FIELDS = {
     "tokens": torch.int64,
     "logprobs": torch.float64,
@@ -32,10 +33,12 @@ NO_LIMIT = NO_PARENT = -1
 
 @dataclass(frozen=True)
 class Consumed:
-    """Positions whose groups have been handed over: all below `below`, which is not one, and those in `beyond`."""
+    """Positions whose groups have been handed over or dropped: all below `below`, which is not one, and those in
+    `beyond`."""
 
     below: int = 0
     beyond: frozenset[int] = frozenset()
+    num_dropped: int = 0
 
     def __len__(self) -> int:
         return self.below + len(self.beyond)
@@ -43,29 +46,40 @@ class Consumed:
     def __contains__(self, position: int) -> bool:
         return position < self.below or position in self.beyond
 
-    def after(self, positions: Iterable[int]) -> "Consumed":
-        """With the groups at `positions` handed over too."""
-        below, beyond = self.below, self.beyond.union(positions)
+    @property
+    def num_handed_over(self) -> int:
+        return len(self) - self.num_dropped
+
+    def after(self, positions: Iterable[int], dropped: Collection[int] = ()) -> "Consumed":
+        """With the groups at `positions` handed over too, and those at `dropped` dropped."""
+        below, beyond = self.below, self.beyond.union(positions, dropped)
         while below in beyond:
             below += 1
-        return Consumed(below, frozenset(position for position in beyond if position > below))
+        num_dropped = self.num_dropped + len(dropped)
+        return Consumed(below, frozenset(position for position in beyond if position > below), num_dropped)
 
 
 @dataclass(frozen=True)
 class RolloutState:
     """What one engine leaves between two of its tasks: groups that it has begun, groups that it has drawn and not
-    handed over, and which groups of the stream all engines together have handed over."""
+    handed over, and which groups of the stream all engines together have handed over. Where finished groups are
+    selected: of those that were drawn and count, by position, what else is known, and positions that this engine has
+    dropped and that are not among the consumed yet."""
 
     consumed: Consumed = Consumed()
     begun: tuple[SampleGroup, ...] = ()
     drawn: tuple[SampleGroup, ...] = ()
+    records: Mapping[int, str] = field(default_factory=dict)
+    unseen: tuple[int, ...] = ()
 
     def contents(self) -> Contents:
         """As a file: a row of numbers per group and per sample, and all tokens end to end."""
         groups = [*self.begun, *self.drawn]
         samples = [sample for group in groups for sample in group.samples]
         tensors = {
-            "consumed": _integers([self.consumed.below, *sorted(self.consumed.beyond)]),
+            "consumed": _integers([self.consumed.below, self.consumed.num_dropped, *sorted(self.consumed.beyond)]),
+            "records": torch.tensor([*json.dumps([*self.records.items()]).encode()], dtype=torch.uint8),
+            "unseen": _integers(self.unseen),
             "groups": _integers([n for g in groups for n in (g.position, g.row, len(g.samples))]),
             "samples": _integers([n for sample in samples for n in _numbers(sample)]),
         }
@@ -82,12 +96,14 @@ class RolloutState:
                 f"The rollout's state in a checkpoint has format {found!r}; expected {FORMAT!r}. Go on with the "
                 "version of rltrain that saved it, or start anew with checkpoint.resume: none."
             )
-        below, *beyond = contents.tensors["consumed"].tolist()
+        below, num_dropped, *beyond = contents.tensors["consumed"].tolist()
         groups = [*_read_groups(contents.tensors)]
         return cls(
-            Consumed(below, frozenset(beyond)),
+            Consumed(below, frozenset(beyond), num_dropped),
             tuple(group for group in groups if not group.is_finished),
             tuple(group for group in groups if group.is_finished),
+            dict(json.loads(bytes(contents.tensors["records"].tolist()))),
+            tuple(contents.tensors["unseen"].tolist()),
         )
 
 
@@ -114,7 +130,8 @@ def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineSta
     """
     if len({state.consumed for state in saved}) != 1:
         raise _damaged(f"{len(saved)} engines that do not agree on what has been handed over")
-    consumed = saved[0].consumed
+    consumed = saved[0].consumed.after((), [position for state in saved for position in state.unseen])
+    records = {position: record for state in saved for position, record in state.records.items()}
     begun = sorted(chain.from_iterable(state.begun for state in saved), key=lambda group: group.position)
     drawn = [*chain.from_iterable(state.drawn for state in saved)]
     found = Counter(group.position for group in (*begun, *drawn))
@@ -129,6 +146,7 @@ def share_out(saved: Sequence[RolloutState], num_engines: int) -> list[EngineSta
                 consumed,
                 tuple(group for group in begun if group.position % num_engines == engine),
                 tuple(group for group in drawn if group.position % num_engines == engine),
+                {position: record for position, record in records.items() if position % num_engines == engine},
             ),
             next_position,
             tuple(position for position in returned if position % num_engines == engine),

@@ -10,7 +10,7 @@ class StreamRules:
     """
 
     num_groups: int
-    """Of the whole stream."""
+    """Of the whole stream that count."""
     per_step: int
     num_chunks: int = 1
     shared_log: str | None = None
@@ -40,12 +40,13 @@ class StreamRules:
         """Where the groups of a chunk are entered: which log, and which chunk of it."""
         return self._log(step), chunk if self.shared_log is None else (step - self.first_step) * self.num_chunks + chunk
 
-    def max_position(self, step: int, policy_version: int | None) -> int:
-        """The first position that may not be begun during this step, with weights of this version."""
-        max_position = (step + 1) * self.per_step
+    def max_position(self, step: int, policy_version: int | None, num_dropped: int = 0) -> int:
+        """The first position that may not be begun during this step, with weights of this version, after so many
+        groups that do not count."""
+        max_position = (step + 1) * self.per_step + num_dropped
         if self.max_staleness is None or self._is_fresh(policy_version, step + 1 - self.max_staleness):
             max_position += self.num_ahead
-        return min(max_position, self.num_groups)
+        return min(max_position, self.num_groups + num_dropped)
 
     @staticmethod
     def _is_fresh(policy_version: int | None, least: int) -> bool:

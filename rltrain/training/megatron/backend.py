@@ -22,7 +22,12 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    trained = TrainableModel(_language_model(site, with_weights=state is None), settings, total_updates=total_updates)
+    trained = TrainableModel(
+        _language_model(site, with_weights=state is None),
+        settings,
+        total_updates=total_updates,
+        max_skipped=site.config.on_divergence.max_skipped,
+    )
     if state is not None:
         trained.load_state(state)
     return trained

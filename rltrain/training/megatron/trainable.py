@@ -15,6 +15,7 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
+from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
@@ -33,12 +34,15 @@ class TrainableModel(EvaluableModel):
     """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
     around a model whose weights are loaded, unless `load_state` follows."""
 
-    def __init__(self, model: LanguageModel, settings: schema.Trained, *, total_updates: int) -> None:
+    def __init__(
+        self, model: LanguageModel, settings: schema.Trained, *, total_updates: int, max_skipped: int = 0
+    ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model)
         self.settings = settings
         self.total_updates = total_updates
         self.num_updates = 0
+        self.max_skipped, self.num_skipped = max_skipped, 0
         self.groups = model.pg_collection
         self.ddp = DistributedDataParallel(
             model.config,
@@ -126,11 +130,19 @@ class TrainableModel(EvaluableModel):
         metrics = self._reduce(pending)
         self._require_samples(metrics.pop(NUM_SAMPLES))
         divisor = metrics.pop(DIVISOR)
-        self._require_finite("loss", metrics["loss"])
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
-        grad_norm = self._update(divisor, rate) if divisor else 0.0
+        is_skipped, grad_norm = self._is_to_skip("loss", metrics["loss"]), math.nan
+        if not is_skipped:
+            grad_norm = self._update(divisor, rate) if divisor else 0.0
+            is_skipped = not math.isfinite(grad_norm)
         self.num_updates += 1
-        return {**self.objective.summarize(metrics), "grad_norm": grad_norm, "lr": rate}
+        self.num_skipped = self.num_skipped + 1 if is_skipped else 0
+        return {
+            **self.objective.summarize(metrics),
+            "grad_norm": grad_norm,
+            "lr": rate,
+            SKIPPED: float(is_skipped),
+        }
 
     def save_state(self) -> Contents:
         if self._pending is not None:
@@ -142,13 +154,15 @@ class TrainableModel(EvaluableModel):
         self.num_updates = load_state(self.model, self.optimizer, files)
 
     def _update(self, divisor: float, rate: float) -> float:
-        """Divide, clip and apply the gradients; their norm before clipping. Collective over: the role's ranks."""
+        """Divide, clip and apply the gradients unless their norm, which it returns, is not finite. Collective over: the
+        role's ranks."""
         finalize_model_grads([self.ddp], None, pg_collection=self.groups)
         self.gather.finish()
         self.ddp.scale_gradients(1 / divisor)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
-        self._require_finite("gradient norm", grad_norm)
+        if self._is_to_skip("gradient norm", grad_norm):
+            return grad_norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step_with_ready_grads()
@@ -183,13 +197,19 @@ class TrainableModel(EvaluableModel):
                 "batch.mini_batches"
             )
 
-    def _require_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            role = self.objective.role
-            raise DivergenceError(
-                f"the {role}'s {what} is {value} at optimizer step {self.num_updates + 1}; its weights were left as "
-                f"they were. Lower {role}.optimizer.lr, or look at this step's rewards and log-probs."
-            )
+    def _is_to_skip(self, what: str, value: float) -> bool:
+        """Whether the optimizer step is to be left out because of this."""
+        if math.isfinite(value):
+            return False
+        if self.num_skipped < self.max_skipped:
+            return True
+        role, before = self.objective.role, ""
+        if self.num_skipped:
+            before = f", after {self.num_skipped} in a row that were skipped (on_divergence.max_skipped)"
+        raise DivergenceError(
+            f"the {role}'s {what} is {value} at optimizer step {self.num_updates + 1}{before}; its weights were left "
+            f"as they were. Lower {role}.optimizer.lr, or look at this step's rewards and log-probs."
+        )
 
 
 class _Pending:
