@@ -1,5 +1,8 @@
-"""For all tests: the order of their files, and whether their processes are forked."""
+"""For all tests: which files are read and in what order, and whether their processes are forked."""
 
+import functools
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +40,34 @@ def pytest_xdist_setupnodes() -> None:
         start_zygote()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import stays until the end: the collector need not look through it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests alone are asked for, a file that marks none is not read: its imports are saved."""
+    asked_for: str = config.option.markexpr
+    slow_alone = asked_for.split(" ")[0] == "slow" and " or " not in asked_for
+    is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if slow_alone and is_tests and not marks_slow(collection_path) else None
+
+
+@functools.cache
+def marks_slow(path: Path) -> bool:
+    return "pytest.mark.slow" in path.read_text()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that take longest come first, so that no worker is left alone with one at the end."""
+    unsaid = {str(item.path) for item in items if item.get_closest_marker("slow") and not marks_slow(item.path)}
+    assert not unsaid, f"write pytest.mark.slow in {unsaid}: where slow tests are asked for, they would be left out"
     items.sort(key=lambda item: place_of(item.path))
 
 

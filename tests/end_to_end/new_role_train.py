@@ -1,4 +1,4 @@
-"""launch/train.py in a job that has one more role: a teacher that finds every token equally likely.
+"""launch/train.py in a job that has one more role: an adviser that finds every token equally likely.
 
     torchrun tests/end_to_end/new_role_train.py --config CONFIG [key=value ...]
 
@@ -16,13 +16,13 @@ from rltrain.roles.role import Role
 from rltrain.tasks.declaration import RoleTasks, Task
 from rltrain.tasks.roles import DECLARED, TRANSFERS
 
-TASK = "teacher_logprobs"
+TASK = "adviser_logprobs"
 
 
-class Teacher(Role):
-    name = "teacher"
+class Adviser(Role):
+    name = "adviser"
 
-    def teacher_logprobs(self, step: int, chunk: int) -> None:
+    def adviser_logprobs(self, step: int, chunk: int) -> None:
         """What it thinks of the drawn tokens."""
         scored = self.shipments.pop(("scored", step, chunk))
         uniform = -math.log(self.job.architecture.vocab_size)
@@ -30,11 +30,11 @@ class Teacher(Role):
         self.shipments[TASK, step, chunk] = scored.with_fields(reference_logprobs=opinion)
 
 
-DECLARED["teacher"] = RoleTasks(
-    "teacher", (Task(TASK, takes=("scored",), leaves=(TASK,), informs="actor"),), needed_by_algorithm=False
+DECLARED["adviser"] = RoleTasks(
+    "adviser", (Task(TASK, takes=("scored",), leaves=(TASK,), informs="actor"),), needed_by_algorithm=False
 )
 TRANSFERS[TASK] = ("group_ids", "lengths", "reference_logprobs")
-hosting.ROLES["teacher"] = Teacher
+hosting.ROLES["adviser"] = Adviser
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

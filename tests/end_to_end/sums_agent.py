@@ -1,9 +1,7 @@
-"""Agents of tests: they ask a model for two sums by OpenAI's client, and say how many were right."""
+"""Agents of tests: one asks a model for two sums by OpenAI's client, and says how many were right; the other counts on."""
 
 import asyncio
-import json
 import os
-import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,15 +40,3 @@ async def counts_on(row: Mapping[str, Any], base_url: str, api_key: str, session
     with urllib.request.urlopen(request) as told, Path(os.environ[RECORDS]).open("a") as records:
         records.write(told.read().decode() + "\n")
     return len(text) % 2
-
-
-def main() -> None:
-    """As a program: the row in a file, the endpoint in its environment."""
-    row = json.loads(Path(os.environ["RLTRAIN_ROW"]).read_text())
-    with openai.OpenAI() as client:
-        text = client.completions.create(model="any", prompt=str(row["prompt"]), max_tokens=40).choices[0].text
-    print(json.dumps({"reward": float(text.rpartition(",")[2] == str(row["label"]))}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ SETTINGS = [
     "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}",
     "logging={samples: 8, sample_ids: true}",
     "data.eval.max_rows=8",
+    "data.train.max_rows=1024",
     "steps=3",
 ]
 PLACEMENTS = {
@@ -111,7 +111,7 @@ def test_every_sample_is_trained_on_once_in_every_order_and_across_a_restart(
 
 AGENTS = {
     "function": "{function: 'tests.end_to_end.sums_agent:two_sums'}",
-    "program": "{command: [python3, TESTS/sums_agent.py], sandbox: none, environment: {PYTHONPATH: SITE}}",
+    "program": "{command: [python3, TESTS/sum_program.py], sandbox: none, environment: {ANSWER_TOKENS: '40'}}",
 }
 
 
@@ -119,13 +119,15 @@ AGENTS = {
 def test_an_agent_draws_its_turns_at_the_endpoint(
     kind: str, tmp_path: Path, warmed_up: Path, data_overrides: list[str]
 ) -> None:
-    agent = AGENTS[kind].replace("TESTS", str(Path(__file__).parent)).replace("SITE", sysconfig.get_path("purelib"))
+    agent = AGENTS[kind].replace("TESTS", str(Path(__file__).parent))
     records = train(
         "configs/quickstart.yaml",
         *data_overrides,
         *SETTINGS[1:],
         f"env={{agent: {agent}, num_workers: 1, max_turns: 4}}",
         "steps=2",
+        "data.eval.max_rows=2",
+        "checkpoint.save_hf=false",
         "placement={'actor, reference, rollout': 0, env: 1}",
         "actor.parallel.tp=1",
         f"model.path={warmed_up}",

@@ -17,6 +17,7 @@ COMMON = [
     "checkpoint.save_hf=false",
     "evaluation.interval=0",
     "data.eval=null",
+    "data.train.max_rows=1024",
     "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
     "rollout.sampling.max_response_tokens=40",
     "rollout.max_context_tokens=56",

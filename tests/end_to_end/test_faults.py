@@ -48,6 +48,7 @@ class Stand:
         run = ["--config", "configs/quickstart.yaml", *self.paths, *self.layout, small, f"steps={STEPS}"]
         settings = [
             "data.eval=null",
+            "data.train.max_rows=1024",
             "logging.sample_ids=true",
             "checkpoint.save_hf=false",
             "checkpoint.save_interval=2",

@@ -18,13 +18,15 @@ def test_both_ways_of_syncing_give_engines_the_same_weights(
     warmed_up: Path, data_overrides: list[str], tmp_path: Path
 ) -> None:
     """With tensor parallelism on both sides; what engines hold is compared with the quantised weights of the actor."""
-    small = ("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "evaluation.interval=0", "steps=2")
+    less = ("data.eval=null", "data.train.max_rows=1024", "checkpoint.save_hf=false")
+    small = ("batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}", "steps=2")
     runs = {
         transport: run(
             warmed_up,
             data_overrides,
             tmp_path / transport,
             *small,
+            *less,
             "rollout.parallel.tp=2",
             "weight_sync.verify=true",
             f"weight_sync.transport={transport}",

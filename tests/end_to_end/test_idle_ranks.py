@@ -21,6 +21,7 @@ def test_a_run_with_idle_ranks_saves_and_goes_on(quickstart_files: Path, data_ov
         "batch={prompts_per_step: 4, samples_per_prompt: 2, mini_batches: 1}",
         "rollout.sampling.max_response_tokens=8",
         "data.eval.max_rows=4",
+        "data.train.max_rows=1024",
         "evaluation={interval: 1, stop_at: 2.0}",
         "checkpoint={save_interval: 1, save_hf: false}",
         "timeouts.no_progress_s=60",

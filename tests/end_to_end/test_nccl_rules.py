@@ -31,6 +31,7 @@ SMALL = (
     "actor.gradient_bucket_mb=0.1",
     "weight_sync.verify=true",
     "checkpoint.save_hf=false",
+    "data.train.max_rows=1024",
     "logging={progress: false, samples: 0}",
     *(f"{role}.offload=true" for role in ("actor", "reference", "rollout")),
 )

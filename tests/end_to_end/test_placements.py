@@ -37,6 +37,8 @@ def rewards(warmed_up, data_overrides, tmp_path_factory):
             f"steps={STEPS}",
             "batch.prompts_per_step=8",
             "data.eval.max_rows=64",
+            "data.train.max_rows=1024",
+            "checkpoint.save_hf=false",
             *data_overrides,
             placement,
             "actor.parallel={tp: 1}",

@@ -18,6 +18,7 @@ def overrides(quickstart_files, data_overrides, tmp_path_factory):
         f"output_dir={tmp_path_factory.mktemp('refused')}",
         *data_overrides,
         "steps=1",
+        "data.train.max_rows=1024",
         "evaluation.interval=0",
     ]
 

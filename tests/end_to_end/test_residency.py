@@ -16,6 +16,7 @@ SMALL = (
     "rollout.sampling.max_response_tokens=16",
     "actor.parallel.tp=1",
     "data.eval=null",
+    "data.train.max_rows=1024",
     "checkpoint.save_hf=false",
     "logging={progress: false, samples: 0}",
     # An untrained model answers no question, but its answers differ in length.

@@ -20,6 +20,7 @@ SMALL = (
     "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
     f"steps={STEPS}",
     "logging.sample_ids=true",
+    "data.train.max_rows=1024",
     "checkpoint.save_hf=false",
 )
 APART = "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}"
@@ -77,17 +78,22 @@ def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -
     assert rest[SAVED] == pytest.approx(whole[SAVED], rel=1e-4, abs=1e-4)
 
 
+FEW = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}"
+FEW_ROWS = "data.eval.max_rows=16"
 CONFIGS = {
     "sequential": (
         "configs/quickstart.yaml",
-        ("evaluation={interval: 2, keep_best: {metric: eval/score}}", "checkpoint.save_hf_interval=2"),
+        (
+            *(FEW, FEW_ROWS, "evaluation={interval: 2, keep_best: {metric: eval/score}}"),
+            "checkpoint.save_hf_interval=2",
+        ),
     ),
     "asynchronous": (
         "configs/quickstart.yaml",
         (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
     ),
-    "ppo": ("configs/quickstart_ppo.yaml", ("data.eval=null", "critic.critic_warmup_steps=1")),
-    "sft": ("configs/quickstart_sft.yaml", ("evaluation={interval: 2, stop_at: null}",)),
+    "ppo": ("configs/quickstart_ppo.yaml", (FEW, "data.eval=null", "critic.critic_warmup_steps=1")),
+    "sft": ("configs/quickstart_sft.yaml", (FEW_ROWS, "evaluation={interval: 2, stop_at: null}")),
     "dpo": (
         "configs/quickstart_dpo.yaml",
         (
@@ -247,19 +253,21 @@ def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed
 def test_a_model_learns_on_after_a_resumed_run_from_stale_samples_of_weights_in_fp8(
     warmed_up, data_overrides, tmp_path
 ):
+    """Corrected by truncated importance sampling."""
+    staleness = 4
     overrides = (
         f"model.path={warmed_up}",
         *data_overrides,
         *FP8,
         APART,
-        "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
+        f"schedule={{mode: asynchronous, max_staleness: {staleness}, partial_rollouts: true, on_stale: mask}}",
         "checkpoint={save_hf: false, save_interval: 20, keep: 0}",
     )
-    halfway, well = ("evaluation={interval: 20, stop_at: 0.5}", "evaluation={interval: 10, stop_at: 0.9}")
+    halfway, well = ("evaluation={interval: 20, stop_at: 0.5}", "evaluation={interval: 10, stop_at: 0.8}")
     first = train(REPOSITORY / "configs/quickstart.yaml", *overrides, halfway, f"output_dir={tmp_path}/first")
     assert column(first, "eval/score")[0] < 0.5
     resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_0000020"
     records = train(REPOSITORY / "configs/quickstart.yaml", *overrides, well, f"output_dir={tmp_path}/second", resume)
     assert records[0]["step"] == 20
-    assert column(records, "eval/score")[-1] >= 0.9
-    assert max(column(records, "train/staleness_max")) == 1
+    assert column(records, "eval/score")[-1] >= 0.8
+    assert max(column(records, "train/staleness_max")) == staleness

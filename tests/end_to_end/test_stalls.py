@@ -41,6 +41,7 @@ def arguments(quickstart_files: Path, data_overrides: list[str], tmp_path: Path)
         "steps=3",
         "evaluation.stop_at=null",
         "data.eval=null",
+        "data.train.max_rows=1024",
         "batch={prompts_per_step: 16, samples_per_prompt: 1, mini_batches: 1}",
         f"timeouts.no_progress_s={NO_PROGRESS_S}",
     ]

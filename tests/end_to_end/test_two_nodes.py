@@ -37,6 +37,7 @@ def test_a_job_over_two_nodes_finishes(quickstart_files: Path, data_overrides: l
         "steps=2",
         "batch.prompts_per_step=4",
         "data.eval.max_rows=8",
+        "data.train.max_rows=1024",
     ]
     nodes = [start_node(node, port, arguments) for node in range(2)]
     outputs = [node.communicate(timeout=200)[0] for node in nodes]

@@ -81,7 +81,7 @@ def test_weight_sync_refuses_what_it_cannot_run(
     assert message in capsys.readouterr().err
 
 
-def test_a_wrong_result_ends_the_benchmark() -> None:
+def test_a_wrong_result_ends_the_benchmark(tmp_path: Path) -> None:
     """A rival that leaves one element as it was is not timed."""
     program = f"""
 import sys
@@ -99,7 +99,9 @@ sys.argv = ["weight_sync.py", "--ranks", "1", "--params", "1m", "--rivals", "gat
 import weight_sync
 weight_sync.main()
 """
-    done = run([sys.executable, "-c", program], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    script = tmp_path / "forgetful.py"
+    script.write_text(program)
+    done = run([sys.executable, str(script)], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     assert done.returncode == 1
     assert "gather_broadcast wrote 1 tensors wrong, the first is model.embed_tokens.weight" in done.stdout
     assert "does not move the weights correctly" in done.stderr

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.forked import popen as forked
 
 PROGRAM = """
@@ -23,6 +25,7 @@ def test_a_rank_without_a_gpu_does_not_load_the_compiler(tmp_path: Path) -> None
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
+@pytest.mark.slow  # the compiler takes long to load
 def test_a_rank_with_a_gpu_does_and_torch_compiles_as_before() -> None:
     program = PROGRAM.format(has_gpu=True)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
