@@ -1,4 +1,4 @@
-"""Agents of tests: one asks a model for two sums by OpenAI's client, and says how many were right; the other counts on."""
+"""Agents of tests: one asks a model for two sums by OpenAI's client and counts the right ones, one counts on."""
 
 import asyncio
 import os
