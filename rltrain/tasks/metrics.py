@@ -70,7 +70,11 @@ UPDATE = (
 )
 SCORE_EVALUATION_PAIRS = (
     Metric("eval/loss", "", "the loss of the held-out pairs, of algorithms that learn from pairs"),
-    *(Metric(f"eval/{name}", unit, f"as train/{name}, of the held-out pairs") for name, unit, _ in OF_PAIRS),
+    *(
+        Metric(f"eval/{name}", unit, f"as train/{name}, of the held-out pairs")
+        for name, unit, _ in OF_PAIRS
+        if name != "truncated_ratio"  # which evaluations have that draw
+    ),
 )
 UPDATE_CRITIC = (
     Metric("critic/loss", "", "half the squared error of the values, clipped, mean over response tokens"),

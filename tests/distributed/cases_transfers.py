@@ -113,7 +113,10 @@ class Rank:
         role = self.roles["reference"]
         scored = role.shipments.pop(("scored", step, chunk))
         logprobs = scored.experience.tokens.float()
-        role.shipments["reference_logprobs", step, chunk] = scored.with_fields(reference_logprobs=logprobs)
+        nobody_asks = torch.empty(len(logprobs), 0)
+        role.shipments["reference_logprobs", step, chunk] = scored.with_fields(
+            reference_logprobs=logprobs, reference_top_ids=nobody_asks.long(), reference_top_logprobs=nobody_asks
+        )
 
     def advantages(self, step: int, chunk: int) -> None:
         """Note what has come: of every sample its numbers, under its id."""

@@ -126,7 +126,7 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ),
         (
             {"algorithm": "dpo", "placement": DPO, "batch": {"prompts_per_step": 8, "mini_batches": 3}},
-            "batch.prompts_per_step: got 8; expected a multiple of 3",
+            "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8",
         ),
         ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
         ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),

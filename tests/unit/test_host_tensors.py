@@ -102,14 +102,17 @@ def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]
 
     made = Reference.__new__(Reference)
     made.job = SimpleNamespace(
-        world=world, job_store=JobStore(world), model_site=lambda role: SimpleNamespace(load_weights=load)
+        world=world,
+        job_store=JobStore(world),
+        model_site=lambda role: SimpleNamespace(load_weights=load),
+        resumed=None,
     )
     actor = SimpleNamespace(
         parameters={name: torch.zeros_like(tensor) for name, tensor in LIKE.items()},
         layout=SimpleNamespace(ranks=(0, 1, 2, 3), parts=(0, 0, 0, 0)),
         parts={"weights": None},
     )
-    overlay = made._weights_over(actor)
+    overlay = made._weights_over(actor, made._host_weights(actor))
     return {
         "bytes": overlay.host_bytes,
         "values": [float(host.float().sum()) for _, host in overlay._pairs],

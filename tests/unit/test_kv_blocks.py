@@ -258,17 +258,16 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
 )
 def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, leaves: bool, others: list[str]) -> None:
     def site(leaves: bool, others: list[str]) -> Any:
-        rollout = SimpleNamespace(kv_cache_gb="auto")
         world = SimpleNamespace(device=torch.device(device))
-        return SimpleNamespace(config=SimpleNamespace(rollout=rollout), world=world, leaves=leaves, others=others)
+        return SimpleNamespace(world=world, leaves=leaves, others=others)
 
-    budget = build.budget_within(site(leaves, others))
+    budget = build.budget_within(site(leaves, others), "auto", "rollout")
     assert (budget is None) == (device == "cpu"), "a CPU has no limit"
     if device == "cuda":
         with pytest.raises(
             ConfigError, match=r"rollout\.kv_cache_gb: got auto .* beside actor, critic.*rollout\.offload"
         ):
-            build.budget_within(site(False, ["actor", "critic"]))
+            build.budget_within(site(False, ["actor", "critic"]), "auto", "rollout")
 
 
 @pytest.mark.parametrize(("memory", "stays"), [(PausedRegion(FakeSaver(), "kv"), True), (ResizedStorages(), False)])
