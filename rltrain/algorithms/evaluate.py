@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.algorithm import Algorithm
-from rltrain.tasks.roles import ENV
+from rltrain.tasks.roles import ENV, rewarding_roles
 
 
 class Evaluate(Algorithm):
@@ -15,7 +15,7 @@ class Evaluate(Algorithm):
         return dict.fromkeys(("rollout", "reward"), "algorithm evaluate")
 
     def usable_roles(self) -> frozenset[str]:
-        return frozenset({*self.needs(), ENV.name})
+        return frozenset({*self.needs(), ENV.name, *rewarding_roles()})
 
     def problems(self) -> Iterator[str]:
         if not self.config.evaluations:

@@ -9,21 +9,26 @@ from rltrain.config.explain import section_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
+from rltrain.tasks.roles import rewarding_roles
 
 KEPT = frozenset(
-    {"model", "data", "rollout", "env", "reward", "evaluation", "weight_sync", "logging", "residency", "timeouts"}
+    {
+        *("model", "data", "rollout", "env", "reward", "evaluation", "weight_sync", "logging", "residency", "timeouts"),
+        *rewarding_roles(),
+    }
 )
 """Sections that mean the same without training; of the others the defaults are as good as anything."""
 
 
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
-    what else is needed. All ranks host rollout and reward, and env where the config has one, unless `given` places
-    them otherwise. Raises ConfigError, and CheckpointError where there is no such folder."""
+    what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
+    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError without such a folder."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"--checkpoint: there is no folder {str(checkpoint)!r}; expected one of a model")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
+    roles += [role for role in rewarding_roles() if getattr(config, role).path is not None]
     output = output or Path(config.output_dir, "evaluations", checkpoint.resolve().name)
     before = {
         **{name: {} for name in _sections() - KEPT},

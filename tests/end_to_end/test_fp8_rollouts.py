@@ -4,6 +4,8 @@ that learns from them."""
 import math
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.jobs import REPOSITORY, column, train
 
 FP8 = ("rollout.dtype=fp8", "loss.old_logprobs=actor", "loss.correction.high=2.0")
@@ -14,6 +16,7 @@ def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: st
     return train(REPOSITORY / "configs/quickstart.yaml", *paths, *FP8, *overrides)
 
 
+@pytest.mark.slow
 def test_both_ways_of_syncing_give_engines_the_same_weights(
     warmed_up: Path, data_overrides: list[str], tmp_path: Path
 ) -> None:

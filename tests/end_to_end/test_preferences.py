@@ -18,19 +18,45 @@ def pairs(warmed_up: Path, quickstart_files: Path) -> list[str]:
     return [f"model.path={warmed_up}", *paths]
 
 
+@pytest.fixture(scope="module")
+def reward_model(pairs: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A trained one, and the records of its training."""
+    output = tmp_path_factory.mktemp("reward_model")
+    records = train(REWARD_MODEL, *pairs, f"output_dir={output}", "evaluation.stop_at=0.95")
+    return output / "hf", records
+
+
+@pytest.mark.slow
+def test_ppo_follows_a_reward_model(
+    reward_model: tuple[Path, list[dict[str, Any]]], warmed_up: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    """Nothing else says what a response is worth; it reads texts as it was trained on them."""
+    records = train(
+        REPOSITORY / "configs/quickstart_ppo.yaml",
+        *[f"model.path={warmed_up}", f"output_dir={tmp_path}", *data_overrides, "data.eval=null", "steps=8"],
+        *["placement={'actor, critic': 0, 'rollout, reward': 1, reward_model: '0-1'}", "checkpoint.save_hf=false"],
+        *["reward={functions: []}", f"reward_model={{path: {reward_model[0]}, ends_with_eos: true}}"],
+        *["batch={prompts_per_step: 256, samples_per_prompt: 1, mini_batches: 2}", "critic.critic_warmup_steps=2"],
+        num_ranks=2,
+    )
+    scores = column(records, "rollout/reward_model")
+    assert scores == column(records, "rollout/reward_mean")
+    assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.1
+
+
 @pytest.mark.slow
 def test_a_reward_model_tells_right_sums_from_wrong_ones_and_transformers_scores_alike(
-    pairs: list[str], quickstart_files: Path, tmp_path: Path
+    reward_model: tuple[Path, list[dict[str, Any]]], quickstart_files: Path
 ) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    records = train(REWARD_MODEL, *pairs, f"output_dir={tmp_path}", "evaluation.stop_at=0.95")
+    folder, records = reward_model
     accuracy = column(records, "eval/accuracy")
     assert accuracy[0] == 0.0 and accuracy[-1] >= 0.95, "its head starts at zero, and so do all scores"
 
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [json.loads(line) for line in (quickstart_files / "eval_pairs.jsonl").read_text().splitlines()]
     scores = []
     for side in ("chosen", "rejected"):

@@ -65,7 +65,7 @@ def after(steps: dict[int, Any], first: int = SAVED) -> dict[int, Any]:
     return {step: value for step, value in steps.items() if step >= first}
 
 
-ONE_MORE = ("data.eval=null", f"steps={SAVED + 1}")
+ONE_MORE = ("data.eval=null", "evaluation.keep_best=null", f"steps={SAVED + 1}")
 
 
 def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -> None:
@@ -91,6 +91,14 @@ CONFIGS = {
     "asynchronous": (
         "configs/quickstart.yaml",
         (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
+    ),
+    "asynchronous, with models that work ahead": (
+        "configs/quickstart.yaml",
+        (
+            *("placement={actor: 0, 'reference, inference': 1, 'rollout, reward': 2-3}", "actor.parallel.tp=1"),
+            *("loss.old_logprobs=actor", "reference.refresh_every=2", "data.eval=null"),
+            "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}",
+        ),
     ),
     "ppo": ("configs/quickstart_ppo.yaml", (FEW, "data.eval=null", "critic.critic_warmup_steps=1")),
     "sft": ("configs/quickstart_sft.yaml", (FEW_ROWS, "evaluation={interval: 2, stop_at: null}")),
