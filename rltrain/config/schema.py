@@ -193,10 +193,14 @@ class Config(Section):
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
 
     @property
+    def placed_roles(self) -> frozenset[str]:
+        """All that the keys of `placement` name."""
+        return frozenset(role for key in self.placement for role in split_roles(key))
+
+    @property
     def reward_weights(self) -> tuple[float, ...]:
         """Of what the reward is the sum of: its functions, then the models that are placed for it."""
-        placed = {role for key in self.placement for role in split_roles(key)}
-        models = (getattr(self, role).weight for role in rewarding_roles() if role in placed)
+        models = (getattr(self, role).weight for role in rewarding_roles() if role in self.placed_roles)
         return (*(part.weight for part in self.reward.parts), *models)
 
     @property

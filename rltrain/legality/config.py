@@ -105,8 +105,7 @@ def _divisors(number: int) -> list[int]:
 
 def _length_problems(config: Config) -> Iterator[str]:
     longest, sizes = longest_text(config)
-    used = any("rollout" in split_roles(key) for key in config.placement)
-    if used and config.rollout.max_context_tokens < longest:
+    if "rollout" in config.placed_roles and config.rollout.max_context_tokens < longest:
         yield f"rollout.max_context_tokens: got {config.rollout.max_context_tokens}; expected at least {sizes}"
 
 
@@ -119,7 +118,7 @@ def _engine_memory_problems(config: Config) -> Iterator[str]:
 
 
 def _environment_problems(config: Config) -> Iterator[str]:
-    env, is_placed = config.env, any("env" in split_roles(key) for key in config.placement)
+    env, is_placed = config.env, "env" in config.placed_roles
     named = [key for key, given in (("function", env.function), ("agent", env.agent)) if given is not None]
     if is_placed and len(named) != 1:
         given = "both env.function and env.agent are" if named else "neither env.function nor env.agent is"
@@ -136,7 +135,7 @@ def _environment_problems(config: Config) -> Iterator[str]:
 
 
 def _teacher_problems(config: Config) -> Iterator[str]:
-    teacher, is_placed = config.teacher, any("teacher" in split_roles(key) for key in config.placement)
+    teacher, is_placed = config.teacher, "teacher" in config.placed_roles
     if is_placed and not teacher.path:
         yield "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from"
     if teacher.path and not is_placed:
@@ -149,7 +148,7 @@ def _teacher_problems(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    if config.reference.refresh_every and not any("reference" in split_roles(key) for key in config.placement):
+    if config.reference.refresh_every and "reference" not in config.placed_roles:
         yield (
             f"reference.refresh_every: got {config.reference.refresh_every}, but no role reference is placed; expected "
             "0, or reference: ranks in placement"

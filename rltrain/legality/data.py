@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from rltrain.config.roles import split_roles
 from rltrain.config.schema import Config, PromptFile
 
 
@@ -28,7 +27,7 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.min_prompt_tokens: got {data.min_prompt_tokens}; expected at most data.max_prompt_tokens "
             f"{data.max_prompt_tokens}"
         )
-    if any("env" in split_roles(key) for key in config.placement):
+    if "env" in config.placed_roles:
         yield from _environment_problems(data.train)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.roles import split_roles
 from rltrain.config.schema import Config, Reward
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 from rltrain.tasks.roles import rewarding_roles
@@ -42,8 +41,7 @@ def _section_problems(section: str, reward: Reward, config: Config, models: list
 
 def _models(config: Config) -> list[str]:
     """Placed roles that tell the reward what responses are worth."""
-    placed = {role for key in config.placement for role in split_roles(key)}
-    return [role for role in rewarding_roles() if role in placed]
+    return [role for role in rewarding_roles() if role in config.placed_roles]
 
 
 def _name_problems(section: str, reward: Reward, config: Config, models: list[str]) -> Iterator[str]:

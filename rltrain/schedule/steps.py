@@ -36,11 +36,6 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
     )
 
 
-def is_evaluation_step(config: Config, step: int) -> bool:
-    """Whether any evaluation set is due."""
-    return any(plan.is_due(step, config.steps) for plan in config.evaluations)
-
-
 def is_save_step(config: Config, step: int) -> bool:
     """Every `checkpoint.save_interval` steps, and after the last one."""
     interval = config.checkpoint.save_interval

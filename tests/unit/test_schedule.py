@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import pytest
 
 from rltrain.schedule.check import check
+from rltrain.schedule.due_evaluations import DueEvaluations
 from rltrain.schedule.order import Entry, Order, program
 from rltrain.schedule.overlaps import overlapping_tasks
-from rltrain.schedule.steps import build_order, is_evaluation_step
+from rltrain.schedule.steps import build_order
 from tests.unit.schedule_configs import GRPO, NO_EVALUATION, PPO, make_config, order_of, place
 
 
@@ -130,9 +131,9 @@ def test_a_reward_model_needs_the_actor_alone():
 
 
 def test_evaluations_frame_the_run_and_come_at_the_interval():
-    config = make_config(steps=7, evaluation={"interval": 3})
-    assert [step for step in range(8) if is_evaluation_step(config, step)] == [0, 3, 6, 7]
-    assert not is_evaluation_step(make_config(**NO_EVALUATION), 0)
+    due = DueEvaluations.of(make_config(steps=7, evaluation={"interval": 3}))
+    assert [step for step in range(8) if due.sets(step)] == [0, 3, 6, 7]
+    assert not DueEvaluations.of(make_config(**NO_EVALUATION)).sets(0)
 
 
 def test_early_stopping_is_decided_by_all_roles_together():
