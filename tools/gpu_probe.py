@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from rltrain.models.attention import PACKED_KERNEL, attend, attend_packed  # noqa: E402
+from rltrain.models.attention import attend, attend_packed, packed_kernel  # noqa: E402
 
 PACKAGES = ("megatron-core", "transformers", "transformer-engine", "flash-attn", "sglang", "numpy", "triton")
 NUM_SHAPES, HEADS, HEAD_DIM = 6, 16, 128
@@ -45,13 +45,13 @@ def versions(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "packages": found,
         "attention_enabled": enabled,
-        "attention_packed": on_gpu and PACKED_KERNEL is not None,
+        "attention_packed": on_gpu and packed_kernel() is not None,
         "attention_new_shape_ms": {
             "ours": _new_shapes(device, lambda q, k, v: attend(q, k, v, causal=True)),
             "torchs": _new_shapes(
                 device, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             ),
-            **({"packed": _new_shapes(device, _packed)} if on_gpu and PACKED_KERNEL is not None else {}),
+            **({"packed": _new_shapes(device, _packed)} if on_gpu and packed_kernel() is not None else {}),
         },
     }
 

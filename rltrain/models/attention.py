@@ -4,27 +4,31 @@ cuDNN's is left out: torch prefers it on Hopper and newer GPUs, where it builds 
 tens of milliseconds of the host's time, and packed batches have a new shape nearly every time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from inspect import signature
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    PACKED_KERNEL = varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None
-except ImportError:
-    PACKED_KERNEL = None
-"""Of torch 2.12 and later; earlier ones lack what a model needs of it."""
-
 CAUSAL_WINDOW = (-1, 0)
 FLASH_DEVICE = "cuda"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_MULTIPLE, FLASH_LARGEST_HEAD = 8, 256
 """Elements of a head that the flash kernels take."""
+
+
+@cache
+def packed_kernel() -> Callable[..., object] | None:
+    """torch's attention over packed rows, of 2.12 and later: earlier ones lack what a model needs of it. Loads torch's
+    compiler, which takes a second, so it is asked for only where there are kernels for it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None
 
 
 def attend(
@@ -53,7 +57,7 @@ def attends_packed(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
         and queries.dtype in FLASH_DTYPES
         and keys.size(-1) == values.size(-1) == head_dim <= FLASH_LARGEST_HEAD
         and head_dim % FLASH_HEAD_MULTIPLE == 0
-        and PACKED_KERNEL is not None
+        and packed_kernel() is not None
     )
 
 
@@ -65,8 +69,9 @@ def attend_packed(
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     `boundaries` [sequences + 1] int32 are where sequences start and the last one ends; `longest` of them in tokens.
     """
-    assert PACKED_KERNEL is not None
-    attended = PACKED_KERNEL(
+    kernel = packed_kernel()
+    assert kernel is not None
+    attended = kernel(
         queries,
         keys,
         values,

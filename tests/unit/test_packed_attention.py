@@ -137,7 +137,7 @@ def test_a_gpu_takes_all_sequences_in_one_call(monkeypatch: pytest.MonkeyPatch) 
         calls.append(len(tensors[0]))
         return flash_stand_in(*tensors, **settings)
 
-    monkeypatch.setattr(attention, "PACKED_KERNEL", kernel)
+    monkeypatch.setattr(attention, "packed_kernel", lambda: kernel)
     monkeypatch.setattr(packed_attention, "attends_packed", lambda *rows: True)
     lengths = LENGTHS["long ones are sorted by length"]
     inputs = [torch.randn(sum(lengths), 1, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]

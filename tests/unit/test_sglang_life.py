@@ -90,8 +90,12 @@ class Life:
         return done
 
     def wait_until_running(self, count: int) -> None:
+        """And until each of these has drawn four tokens more."""
         deadline = time.monotonic() + LIMIT_S
-        while self.server.num_running < count or not all(len(one.tokens) > 3 for one in self.server._running):
+        drawn = {id(one): len(one.tokens) for one in self.server._running}
+        while self.server.num_running < count or not all(
+            len(one.tokens) > 3 + drawn.get(id(one), 0) for one in self.server._running
+        ):
             self.engine.step()
             assert time.monotonic() < deadline
 
