@@ -7,9 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment dev
 cd "$REPOSITORY"
-export OMP_NUM_THREADS=1 # ranks share the cores
-# Every store asks for the name of its address. A resolver that does not answer would cost 5 s each time.
-export RES_OPTIONS="timeout:1 attempts:1"
+export OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1" # ranks share cores; stores ask resolvers that may be silent
 case ${1:-} in
   --lint) exec "$python" tests/lint.py ;;
   --sglang)
