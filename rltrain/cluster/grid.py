@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from rltrain.cluster.stages import checked_layers, planned_layers
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -33,6 +35,9 @@ class Grid:
     This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp: placement checks it first.
     Experts lie on the ranks of each pipeline stage as etp x ep x expert dp, etp varying fastest: ep shares hold whole
     experts, each cut over etp ranks (None: as many as tp).
+
+    A model's layers are cut into pp * vpp chunks: chunk v of pipeline stage s is the (v * pp + s)-th in the order of
+    depth, in which `layers_per_stage` has the layers of each (None: as cluster.stages plans them).
     """
 
     ranks: tuple[int, ...]
@@ -41,10 +46,18 @@ class Grid:
     cp: int = 1
     ep: int = 1
     etp: int | None = None
+    vpp: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
 
     @property
     def dp(self) -> int:
         return len(self.ranks) // (self.tp * self.pp * self.cp)
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """By depth, of the pp * vpp chunks of a model with as many layers. ValueError where they cannot be."""
+        if self.layers_per_stage is None:
+            return planned_layers(num_layers, self.pp * self.vpp)
+        return checked_layers(self.layers_per_stage, num_layers, self.pp, self.vpp)
 
     @cached_property
     def array(self) -> np.ndarray:

@@ -14,6 +14,12 @@ class Parallel(Section):
 
     tp: Count = 1
     pp: Count = 1
+    vpp: Count = 1
+    """Chunks of consecutive layers that every pipeline stage holds, in turn with the others': interleaved stages, whose
+    pipelines fill and empty in 1/vpp of the time."""
+    layers_per_stage: list[Count] | None = None
+    """Of the pp * vpp chunks, by depth. null: as many in each where pp * vpp divides the model's layers; else the
+    embedding and the loss count as a layer each."""
     cp: Count = 1
     ep: Count = 1
     sequence_parallel: bool = False

@@ -31,20 +31,27 @@ class Activations:
         return self.stage == self.job.grids[self.role].pp - 1
 
     def training(self, tokens: int) -> int:
-        """At most at once, with micro-batches of `tokens` tokens: a stage has as many under way as follow it, itself
-        among them (1F1B). With full recomputation a layer keeps its input, and one layer at a time keeps all."""
-        pp = self.job.grids[self.role].pp
-        under_way = min(self.job.num_micro_batches(self.role), pp - self.stage)
-        layers = layers_of_stage(self.architecture, pp, self.stage)
+        """At most at once, with micro-batches of `tokens` tokens. With full recomputation a layer keeps its input, and
+        one layer at a time keeps all."""
+        under_way = self._under_way()
+        layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
         whole = [self.layer(sparse) * tokens for sparse in layers]
         ends = self._ends() * tokens
         if self.job.config.model.recompute == "full":
-            return under_way * (len(layers) * self._hidden() * tokens + ends) + max(whole, default=0)
-        return under_way * (sum(whole) + ends)
+            return int(under_way * (len(layers) * self._hidden() * tokens + ends)) + max(whole, default=0)
+        return int(under_way * (sum(whole) + ends))
+
+    def _under_way(self) -> float:
+        """Micro-batches whose activations the stage has at once. By 1F1B as many as there are stages from it on; of
+        interleaved stages a micro-batch is under way chunk by chunk (Narayanan et al. 2021, arXiv:2104.04473)."""
+        grid = self.job.grids[self.role]
+        behind = grid.pp - self.stage - 1
+        chunks = 1 + behind if grid.vpp == 1 else 1 + 2 * behind + (grid.vpp - 1) * grid.pp
+        return min(self.job.num_micro_batches(self.role), chunks / grid.vpp)
 
     def evaluating(self, tokens: int) -> int:
         """Without gradients: those of the layer that is being computed."""
-        layers = layers_of_stage(self.architecture, self.job.grids[self.role].pp, self.stage)
+        layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
         return max((self.layer(sparse) for sparse in set(layers)), default=0) * tokens
 
     def layer(self, sparse: bool) -> int:

@@ -1,12 +1,12 @@
 """What of a model lies on a rank: layers of its pipeline stage, and elements of its parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
 
 from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture
-from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of
 
 EXPERT = ".experts."
@@ -27,31 +27,21 @@ class Elements:
         return sum(self.dense) + sum(self.experts)
 
 
-def stage_layers(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Layers of each of `pp` pipeline stages; what does not divide goes to those behind the first."""
-    each, left_over = divmod(num_layers, pp)
-    return tuple(each + (0 < stage <= left_over) for stage in range(pp))
-
-
-def layers_of_stage(architecture: Architecture, pp: int, stage: int) -> tuple[bool, ...]:
+def layers_of_stage(architecture: Architecture, grid: Grid, stage: int) -> tuple[bool, ...]:
     """[layers of the stage]: which have experts."""
-    counts = stage_layers(architecture.num_layers, pp)
-    first = sum(counts[:stage])
-    return architecture.sparse_layers[first : first + counts[stage]]
+    sparse = architecture.sparse_layers
+    return tuple(sparse[layer] for chunk in chunks_of(architecture, grid)[stage] for layer in chunk.layers)
 
 
 def trained_elements(architecture: Architecture, grid: Grid, stage: int) -> Elements:
     """Parameters on a rank of a pipeline stage, by the layout that training has."""
-    return _trained(architecture, grid.tp, grid.pp, grid.ep, grid.etp or grid.tp, stage)
+    stage_ranks = lcm(grid.tp, grid.ep * (grid.etp or grid.tp))
+    return _trained(architecture, replace(grid, ranks=tuple(range(grid.pp * stage_ranks)), cp=1), stage)
 
 
 @lru_cache(maxsize=4096)
-def _trained(architecture: Architecture, tp: int, pp: int, ep: int, etp: int, stage: int) -> Elements:
-    stage_ranks = lcm(tp, ep * etp)
-    grid = Grid(tuple(range(pp * stage_ranks)), tp=tp, pp=pp, ep=ep, etp=etp)
-    layout = megatron_layout(
-        architecture, grid, transformer_engine=True, layers_per_stage=stage_layers(architecture.num_layers, pp)
-    )
+def _trained(architecture: Architecture, grid: Grid, stage: int) -> Elements:
+    layout = megatron_layout(architecture, grid, transformer_engine=True)
     parameters = layout.on(int(grid.array[stage].flat[0])).parameters
     return Elements(
         tuple(prod(shape) for name, shape in parameters if EXPERT not in name),

@@ -6,7 +6,6 @@ from functools import cached_property
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import stage_layers
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
@@ -39,7 +38,6 @@ class PlannedSync:
             grid,
             dtype=self.job.config.model.dtype,
             transformer_engine=self.job.config.model.transformer_impl != "local",
-            layers_per_stage=stage_layers(architecture.num_layers, grid.pp),
         )
 
     def prediction(self, gpu: Gpu) -> Prediction:

@@ -109,8 +109,9 @@ class TrainingTime:
         filling and emptying."""
         seconds_per_token, seconds_each = micro_batch
         tokens = self.job.samples_per_replica(self.role) * share * self.workload.sample / times
-        num, pp = self._num_micro_batches(tokens), self.grid.pp
-        return times * (num + pp - 1) / num * (tokens * seconds_per_token + num * seconds_each)
+        num = self._num_micro_batches(tokens)
+        filling = (self.grid.pp - 1) / self.grid.vpp
+        return times * (num + filling) / num * (tokens * seconds_per_token + num * seconds_each)
 
     def _num_micro_batches(self, tokens: float) -> int:
         settings = self.job.config.actor if self.role == "actor" else getattr(self.job.config, self.role)
@@ -123,7 +124,7 @@ class TrainingTime:
 
     def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
         a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recompute
-        layers = layers_of_stage(a, self.grid.pp, stage)
+        layers = layers_of_stage(a, self.grid, stage)
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
@@ -157,5 +158,5 @@ class TrainingTime:
             sent = self.architecture.moe.top_k * hidden / self.grid.tp * self.gpu.efficiency.expert_imbalance
             seconds += 2 * sum(layers) * ep.scattered(sent)  # there and back
         if self.grid.pp > 1:
-            seconds += hidden / self.links.pp
+            seconds += self.grid.vpp * hidden / self.links.pp
         return seconds

@@ -1,6 +1,5 @@
 """Where Megatron's GPTModel keeps a checkpoint's tensors, for every rank of a grid."""
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -24,21 +23,16 @@ def megatron_layout(
     *,
     dtype: str = "float32",
     transformer_engine: bool = False,
-    virtual_stages: int = 1,
-    layers_per_stage: Sequence[int] | None = None,
 ) -> Layout:
     """`dtype` is that of the parameters; `transformer_engine` takes the names of its fused layers and grouped experts.
 
-    With `virtual_stages` above 1 a rank holds that many chunks of the model, whose names it prefixes with their numbers
-    ("0.decoder..."): chunk v of stage s is the (v * grid.pp + s)-th in the order of depth. `layers_per_stage` are the
-    layers of all grid.pp * virtual_stages chunks in that order; without it they are equal and must divide the layers.
+    With `grid.vpp` above 1 a rank holds that many chunks of the model, whose names it prefixes with their numbers
+    ("0.decoder...").
 
     `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them; `grid.ep` the experts.
     ValueError where something does not divide.
     """
-    parts = _Parts(
-        architecture, grid, transformer_engine, chunks_of(architecture, grid.pp, virtual_stages, layers_per_stage)
-    )
+    parts = _Parts(architecture, grid, transformer_engine, chunks_of(architecture, grid))
     return Layout(
         ranks=grid.ranks,
         parts=tuple(map(parts.number, grid.ranks)),
@@ -48,31 +42,19 @@ def megatron_layout(
     )
 
 
-def chunks_of(
-    architecture: Architecture, pp: int, virtual_stages: int = 1, layers_per_stage: Sequence[int] | None = None
-) -> tuple[tuple[Chunk, ...], ...]:
-    """[pp][virtual_stages]: the chunks of every stage, as in megatron_layout."""
-    if virtual_stages > 1 and pp == 1:
-        raise ValueError(
-            f"virtual_stages is {virtual_stages} with pp 1; expected 1: there is no pipeline to interleave"
-        )
-    num_chunks = pp * virtual_stages
-    if layers_per_stage is None:
-        counts = [even_share(architecture.num_layers, 0, num_chunks, "layers")[1]] * num_chunks
-    else:
-        counts = list(layers_per_stage)
-        if len(counts) != num_chunks or sum(counts) != architecture.num_layers or min(counts) < 0:
-            raise ValueError(
-                f"layers_per_stage is {counts}; expected {num_chunks} numbers (pp {pp} x virtual_stages "
-                f"{virtual_stages}) that sum up to the model's {architecture.num_layers} layers"
-            )
+def chunks_of(architecture: Architecture, grid: Grid) -> tuple[tuple[Chunk, ...], ...]:
+    """[grid.pp][grid.vpp]: the chunks of every stage, as in megatron_layout."""
+    pp, num_chunks = grid.pp, grid.pp * grid.vpp
+    if grid.vpp > 1 and pp == 1:
+        raise ValueError(f"vpp is {grid.vpp} with pp 1; expected 1: there is no pipeline to interleave")
+    counts = grid.layers_of_chunks(architecture.num_layers)
     ends = list(accumulate(counts))
     chunks = [
         Chunk(
             range(end - count, end),
             embedding=number == 0,
             head=number == num_chunks - 1,
-            prefix=f"{number // pp}." if virtual_stages > 1 else "",
+            prefix=f"{number // pp}." if grid.vpp > 1 else "",
         )
         for number, (count, end) in enumerate(zip(counts, ends, strict=True))
     ]
