@@ -1,7 +1,7 @@
 """Names and shapes of the parameters of real megatron-core models, on every rank of a grid, without any communication.
 
 Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
-"grid", "virtual_stages", "layers_per_stage"}; its result, by rank, {"parameters": {name: shape}, "layers": {name:
+"grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name:
 number}, "latent_norm_eps": [of fused norms]}. Models have the local implementation, and where PYTHONPATH has the
 stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that.
 """
@@ -39,9 +39,7 @@ from tests.model_shards import VARIANTS, tiny_architecture
 EXPERT_GROUPS = {"ep": (2,), "expt_tp": (3,), "expt_dp": (1,), "tp_ep": (2, 3), "tp_ep_pp": (0, 2, 3)}
 
 
-def config_of(
-    a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage: list[int] | None
-) -> TransformerConfig:
+def config_of(a: Architecture, grid: Grid) -> TransformerConfig:
     values: dict[str, Any] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -55,7 +53,7 @@ def config_of(
         "qk_layernorm": a.qk_norm or a.mla is not None,
         "tensor_model_parallel_size": grid.tp,
         "pipeline_model_parallel_size": grid.pp,
-        "virtual_pipeline_model_parallel_size": virtual_stages if virtual_stages > 1 else None,
+        "virtual_pipeline_model_parallel_size": grid.vpp if grid.vpp > 1 else None,
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,
         "perform_initialization": False,
@@ -66,8 +64,8 @@ def config_of(
     }
     if HAVE_TE:  # as on a GPU, but for where parameters are made
         values |= {"use_cpu_initialization": False, "init_model_with_meta_device": True}
-    if layers_per_stage is not None:
-        stages = [["decoder"] * count for count in layers_per_stage]
+    if grid.layers_per_stage is not None:
+        stages = [["decoder"] * count for count in grid.layers_per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
         values["pipeline_model_parallel_layout"] = stages
@@ -124,17 +122,17 @@ def spec_of(a: Architecture, config: TransformerConfig, vp_stage: int | None, st
     return spec
 
 
-def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage: list[int] | None) -> dict[str, Any]:
+def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
     """This rank's parameters, with the router's bias, which Megatron keeps as a buffer, and its layers' numbers."""
     stage = grid.coordinates(dist.get_rank()).pp
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(grid.pp)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_stages if virtual_stages > 1 else None)
-    config = config_of(a, grid, virtual_stages, layers_per_stage)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(grid.vpp if grid.vpp > 1 else None)
+    config = config_of(a, grid)
     collection = collection_of(grid)
     chunks = []
-    for chunk in range(virtual_stages):
-        vp_stage = chunk if virtual_stages > 1 else None
+    for chunk in range(grid.vpp):
+        vp_stage = chunk if grid.vpp > 1 else None
         spec = spec_of(a, config, vp_stage, stage)
         chunks.append(
             GPTModel(
@@ -143,14 +141,14 @@ def shapes_on(a: Architecture, grid: Grid, virtual_stages: int, layers_per_stage
                 vocab_size=padded_vocab_size(a.vocab_size, grid.tp),
                 max_sequence_length=a.max_positions,
                 pre_process=stage == 0 and chunk == 0,
-                post_process=stage == grid.pp - 1 and chunk == virtual_stages - 1,
+                post_process=stage == grid.pp - 1 and chunk == grid.vpp - 1,
                 share_embeddings_and_output_weights=a.tied_embeddings,
                 position_embedding_type="rope",
                 pg_collection=collection,
                 vp_stage=vp_stage,
             )
         )
-    module = torch.nn.ModuleList(chunks) if virtual_stages > 1 else chunks[0]
+    module = torch.nn.ModuleList(chunks) if grid.vpp > 1 else chunks[0]
     held = [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias"))]
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)]
     return {
@@ -177,7 +175,7 @@ def main(cases: Path, results: Path) -> None:
         by_rank = []
         for rank in grid.ranks:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(grid.ranks))
-            by_rank.append(shapes_on(a, grid, case.get("virtual_stages", 1), case.get("layers_per_stage")))
+            by_rank.append(shapes_on(a, grid))
             dist.destroy_process_group()
         found.append(by_rank)
     results.write_text(json.dumps(found))

@@ -178,7 +178,7 @@ class Place:
     ep_rank: int = 0
     etp: int | None = None
     etp_rank: int | None = None
-    virtual_stages: int = 1
+    vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     transformer_engine: bool = False
 
@@ -208,12 +208,12 @@ def local_experts(a: Architecture, place: Place) -> range:
 def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple: int = 16) -> Tensors:
     tp, rank = place.tp, place.tp_rank
     vocab = -(-a.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
-    num_chunks = place.pp * place.virtual_stages
+    num_chunks = place.pp * place.vpp
     counts = place.layers_per_stage or (a.num_layers // num_chunks,) * num_chunks
     shard: Tensors = {}
-    for virtual in range(place.virtual_stages):
+    for virtual in range(place.vpp):
         chunk = virtual * place.pp + place.pp_rank
-        prefix = f"{virtual}." if place.virtual_stages > 1 else ""
+        prefix = f"{virtual}." if place.vpp > 1 else ""
         if chunk == 0:
             embedding = full["model.embed_tokens.weight"]
             shard[f"{prefix}embedding.word_embeddings.weight"] = np.split(padded(embedding, vocab), tp)[rank]

@@ -34,6 +34,7 @@ from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
+from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
 from rltrain.reshard.plan.planner import traffic
 from rltrain.schedule.check import check
@@ -54,7 +55,8 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
     check_schedule(config, placement, grids)
     order = build_order(config, placement)
     check(build_order(shortened(config), placement), placement)
-    job = None
+    job: PlannedJob | None = None
+    architectures: Mapping[str, Architecture] = {}
     if Path(config.model.path, CONFIG_FILE).exists():
         architectures = role_architectures(config, placement.roles)
         check_against_architecture(config, grids, architectures)
@@ -66,7 +68,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
     sections = {
         f"Ranks: {world_size}, {ranks_per_node} per node": [*describe_ranks(placement, ranks_per_node), *of_ranks],
         "Pairs of roles": pair_modes(placement),
-        "Parallel grids": [describe_grid(name, grid) for name, grid in grids.items()],
+        "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
         f"Schedule: {describe_mode(config)}; {entries} entries, no deadlock": describe_order(order, config),
         "Repeats": [describe_repeating(config, grids)],
@@ -114,9 +116,14 @@ def pair_modes(placement: Placement) -> list[str]:
     return table([[first, second, placement.mode(first, second)] for first, second in pairs])
 
 
-def describe_grid(name: str, grid: Grid) -> str:
+def describe_grid(role: str, grid: Grid, architecture: Architecture | None) -> str:
     sizes = f"tp {grid.tp} x pp {grid.pp} x cp {grid.cp} x ep {grid.ep} x dp {grid.dp}"
-    return f"{name}: {sizes} on ranks {format_ranks(grid.ranks)}"
+    stages = ""
+    if grid.pp > 1 and architecture is not None:
+        layers = grid.layers_of_chunks(architecture.num_layers)
+        kind = f"{grid.vpp} interleaved chunks of each stage" if grid.vpp > 1 else "stages"
+        stages = f"; layers of the {kind}: {', '.join(map(str, layers))}"
+    return f"{role}: {sizes} on ranks {format_ranks(grid.ranks)}{stages}"
 
 
 def describe_groups(grids: Mapping[str, Grid], world_size: int) -> list[str]:

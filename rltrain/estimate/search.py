@@ -84,6 +84,7 @@ def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
     """Other models of the training backend take the actor's sizes; what was split by sequence with it goes on so."""
     plain = {key.replace(".", "__"): value for key, value in keys.items()}
     inheriting = {f"{role}__parallel": None for role in model_roles() if role != "actor"}
+    plain |= {"actor__parallel__vpp": 1, "actor__parallel__layers_per_stage": None}
     changed = with_keys(config, **plain, **inheriting)
     if changed.actor.parallel.tp == 1:
         changed = with_keys(changed, actor__parallel__sequence_parallel=False)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
+from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.models import Architecture
@@ -89,9 +90,16 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         yield (
             f"{key}.tp: got {grid.tp}; expected a divisor or a multiple of the model's {num_kv_heads} key-value heads"
         )
-    if architecture.num_layers % grid.pp:
-        stages = [n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
+    num_layers, num_chunks = architecture.num_layers, grid.pp * grid.vpp
+    if grid.layers_per_stage is not None:
+        if len(grid.layers_per_stage) != num_chunks or sum(grid.layers_per_stage) != num_layers:
+            planned = f", such as {[*planned_layers(num_layers, num_chunks)]}" if num_layers >= num_chunks else ""
+            yield (
+                f"{key}.layers_per_stage: got {[*grid.layers_per_stage]}; expected {num_chunks} numbers "
+                f"(pp {grid.pp} x vpp {grid.vpp}) that sum up to the model's {num_layers} layers{planned}"
+            )
+    elif num_layers < num_chunks:
         yield (
-            f"{key}.pp: got {grid.pp}, which does not divide the model's {architecture.num_layers} layers; "
-            f"expected one of {', '.join(map(str, stages))}"
+            f"{key}.pp: got {grid.pp} with vpp {grid.vpp}, which makes {num_chunks} chunks of the model's {num_layers} "
+            "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for those without any"
         )

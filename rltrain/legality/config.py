@@ -14,6 +14,8 @@ from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import served_roles
 
+LEAST_INTERLEAVED_STAGES = 3
+
 
 def check_config(config: Config) -> None:
     """Refuse what cannot work in any world. ConfigError; PlacementError if only the placed roles are at fault."""
@@ -66,6 +68,12 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             continue
         if parallel.cp > 1:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
+        if parallel.vpp > 1 and parallel.pp < LEAST_INTERLEAVED_STAGES:
+            yield (
+                f"{key}.vpp: got {parallel.vpp} with {key}.pp {parallel.pp}; expected 1, or a pp of at least "
+                f"{LEAST_INTERLEAVED_STAGES}: of two interleaved stages each is both the one before and the one behind "
+                "the other, and Megatron's messages would not tell which is meant"
+            )
         if parallel.ep > 1:
             yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
         if role in served_roles():

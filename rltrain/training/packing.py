@@ -40,16 +40,18 @@ def pack(
     device: torch.device,
     multiple_of: int = 1,
     equal_lengths: bool = False,
+    count_multiple_of: int = 1,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` tokens before padding (a longer sample stands alone), on `device`.
 
     Every sample is in exactly one micro-batch, and samples keep their order within it. Those of a pair stay together,
     and count as one where `max_tokens` limits. Each is padded to a multiple of
-    `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. A pure function: ranks
-    that hold the same samples get the same micro-batches.
+    `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. There is a multiple of
+    `count_multiple_of` micro-batches; where samples are too few for that, some have padding alone. A pure function:
+    ranks that hold the same samples get the same micro-batches.
     """
-    bins = _sample_bins(experience, max_tokens)
-    parts = [experience.select(torch.tensor(samples)) for samples in bins]
+    bins = _sample_bins(experience, max_tokens, count_multiple_of)
+    parts = [experience.select(torch.tensor(samples, dtype=torch.int64)) for samples in bins]
     padded_lengths = [math.ceil(part.num_tokens / multiple_of) * multiple_of for part in parts]
     if equal_lengths and parts:
         padded_lengths = [max(padded_lengths)] * len(parts)
@@ -57,7 +59,7 @@ def pack(
     return [
         MicroBatch(
             experience=Experience(**{name: value.to(device) for name, value in part.columns().items()}),
-            token_index=torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples]),
+            token_index=torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples] or [torch.arange(0)]),
             padded_tokens=torch.nn.functional.pad(part.tokens, (0, length - part.num_tokens)).to(device),
             segments=_segments(part.lengths.tolist(), length),
         )
@@ -65,30 +67,34 @@ def pack(
     ]
 
 
-def _sample_bins(experience: Experience, max_tokens: int) -> list[list[int]]:
+def _sample_bins(experience: Experience, max_tokens: int, count_multiple_of: int) -> list[list[int]]:
     """The samples of each micro-batch, ascending."""
     if not experience.has("chosen"):
-        return balanced_bins(experience.lengths.tolist(), max_tokens)
+        return balanced_bins(experience.lengths.tolist(), max_tokens, count_multiple_of)
     _, pair_of, sizes = torch.unique_consecutive(experience.group_ids, return_inverse=True, return_counts=True)
     pair_tokens = torch.zeros_like(sizes).index_add(0, pair_of, experience.lengths)
     pairs = torch.arange(experience.num_samples).split(sizes.tolist())
-    bins = balanced_bins(pair_tokens.tolist(), max_tokens)
-    return [torch.cat([pairs[i] for i in members]).tolist() for members in bins]
+    bins = balanced_bins(pair_tokens.tolist(), max_tokens, count_multiple_of)
+    return [[sample for i in members for sample in pairs[i].tolist()] for members in bins]
 
 
-def balanced_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def balanced_bins(lengths: Sequence[int], max_tokens: int, count_multiple_of: int = 1) -> list[list[int]]:
     """Indices of `lengths` in as few bins as longest-first placement needs, each bin's indices ascending.
 
-    No bin exceeds `max_tokens` unless it holds a single length that does. Bins are ordered by their first index.
+    No bin exceeds `max_tokens` unless it holds a single length that does. Bins are ordered by their first index. Their
+    number is a multiple of `count_multiple_of`: the last ones are empty where `lengths` are too few for that.
     """
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     others = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i])
     num_bins = math.ceil(sum(lengths[i] for i in others) / max_tokens)
     bins = _longest_first(lengths, others, num_bins)
-    while any(sum(lengths[i] for i in members) > max_tokens for members in bins):
+    while any(sum(lengths[i] for i in members) > max_tokens for members in bins) or (
+        (len(alone) + num_bins) % count_multiple_of
+    ):
         num_bins += 1
         bins = _longest_first(lengths, others, num_bins)
-    return sorted(sorted(members) for members in [*alone, *bins] if members)
+    used = sorted(sorted(members) for members in [*alone, *bins] if members)
+    return used + [[] for _ in range(-len(used) % count_multiple_of)]
 
 
 def _longest_first(lengths: Sequence[int], descending: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -103,6 +109,6 @@ def _longest_first(lengths: Sequence[int], descending: Sequence[int], num_bins: 
 
 
 def _segments(lengths: list[int], padded_length: int) -> tuple[int, ...]:
-    longest, num_padding = max(lengths), padded_length - sum(lengths)
+    longest, num_padding = max(lengths, default=padded_length), padded_length - sum(lengths)
     whole_pieces, rest = divmod(num_padding, longest)
     return (*lengths, *[longest] * whole_pieces, *[rest] * (rest > 0))

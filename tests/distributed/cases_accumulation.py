@@ -194,7 +194,7 @@ def _plain_critic(model: LanguageModel, experience: Experience) -> dict[str, flo
         experience.returns.split(experience.lengths.tolist()),
         strict=True,
     ):
-        outputs = model(tokens[None], None, None, packed_seq_params=model.sequences([len(tokens)]))[0]
+        outputs = model.chunks[0](tokens[None], None, None, packed_seq_params=model.sequences([len(tokens)]))[0]
         values = torch.cat([outputs.new_zeros(1), outputs[:-1]])
         near = values.clamp(-0.2, 0.2)
         losses.append((torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2)[mask])

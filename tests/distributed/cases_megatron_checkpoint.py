@@ -89,7 +89,7 @@ def _load(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups)
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     sharded = _sharded_state_dict(model, metadata, grid, groups)
     loaded = dist_checkpointing.load({"model": sharded}, str(folder))
-    model.load_state_dict(loaded["model"])
+    model.chunks[0].load_state_dict(loaded["model"])
 
 
 def _save(model: LanguageModel, folder: Path, grid: Grid, groups: ProcessGroups) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _sharded_state_dict(
     """With the keys that Transformer Engine's modules have, as megatron-core gives them to its local ones too."""
     replica = grid.coordinates(dist.get_rank()).dp
     with mock.patch.object(parallel_state, "get_data_parallel_rank", lambda **unused: replica):
-        sharded = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": model.pg_collection.dp_cp})
+        sharded = model.chunks[0].sharded_state_dict(metadata={**metadata, "dp_cp_group": model.pg_collection.dp_cp})
     for tensor in sharded.values():
         tensor.key = _with_te_names(model.architecture, tensor.key)
     return sharded

@@ -82,7 +82,7 @@ def _run(
     with mock.patch.object(GradientReduction, "begin_rest", count):
         batches = [share, samples(0, 0), samples(1, 0), share]
         steps = trainable.train_batches(batches, negative_log_likelihood)
-        yield "whole_weights", all(group.param_gather_handle is None for group in trainable.ddp.bucket_groups)
+        yield "whole_weights", all(group.param_gather_handle is None for group in trainable.chunks[0].bucket_groups)
         for part in (share, samples(1, 0)):
             trainable.accumulate(part, negative_log_likelihood)
         steps.append(trainable.step())

@@ -43,8 +43,13 @@ GRIDS = {
     "tp4_sp": Grid((0, 1, 2, 3), tp=4),
     "tp2_pp2": Grid((0, 1, 2, 3), tp=2, pp=2),
     "pp2_dp2": Grid((0, 1, 2, 3), pp=2),
+    "pp3": Grid((0, 2, 3), pp=3),
+    "pp3_vpp2": Grid((0, 1, 3), pp=3, vpp=2, layers_per_stage=(1, 0, 1, 1, 1, 0)),
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
+TIED = ("tp1", "pp2", "tp2_pp2", "pp3", "pp3_vpp2")
+"""Of four layers; the others have two."""
+UNTIED = GRIDS.keys() - {"pp3", "pp3_vpp2"}
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
 """Tokens in each: all samples of a replica together, or two to four parts of them."""
@@ -70,7 +75,7 @@ def _layouts(paths: dict[str, Path], groups: ProcessGroups) -> Results:
     """Loss, gradient norm and log-probs over three updates, in every layout, with one or several micro-batches."""
     for checkpoint in ("qwen3", "qwen2_tied"):
         for layout in GRIDS:
-            if layout.startswith("rank") or (checkpoint == "qwen2_tied" and layout not in ("tp1", "pp2", "tp2_pp2")):
+            if layout.startswith("rank") or layout not in (TIED if checkpoint == "qwen2_tied" else UNTIED):
                 continue
             both = layout in ("tp1", "tp2", "pp2")
             for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES) if both else (SEVERAL_MICRO_BATCHES,):

@@ -51,10 +51,13 @@ class Way:
     dtype: str = "float32"
     distributed: bool = True
     overlap: bool = False
+    vpp: int = 1
+    layers: tuple[int, ...] | None = None
 
     @property
     def grid(self) -> Grid:
-        return Grid(tuple(range(self.tp * self.pp * self.dp)), tp=self.tp, pp=self.pp)
+        ranks = tuple(range(self.tp * self.pp * self.dp))
+        return Grid(ranks, tp=self.tp, pp=self.pp, vpp=self.vpp, layers_per_stage=self.layers)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ CASES = {
     "pp2_dp2_to_tp2_tied": Case(Way(pp=2, dp=2), Way(tp=2), checkpoint="qwen2_tied"),
     "bf16_tp2_dp2_to_pp2": Case(Way(tp=2, dp=2, dtype="bfloat16"), Way(pp=2, dtype="bfloat16")),
     "bf16_to_float32": Case(Way(dp=2, dtype="bfloat16"), Way(tp=2)),
+    "interleaved_to_tp2_tied": Case(Way(pp=3, vpp=2, layers=(1, 0, 0, 0, 1, 0)), Way(tp=2), checkpoint="qwen2_tied"),
     "critic_pp2_dp2_to_tp2": Case(Way(pp=2, dp=2), Way(tp=2), role="critic"),
 }
 

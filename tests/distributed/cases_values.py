@@ -167,8 +167,9 @@ def _model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> L
 def _backward(model: LanguageModel, layout: str) -> float:
     """Gradients in main_grad, summed over the micro-batches of all replicas; their loss."""
     groups, grid = model.pg_collection, GRIDS[layout]
+    (chunk,) = model.chunks
     ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model, pg_collection=groups
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk, pg_collection=groups
     )
     model.config.finalize_model_grads_func = None
     ddp.zero_grad_buffer()
@@ -179,7 +180,8 @@ def _backward(model: LanguageModel, layout: str) -> float:
         loss = squared_error(before_tokens(of_tokens, batch.experience.lengths), batch.experience)
         return loss, loss.detach().clone()
 
-    losses = run_schedule(ddp, make_micro_batches(model, samples, min(LIMITS)), outputs, backward=True)
+    batches = make_micro_batches(model, samples, min(LIMITS))
+    losses = run_schedule(model, batches, outputs, chunks=[ddp], backward=True)
     finalize_model_grads([ddp], None, pg_collection=groups)
     total = torch.stack([torch.zeros(()), *losses]).sum()
     for group in (groups.pp, groups.dp):  # stages before the last have no loss

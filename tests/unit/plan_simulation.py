@@ -41,6 +41,8 @@ def megatron_places(grid: Grid, **settings: Any) -> dict[int, Place]:
             ep_rank=index % ranks_per_stage // etp % grid.ep,
             etp=etp,
             etp_rank=index % ranks_per_stage % etp,
+            vpp=grid.vpp,
+            layers_per_stage=grid.layers_per_stage,
             **settings,
         )
         for index, rank in enumerate(grid.ranks)

@@ -244,6 +244,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),
         (
+            {"actor": {"parallel": {"pp": 2, "vpp": 2}}},
+            "actor.parallel.vpp: got 2 with actor.parallel.pp 2; expected 1, or a pp of at least 3",
+        ),
+        (
             {**PPO, "steps": 3, "critic": {"critic_warmup_steps": 3}},
             "critic.critic_warmup_steps: got 3 of 3 steps (config key steps); expected fewer, so that the actor learns",
         ),
@@ -278,6 +282,11 @@ def test_all_contradictions_come_in_one_message():
         {},
         {"placement": {"actor,reference": "0-7", "rollout,reward": "0-7"}, "actor": {"parallel": {"tp": 2, "pp": 4}}},
         {"placement": {"actor,rollout,reward": "all"}, "rollout": {"parallel": {"tp": 8}}},
+        {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}},
+        {
+            "placement": {**GRPO, "actor,reference": "0-2"},
+            "actor": {"parallel": {"pp": 3, "vpp": 2, "layers_per_stage": [1, 1, 1, 0, 1, 0]}},
+        },
     ],
 )
 def test_grids_that_divide_the_model_are_accepted(sections):
@@ -296,12 +305,16 @@ def test_grids_that_divide_the_model_are_accepted(sections):
             "rollout.parallel.tp: got 3; expected a divisor or a multiple of the model's 2 key-value heads",
         ),
         (
-            {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}},
-            "actor.parallel.pp: got 3, which does not divide the model's 4 layers; expected one of 1, 2, 4",
+            {
+                "placement": {**GRPO, "actor,reference": "0-2"},
+                "actor": {"parallel": {"pp": 3, "layers_per_stage": [2, 2]}},
+            },
+            "actor.parallel.layers_per_stage: got [2, 2]; expected 3 numbers (pp 3 x vpp 1) that sum up to the model's "
+            "4 layers, such as [1, 2, 1]",
         ),
         (
             {"placement": {**GRPO, "actor,reference": "0-7"}, "actor": {"parallel": {"pp": 8}}},
-            "actor.parallel.pp: got 8, which does not divide the model's 4 layers",
+            "actor.parallel.pp: got 8 with vpp 1, which makes 8 chunks of the model's 4 layers; expected at most",
         ),
         (
             {"placement": {"actor,reference,rollout": 0, "reward": "all"}, "batch": {"prompts_per_step": 4}},
@@ -358,9 +371,9 @@ def test_a_model_of_its_own_is_checked_under_its_own_key():
 
 
 def test_a_critic_without_sizes_of_its_own_has_those_of_the_actor():
-    with pytest.raises(ConfigError, match=re.escape("actor.parallel.pp: got 3, which does not divide")) as refused:
+    with pytest.raises(ConfigError, match=re.escape("actor.parallel.pp: got 8 with vpp 1")) as refused:
         check_in_world_of_8(
-            **{**PPO, "placement": {**PPO["placement"], "actor,critic": "0-2"}}, actor={"parallel": {"pp": 3}}
+            **{**PPO, "placement": {**PPO["placement"], "actor,critic": "0-7"}}, actor={"parallel": {"pp": 8}}
         )
     assert "mistakes" not in str(refused.value), "said once for both roles"
 
@@ -372,10 +385,10 @@ def test_feed_forward_units_must_divide_too():
 
 
 def test_what_actor_and_reference_share_is_refused_once_and_their_own_sizes_twice():
-    both = {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}}
+    both = {"placement": {**GRPO, "actor,reference": "0-7"}, "actor": {"parallel": {"pp": 8}}}
     with pytest.raises(ConfigError) as refused:
         check_in_world_of_8(**both)
     assert "mistakes" not in str(refused.value)
     with pytest.raises(ConfigError, match="2 mistakes") as refused:
-        check_in_world_of_8(**both, reference={"parallel": {"pp": 3}})
-    assert "reference.parallel.pp: got 3" in str(refused.value)
+        check_in_world_of_8(**both, reference={"parallel": {"pp": 8}})
+    assert "reference.parallel.pp: got 8" in str(refused.value)

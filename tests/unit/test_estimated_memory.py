@@ -13,7 +13,7 @@ from rltrain.estimate.hardware import GB, GPUS, gpu_named
 from rltrain.estimate.memory import kv_bytes, resident_bytes
 from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
-from rltrain.estimate.shares import served_bytes, stage_layers
+from rltrain.estimate.shares import served_bytes
 from rltrain.models import canonical_tensors, quantizable_tensors
 from rltrain.tasks.roles import DECLARED
 from tests.model_shards import tiny_architecture
@@ -65,12 +65,6 @@ def test_experts_are_shared_out_apart_from_the_rest():
     held = resident_bytes(job, "actor", 0)["weights"]
     dense, experts = 1.54e9, 29.0e9
     assert held == pytest.approx(2 * (dense + experts / 8), rel=0.02)
-
-
-@pytest.mark.parametrize(("layers", "pp"), [(61, 8), (61, 16), (36, 4), (7, 7)])
-def test_layers_that_do_not_divide_are_dealt_out_all_the_same(layers, pp):
-    counts = stage_layers(layers, pp)
-    assert sum(counts) == layers and len(counts) == pp and max(counts) - min(counts) <= 1
 
 
 def test_keys_and_values_are_those_that_a_rank_holds():

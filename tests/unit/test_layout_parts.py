@@ -88,8 +88,8 @@ def test_a_parameter_of_padding_alone_has_the_type_of_its_namesakes() -> None:
 def test_shares_with_different_parameters() -> None:
     """Stages of a pipeline: those with fewer parameters have none in the last parts."""
     architecture = tiny_architecture("qwen3", num_layers=3)
-    grid = Grid((0, 1), pp=2)
-    destination = side("megatron", architecture, grid, layers_per_stage=(2, 1))
+    grid = Grid((0, 1), pp=2, layers_per_stage=(2, 1))
+    destination = side("megatron", architecture, grid)
     source = side("engine", architecture, Grid((0,)))
     parts = split(destination.layout, 1)
     assert parts[-1].on(0).parameters and not parts[-1].on(1).parameters

@@ -166,7 +166,7 @@ def test_variants_of_engines(variant: str, tp: int) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("pp", "virtual_stages", "layers_per_stage"),
+    ("pp", "vpp", "layers_per_stage"),
     [
         (2, 2, None),
         (4, 2, None),
@@ -178,11 +178,10 @@ def test_variants_of_engines(variant: str, tp: int) -> None:
     ],
 )
 def test_pipelines_of_megatron(
-    family: str, tied: bool, pp: int, virtual_stages: int, layers_per_stage: tuple[int, ...] | None
+    family: str, tied: bool, pp: int, vpp: int, layers_per_stage: tuple[int, ...] | None
 ) -> None:
     architecture = tiny_architecture(family, tied_embeddings=tied, num_layers=8)
-    grid = Grid(tuple(range(8)), pp=pp, ep=2, etp=1)
-    assert_megatron(architecture, grid, virtual_stages=virtual_stages, layers_per_stage=layers_per_stage)
+    assert_megatron(architecture, Grid(tuple(range(8)), pp=pp, ep=2, etp=1, vpp=vpp, layers_per_stage=layers_per_stage))
 
 
 @pytest.mark.parametrize("family", SPARSE_FAMILIES)
@@ -250,32 +249,30 @@ def test_replicas_share_one_part() -> None:
     assert layout.on(2) is not layout.on(5)
 
 
-def test_an_uneven_split_is_refused() -> None:
+def test_engines_have_no_stages() -> None:
     architecture = tiny_architecture(num_layers=3)
-    with pytest.raises(ValueError, match="layers"):
-        megatron_layout(architecture, Grid((0, 1), pp=2)).on(0)
     with pytest.raises(ValueError, match="tensor parallelism alone"):
         engine_layout(architecture, Grid((0, 1), pp=2))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "settings", "message"),
+    ("sizes", "message"),
     [
-        ({"pp": 2}, {"layers_per_stage": (2, 2)}, r"layers_per_stage is \[2, 2\]; expected 2 numbers .* 3 layers"),
-        ({"pp": 2}, {"layers_per_stage": (1, 1, 1)}, "expected 2 numbers"),
-        ({"pp": 2}, {"layers_per_stage": (4, -1)}, "expected 2 numbers"),
-        ({}, {"virtual_stages": 3}, "virtual_stages is 3 with pp 1"),
-        ({"pp": 2}, {"virtual_stages": 2}, r"layers \(3\) cannot be split into 4"),
-        ({"ep": 8}, {}, r"experts \(4\) cannot be split into 8"),
-        ({"tp": 8}, {}, r"attention heads \(4\) cannot be split into 8"),
-        ({"ep": 2, "etp": 3}, {}, "ep 2 x etp 3 does not divide the 8 ranks"),
+        ({"pp": 2, "layers_per_stage": (2, 2)}, r"layers_per_stage is \[2, 2\]; expected 2 numbers .* 3 layers"),
+        ({"pp": 2, "layers_per_stage": (1, 1, 1)}, "expected 2 numbers"),
+        ({"pp": 2, "layers_per_stage": (4, -1)}, "expected 2 numbers"),
+        ({"vpp": 3}, "vpp is 3 with pp 1"),
+        ({"pp": 2, "vpp": 2}, "3 layers cannot be shared out over 4 chunks"),
+        ({"ep": 8}, r"experts \(4\) cannot be split into 8"),
+        ({"tp": 8}, r"attention heads \(4\) cannot be split into 8"),
+        ({"ep": 2, "etp": 3}, "ep 2 x etp 3 does not divide the 8 ranks"),
     ],
     ids=str,
 )
-def test_what_does_not_divide_is_refused(sizes: dict[str, int], settings: dict[str, Any], message: str) -> None:
+def test_what_does_not_divide_is_refused(sizes: dict[str, Any], message: str) -> None:
     architecture = tiny_architecture("qwen3_moe", num_layers=3)
     with pytest.raises(ValueError, match=message):
-        megatron_layout(architecture, Grid(tuple(range(8)), **sizes), **settings).on(0)
+        megatron_layout(architecture, Grid(tuple(range(8)), **sizes)).on(0)
 
 
 def test_experts_that_engines_cannot_share_out_are_refused() -> None:
@@ -292,10 +289,9 @@ def test_deepseek_v3_over_512_ranks_is_laid_out_in_a_moment(transformer_engine: 
     """61 layers of 256 experts; limits are several times what one free core takes."""
     architecture = deepseek_v3()
     training = Grid(tuple(range(512)), tp=4, pp=8, ep=16, etp=4)
-    stages = (*[8] * 7, 5)
 
     def sources() -> Layout:
-        layout = megatron_layout(architecture, training, transformer_engine=transformer_engine, layers_per_stage=stages)
+        layout = megatron_layout(architecture, training, transformer_engine=transformer_engine)
         assert len({layout.part(part).pieces.tobytes() for part in layout.parts}) == 512
         return layout
 

@@ -20,21 +20,17 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "qwen3_moe",
         "layers": 4,
         "tied": True,
-        "grid": {"tp": 1, "pp": 2, "ep": 2},
-        "virtual_stages": 2,
+        "grid": {"tp": 1, "pp": 2, "ep": 2, "vpp": 2},
     },
     "uneven": {
         "family": "deepseek_v3",
         "layers": 5,
-        "grid": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
-        "layers_per_stage": [3, 2],
+        "grid": {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "layers_per_stage": [3, 2]},
     },
     "uneven_virtual_stages": {
         "family": "qwen2",
         "layers": 7,
-        "grid": {"pp": 2},
-        "virtual_stages": 2,
-        "layers_per_stage": [1, 2, 3, 1],
+        "grid": {"pp": 2, "vpp": 2, "layers_per_stage": [1, 2, 3, 1]},
     },
 }
 
@@ -63,9 +59,8 @@ def test_layouts_are_those_of_megatron_core(name: str, real: dict[str, list[dict
     case = CASES[name]
     architecture = tiny_architecture(case["family"], num_layers=case["layers"], tied_embeddings=case.get("tied", False))
     grid = Grid((0, 1, 2, 3), **case["grid"])
-    stages = {key: case[key] for key in ("virtual_stages", "layers_per_stage") if key in case}
-    layout = megatron_layout(architecture, grid, **stages)
-    chunks = chunks_of(architecture, grid.pp, **stages)
+    layout = megatron_layout(architecture, grid)
+    chunks = chunks_of(architecture, grid)
     for rank, found in enumerate(real[name]):
         assert {key: list(shape) for key, shape in layout.on(rank).parameters} == found["parameters"]
         assert found["layers"] == {

@@ -77,3 +77,12 @@ def test_micro_batches_hold_every_token_once_and_pad_as_asked(
     assert not equal_lengths or len(padded_lengths) == 1
     if not equal_lengths:
         assert all(len(b.padded_tokens) - b.num_tokens < multiple_of for b in batches)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
+def test_bins_can_be_a_multiple_of_a_number(lengths: list[int], max_tokens: int, multiple: int) -> None:
+    bins = balanced_bins(lengths, max_tokens, multiple)
+    assert len(bins) % multiple == 0 and len(bins) - len(balanced_bins(lengths, max_tokens)) < 2 * multiple
+    assert sorted(index for members in bins for index in members) == [*range(len(lengths))]
+    assert all(sum(lengths[i] for i in members) <= max_tokens or len(members) == 1 for members in bins)
+    assert all(bins[: len(lengths)]), "none is empty while samples are left for it"

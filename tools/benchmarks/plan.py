@@ -29,7 +29,6 @@ from rltrain.reshard.plan.prediction import Links, predict
 from rltrain.rollout.layout import engine_layout
 
 RANKS_PER_NODE = 8
-DEEPSEEK_STAGES = (7, 8, 8, 8, 8, 8, 8, 6)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ def training(num_ranks: int, **sizes: int) -> Callable[[Architecture], Layout]:
         Grid(tuple(range(num_ranks)), **sizes),
         dtype="bfloat16",
         transformer_engine=True,
-        layers_per_stage=DEEPSEEK_STAGES if architecture.num_layers % sizes.get("pp", 1) else None,
     )
 
 

@@ -108,7 +108,7 @@ class BareStep:
         groups = model.pg_collection
         sharded = groups.dp_cp.size() > 1
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-        self.ddp = DistributedDataParallel(model.config, settings, model, pg_collection=groups)
+        self.ddp = DistributedDataParallel(model.config, settings, model.chunks[0], pg_collection=groups)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=LEARNING_RATE,

@@ -35,10 +35,10 @@ class Refit:
 
     def __call__(self) -> None:
         if self.cuda:
-            swap_model_weights(self.source, self.destination, "nccl")
+            swap_model_weights(self.source.chunks[0], self.destination.chunks[0], "nccl")
             return
         with _no_cuda_streams():
-            swap_model_weights(self.source, self.destination, "gloo")
+            swap_model_weights(self.source.chunks[0], self.destination.chunks[0], "gloo")
 
 
 def _build(case: Case, grid: Grid, groups: ProcessGroups) -> LanguageModel:

@@ -67,7 +67,7 @@ class GatherBroadcast:
     @torch.no_grad()
     def __call__(self) -> None:
         first_layer = 0
-        layers_per_stage = self.case.architecture.num_layers // self.case.source.pp
+        layers_of_stages = self.case.source.layers_of_chunks(self.case.architecture.num_layers)
         for stage, parameters in enumerate(self.stages):
             for name, shape in parameters:
                 whole = self.buffer[: torch.Size(shape).numel() * self._shards(name)].view(-1, *shape)
@@ -75,7 +75,7 @@ class GatherBroadcast:
                 self._broadcast(stage, whole)
                 if self.cuts is not None:
                     self.cuts.load(name, whole, first_layer)
-            first_layer += layers_per_stage
+            first_layer += layers_of_stages[stage]
 
     def _shards(self, name: str) -> int:
         return 1 if name.endswith("norm.weight") else self.case.source.tp

@@ -1,15 +1,15 @@
 """Micro-batches through Megatron's schedules, and what comes out of them by token."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from rltrain.algorithms.divergence import asked_tokens
@@ -27,7 +27,8 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
     """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism.
 
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
-    packing keeps that padding small, and no shapes have to be sent.
+    packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds of
+    as many as there are stages.
     """
     config = model.config
     return pack(
@@ -36,28 +37,34 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
         device=model.device,
         multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         equal_lengths=config.pipeline_model_parallel_size > 1,
+        count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
     )
 
 
 def run_schedule(
-    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], outputs: Outputs, *, backward: bool
+    model: LanguageModel,
+    micro_batches: Sequence[MicroBatch],
+    outputs: Outputs,
+    *,
+    chunks: Sequence[torch.nn.Module] | None = None,
+    backward: bool,
 ) -> list[Any]:
     """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
 
-    `model` is a LanguageModel or its data-parallel wrapper. Losses are summed: nothing is divided by the number of
+    `chunks` are the model's, or their data-parallel wrappers. Losses are summed: nothing is divided by the number of
     micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
     """
-    language_model = cast(LanguageModel, unwrap_model(model))
-    groups, config = language_model.pg_collection, language_model.config
+    groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
 
-    def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
-        language_model.on_micro_batch(batch.lengths, backward)
-        hidden_or_logits = model(
+        if chunk is chunks[0]:
+            model.on_micro_batch(batch.lengths, backward)
+        hidden_or_logits = chunk(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=language_model.sequences(batch.segments),
+            packed_seq_params=model.sequences(batch.segments),
         )
 
         def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -69,8 +76,8 @@ def run_schedule(
 
     arguments: dict[str, Any] = {
         "forward_step_func": step,
-        "data_iterator": iter(micro_batches),
-        "model": model,
+        "data_iterator": [iter(micro_batches) for _ in chunks],
+        "model": chunks,
         "num_microbatches": len(micro_batches),
         "seq_length": len(micro_batches[0].padded_tokens),
         "micro_batch_size": 1,
@@ -79,9 +86,13 @@ def run_schedule(
     }
     if groups.pp.size() == 1:
         return forward_backward_no_pipelining(**arguments)
-    return forward_backward_pipelining_without_interleaving(
-        **arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config)
+    interleaved = len(chunks) > 1
+    run = (
+        forward_backward_pipelining_with_interleaving
+        if interleaved
+        else forward_backward_pipelining_without_interleaving
     )
+    return run(**arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config))
 
 
 def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, ...]:

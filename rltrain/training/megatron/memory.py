@@ -1,6 +1,6 @@
 """What training holds on the device beside the weights, in the parts that come and go on their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -11,7 +11,7 @@ from rltrain.training.megatron.model import LanguageModel
 
 
 def training_parts(
-    model: LanguageModel, ddp: DistributedDataParallel, optimizer: MegatronOptimizer
+    model: LanguageModel, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> dict[str, MemoryPart]:
     """master_weights, optimizer and gradients, none of which shares memory with another or with the weights.
 
@@ -21,7 +21,7 @@ def training_parts(
         "master_weights": MemoryPart(lambda: _master_weights(model, optimizer)),
         "optimizer": MemoryPart(lambda: _states(optimizer)),
         # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.
-        "gradients": MemoryPart(lambda: _gradients(ddp), forget=lambda: optimizer.zero_grad(set_to_none=True)),
+        "gradients": MemoryPart(lambda: _gradients(chunks), forget=lambda: optimizer.zero_grad(set_to_none=True)),
     }
 
 
@@ -38,8 +38,8 @@ def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradients(ddp: DistributedDataParallel) -> list[Tensor]:
-    return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def _storage(tensor: Tensor) -> int:

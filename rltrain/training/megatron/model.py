@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -18,6 +19,7 @@ from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
+from rltrain.reshard.model_layout import Chunk
 from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.groups import process_group_collection
@@ -30,6 +32,7 @@ from rltrain.training.megatron.layers import (
     mark_parallel_weights,
     uses_transformer_engine,
 )
+from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -37,11 +40,11 @@ ROUTER_BIAS = ".router.expert_bias"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class LanguageModel(GPTModel):
-    """One rank's part of the model: a pipeline stage's layers, sharded over tensor parallelism.
+class ModelChunk(GPTModel):
+    """Consecutive layers of a model, sharded over tensor parallelism, with the ends that `chunk` has.
 
-    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths). Returns hidden
-    states, or on the last stage the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
+    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). Returns
+    hidden states, or with the head the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
     head, the values [1, tokens], fp32 and whole on every tensor-parallel rank.
     """
 
@@ -51,56 +54,86 @@ class LanguageModel(GPTModel):
         self,
         architecture: Architecture,
         config: TransformerConfig,
-        grid: Grid,
-        groups: ProcessGroups,
+        chunk: Chunk,
+        collection: ProcessGroupCollection,
         *,
-        layout: Layout,
+        number: int | None,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
-        collection = process_group_collection(grid, groups)
-        stage = collection.pp.rank()
-        last_stage, value_head = stage == grid.pp - 1, architecture.head == "value"
-        (chunk,) = chunks_of(architecture, grid.pp)[stage]
+        """`number` of this one among the rank's; None where it is alone."""
+        value_head = architecture.head == "value"
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(architecture, config, chunk.layers, transformer_engine),
-            vocab_size=padded_vocab_size(architecture.vocab_size, grid.tp),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
-            pre_process=stage == 0,
-            # Megatron would allocate a vocabulary projection with the last stage of a value model.
-            post_process=last_stage and not value_head,
+            pre_process=chunk.embedding,
+            # Megatron would allocate a vocabulary projection with the last chunk of a value model.
+            post_process=chunk.head and not value_head,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
             position_embedding_type="rope",
             pg_collection=collection,
+            vp_stage=number,
         )
-        if last_stage and value_head:
+        if chunk.head and value_head:
             self.post_process = True
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
-        self.architecture = architecture
-        self.layout = layout
-        self.device = device
-        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
-        """Called with every micro-batch that begins, so that others see the model getting on."""
-        self.transformer_engine = transformer_engine
-        self._set_rotary_embedding()
+        self._set_rotary_embedding(architecture, device, transformer_engine)
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
             if name in VOCABULARY_PARAMETERS:
                 parameter.data.zero_()
 
-    def _set_rotary_embedding(self) -> None:
-        if self.architecture.mla:
-            if not self.transformer_engine:
-                rotate_by_position(self, self.architecture, self.device)
+    def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
+        if architecture.mla:
+            if not transformer_engine:
+                rotate_by_position(self, architecture, device)
             return
-        frequencies = inverse_frequencies(self.architecture).to(self.device)
-        if self.transformer_engine:
+        frequencies = inverse_frequencies(architecture).to(device)
+        if transformer_engine:
             self.rotary_pos_emb.inv_freq = frequencies
         else:
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
+
+
+class LanguageModel(torch.nn.Module):
+    """One rank's part of the model: the chunks of its pipeline stage, by depth; several where stages interleave."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        grid: Grid,
+        collection: ProcessGroupCollection,
+        *,
+        layout: Layout,
+        transformer_engine: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.config = config
+        self.pg_collection = collection
+        self.layout = layout
+        self.device = device
+        self.transformer_engine = transformer_engine
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
+        """Called with every micro-batch that begins, so that others see the model getting on."""
+        self.chunks = torch.nn.ModuleList(
+            ModelChunk(
+                architecture,
+                config,
+                chunk,
+                collection,
+                number=number if grid.vpp > 1 else None,
+                transformer_engine=transformer_engine,
+                device=device,
+            )
+            for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
+        )
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward()."""
@@ -127,12 +160,19 @@ def build_model(
     if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     transformer_engine = uses_transformer_engine(model, device)
+    collection = process_group_collection(grid, groups)
     config = transformer_config(
-        architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
+        architecture,
+        grid,
+        stage=collection.pp.rank(),
+        model=model,
+        parallel=parallel,
+        device=device,
+        transformer_engine=transformer_engine,
     )
     layout = layout_of_model(architecture, grid, model=model, device=device)
     return LanguageModel(
-        architecture, config, grid, groups, layout=layout, transformer_engine=transformer_engine, device=device
+        architecture, config, grid, collection, layout=layout, transformer_engine=transformer_engine, device=device
     )
 
 
@@ -150,14 +190,19 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
 
     Parameters, not what they hold, which may move to other memory when a TrainableModel takes the model over.
     """
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)}
-    return {**dict(model.named_parameters()), **biases}
+    held: dict[str, Tensor] = {}
+    for number, chunk in enumerate(model.chunks):
+        prefix = f"{number}." if len(model.chunks) > 1 else ""
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
+        held |= {prefix + name: tensor for name, tensor in (*chunk.named_parameters(), *biases)}
+    return held
 
 
 def transformer_config(
     architecture: Architecture,
     grid: Grid,
     *,
+    stage: int,
     model: schema.Model,
     parallel: schema.Parallel,
     device: torch.device,
@@ -181,6 +226,8 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,
         sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -1,5 +1,7 @@
 """Megatron's optimizer for one role, which may live on some of the world's ranks."""
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
@@ -10,15 +12,16 @@ from rltrain.config import schema
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: schema.Optimizer, groups: ProcessGroupCollection
+    chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """AdamW over the model's parameters, sharded over data parallelism where `model` says so; fp32 master weights.
+    """AdamW over the parameters of a model's `chunks`, sharded over data parallelism where these say so; fp32 master
+    weights.
 
     Weights must be loaded before: bf16 parameters are copied to their masters here. Goes past Megatron's
     `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the
     world hold another role.
     """
-    bf16 = model.config.bf16
+    bf16 = chunks[0].config.bf16
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -30,13 +33,13 @@ def build_optimizer(
         clip_grad=settings.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
     return megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
         config=config,
-        model_chunks=[model],
-        param_groups=_parameter_groups(model, settings),
-        per_model_buffers={0: model.buffers},
+        model_chunks=list(chunks),
+        param_groups=_parameter_groups(chunks, settings),
+        per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
         model_parallel_group=groups.mp,
         data_parallel_group=groups.intra_dp_cp,
         data_parallel_group_idx=groups.mp.rank(),
@@ -45,9 +48,9 @@ def build_optimizer(
     )
 
 
-def _parameter_groups(model: torch.nn.Module, settings: schema.Optimizer) -> list[dict[str, object]]:
+def _parameter_groups(chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer) -> list[dict[str, object]]:
     """Matrices, which decay, and vectors (norm weights, biases), which do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     shared = {"is_expert_parallel": False, "default_config": True, "is_decoupled_lr": False, "lr_mult": 1.0}
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         shared["fused"] = True

@@ -6,6 +6,7 @@ the same order; buckets, collectives and the waits of modules for their weights 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,8 @@ class GradientReduction:
     The order of buckets is that in which backward completes them: the last layers' first.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._groups = _last_layers_first(model) if model.ddp_config.overlap_grad_reduce else []
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._groups = _last_layers_first(chunks) if chunks[0].ddp_config.overlap_grad_reduce else []
         for group in self._groups:
             # Megatron's own count would begin buckets in the order of this replica's backward.
             group.register_grad_ready = partial(self._added, group)
@@ -99,8 +100,8 @@ class ParameterGather:
     its own weights; who reads them otherwise calls `finish` before.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._groups = _last_layers_first(model)[::-1] if model.ddp_config.overlap_param_gather else []
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._groups = _last_layers_first(chunks)[::-1] if chunks[0].ddp_config.overlap_param_gather else []
         self.finish()
 
     def begin(self) -> None:
@@ -117,8 +118,9 @@ class ParameterGather:
             group.param_gather_dispatched = True
 
 
-def _last_layers_first(model: DistributedDataParallel) -> list[BucketGroup]:
+def _last_layers_first(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
     """The order in which backward completes them, and the same on all replicas."""
-    depth = {parameter: index for index, parameter in enumerate(model.module.parameters())}
-    groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+    parameters = (parameter for chunk in chunks for parameter in chunk.module.parameters())
+    depth = {parameter: index for index, parameter in enumerate(parameters)}
+    groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return sorted(groups, key=lambda group: -min(depth[parameter] for parameter in group.params))

@@ -50,17 +50,15 @@ class TrainableModel(EvaluableModel):
         self.num_updates = 0
         self.max_skipped, self.num_skipped = max_skipped, 0
         self.groups = model.pg_collection
-        self.ddp = DistributedDataParallel(
-            model.config,
-            data_parallel_config(settings, self.groups.dp_cp.size(), model.device),
-            model,
-            pg_collection=self.groups,
-        )
-        self.reduction, self.gather = GradientReduction(self.ddp), ParameterGather(self.ddp)
-        self.optimizer = build_optimizer(self.ddp, settings.optimizer, self.groups)
+        parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
+        self.chunks = [
+            DistributedDataParallel(model.config, parallel, chunk, pg_collection=self.groups) for chunk in model.chunks
+        ]
+        self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
+        self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
-        self.parts = {**self.parts, **training_parts(model, self.ddp, self.optimizer)}
+        self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
         self._copies: dict[str, Tensor] = {}
         self._pending: _Pending | None = None
 
@@ -92,7 +90,8 @@ class TrainableModel(EvaluableModel):
     ) -> None:
         """Of a whole mini-batch reducing begins meanwhile."""
         if self._pending is None:
-            self.ddp.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._pending = _Pending()
         self._pending.num_samples += experience.num_samples
@@ -111,7 +110,7 @@ class TrainableModel(EvaluableModel):
             micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
             if is_whole:
                 self.reduction.expect(len(micro_batches))
-            self._pending.outputs += run_schedule(self.ddp, micro_batches, loss, backward=True)
+            self._pending.outputs += run_schedule(self.model, micro_batches, loss, chunks=self.chunks, backward=True)
         elif self.groups.pp.rank() == self.groups.pp.size() - 1:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
             self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
@@ -162,9 +161,10 @@ class TrainableModel(EvaluableModel):
     def _update(self, divisor: float, rate: float) -> float:
         """Divide, clip and apply the gradients unless their norm, which it returns, is not finite. Collective over: the
         role's ranks."""
-        finalize_model_grads([self.ddp], None, pg_collection=self.groups)
+        finalize_model_grads(self.chunks, None, pg_collection=self.groups)
         self.gather.finish()
-        self.ddp.scale_gradients(1 / divisor)
+        for chunk in self.chunks:
+            chunk.scale_gradients(1 / divisor)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
         if self._is_to_skip("gradient norm", grad_norm):
