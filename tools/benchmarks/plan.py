@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from model_shapes import deepseek_v3, qwen3_8b, qwen3_30b_a3b, qwen3_32b
 
@@ -38,7 +39,7 @@ class Case:
     destination: Callable[[Architecture], Layout]
 
 
-def training(num_ranks: int, **sizes: int) -> Callable[[Architecture], Layout]:
+def training(num_ranks: int, **sizes: Any) -> Callable[[Architecture], Layout]:
     return lambda architecture: megatron_layout(
         architecture,
         Grid(tuple(range(num_ranks)), **sizes),
