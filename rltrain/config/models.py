@@ -34,6 +34,9 @@ class Model(Section):
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
+    logits_chunk_tokens: Count | None = None
+    """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
+    memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""
 
 
 class Optimizer(Section):

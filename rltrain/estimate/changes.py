@@ -11,6 +11,8 @@ from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.tasks.roles import model_roles, trained_roles
 
 MOST = 3
+CHUNK_TOKENS = 2048
+"""Whose logits may exist at a time: enough for a product at full speed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
 def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
     """(what to write, the config with it)."""
     yield "model.recompute: full", with_keys(config, model__recompute="full")
+    yield f"model.logits_chunk_tokens: {CHUNK_TOKENS}", with_keys(config, model__logits_chunk_tokens=CHUNK_TOKENS)
     for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
         for fewer in (tokens // 2, tokens // 4):

@@ -156,13 +156,16 @@ def _generating_bytes(job: PlannedJob) -> dict[str, int]:
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
-    """Logits, their gradient, and the fp32 copies of a chunk of them."""
-    architecture = job.architectures[role]
+    """Logits, their gradient, and the fp32 copies of a chunk of them. Where they are never held for all tokens, the
+    vocabulary's gradient in fp32."""
+    architecture, at_once = job.architectures[role], job.config.model.logits_chunk_tokens
     if architecture.head == "value":
         return tokens * FP32 * (1 + trains)
-    elements = tokens * -(-architecture.vocab_size // job.grids[role].tp)
+    columns = -(-architecture.vocab_size // job.grids[role].tp)
+    elements = min(tokens, at_once or tokens) * columns
     chunk = min(elements, LOGPROB_CHUNK_ELEMENTS)
-    return elements * job.item_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES
+    summed = columns * architecture.hidden_size * FP32 if at_once and trains else 0
+    return elements * job.item_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES + summed
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:

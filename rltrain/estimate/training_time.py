@@ -133,7 +133,8 @@ class TrainingTime:
         repeated = backward and recompute == "full"
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
         of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
-        at_peak = (times + repeated) * of_layers + times * head / gpu.efficiency.matmul + of_attention
+        of_head = (times + (backward and self.job.config.model.logits_chunk_tokens is not None)) * head
+        at_peak = (times + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
         per_token = at_peak / (gpu.flops(self.job.config.model.dtype) * self.grid.tp)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)

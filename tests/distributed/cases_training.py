@@ -50,6 +50,7 @@ GRIDS = {
 TIED = ("tp1", "pp2", "tp2_pp2", "pp3", "pp3_vpp2")
 """Of four layers; the others have two."""
 UNTIED = GRIDS.keys() - {"pp3", "pp3_vpp2"}
+CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen3", "tp4"), ("qwen2_tied", "tp1"), ("qwen2_tied", "tp2_pp2"))
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
 """Tokens in each: all samples of a replica together, or two to four parts of them."""
@@ -97,6 +98,10 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
                 f"recompute_{recompute}",
                 _train(paths["qwen3"], "tp2_sp", groups, SEVERAL_MICRO_BATCHES, recompute=recompute),
             )
+    for checkpoint, layout in CHUNKED_LOGITS:
+        if rank in GRIDS[layout].ranks:
+            chunked = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=37)
+            yield f"chunked_logits/{checkpoint}/{layout}", chunked
     for layout in ("tp2_dp2", "tp2_pp2"):
         yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
     yield (
@@ -163,8 +168,9 @@ def _train(
     distributed_optimizer: bool = True,
     recompute: str = "none",
     dtype: str = "float32",
+    **settings: Any,
 ) -> dict[str, Any]:
-    model = load_model(path, layout, groups, recompute=recompute, dtype=dtype)
+    model = load_model(path, layout, groups, recompute=recompute, dtype=dtype, **settings)
     experience = share_of(load_experience(path), layout)
     expected = load_file(path / "expected.safetensors")
     start = EvaluableModel(model).evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)
@@ -206,7 +212,7 @@ def _steep(*arguments: Any) -> LossOutput:
     return replace(output, loss=output.loss + (output.loss - output.loss.detach()).sqrt())
 
 
-def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: str) -> LanguageModel:
+def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: Any) -> LanguageModel:
     architecture, grid = read_architecture(path), GRIDS[layout]
     model = build_model(
         architecture,

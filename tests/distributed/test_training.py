@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_training import ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES
+from tests.distributed.cases_training import CHUNKED_LOGITS, ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -64,6 +64,14 @@ def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict
 @pytest.mark.parametrize("variant", ["plain_optimizer", "recompute_full", "recompute_selective"])
 def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)
+
+
+@pytest.mark.parametrize(("checkpoint", "layout"), CHUNKED_LOGITS)
+def test_logits_that_are_never_whole_do_not_change_the_result(
+    ranks: list[dict[str, Any]], checkpoint: str, layout: str
+) -> None:
+    name = f"chunked_logits/{checkpoint}/{layout}"
+    assert_same_training(ranks, name, f"{checkpoint}/tp1/{ONE_MICRO_BATCH}")
 
 
 def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str, Any]]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltrain.training.megatron import logprobs as module
-from rltrain.training.megatron.logprobs import vocab_parallel_logprobs
+from rltrain.training.megatron.logprobs import Logits, vocab_parallel_logprobs
 
 ROWS = 7
 
@@ -24,7 +25,7 @@ class Group:
         self.statistics = torch.stack(
             [
                 module._local_statistics(
-                    shard.detach(),
+                    Logits(shard.detach()),
                     (labels - i * columns).view(ROWS, -1),
                     min(max(vocab_size - i * columns, 0), columns),
                     scale,
@@ -53,7 +54,7 @@ def sharded(
     shards = list(logits.chunk(tp, dim=1))
     groups = [Group(rank, shards, labels, vocab_size, 1 / temperature) for rank in range(tp)]
     return [
-        vocab_parallel_logprobs(shard, labels, vocab_size=vocab_size, temperature=temperature, group=group)
+        vocab_parallel_logprobs(Logits(shard), labels, vocab_size=vocab_size, temperature=temperature, group=group)
         for shard, group in zip(shards, groups, strict=True)
     ]
 
@@ -97,6 +98,43 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+class LargestMatrix(TorchDispatchMode):
+    """Elements of the largest matrix that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), settings: Any = None) -> Any:
+        made = function(*arguments, **(settings or {}))
+        if isinstance(made, Tensor) and made.dim() == 2:
+            self.num_elements = max(self.num_elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 8, 100])
+def test_logits_that_are_made_by_rows_are_those_that_are_held(rows_at_once: int) -> None:
+    """With columns of padding; no matrix is larger than those rows' logits."""
+    torch.manual_seed(0)
+    num_rows, hidden, columns, vocab_size = 100, 2, 64, 61
+    group: Any = Alone()
+    states, weight = (torch.randn(size, hidden, requires_grad=True) for size in (num_rows, columns))
+    labels, wanted = torch.randint(vocab_size, (num_rows, 3)), torch.randn(num_rows, 3)
+
+    def passed(logits: Logits) -> tuple[Tensor, ...]:
+        logprobs, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=vocab_size, temperature=0.7, group=group)
+        loss = (logprobs * wanted).sum() + (entropy * wanted[:, 0]).sum()
+        return logprobs, entropy, *torch.autograd.grad(loss, (states, weight))
+
+    expected = passed(Logits(states @ weight.T))
+    with LargestMatrix() as largest:
+        found = passed(Logits(states, weight, rows_at_once))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    statistics = num_rows * (3 + labels.size(1))
+    assert largest.num_elements <= max(rows_at_once * columns, statistics, columns * hidden)
+
+
 def test_large_and_half_precision_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (1000 * torch.randn(ROWS, 16)).bfloat16().requires_grad_()
     labels = torch.randint(15, (ROWS,))
@@ -113,8 +151,18 @@ def test_a_temperature_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     logits, labels = torch.randn(ROWS, 16), torch.zeros(ROWS, dtype=torch.int64)
     with pytest.raises(ValueError, match="above 0"):
         vocab_parallel_logprobs(
-            logits, labels, vocab_size=16, temperature=0.0, group=Group(0, [logits], labels, 16, 1.0)
+            Logits(logits), labels, vocab_size=16, temperature=0.0, group=Group(0, [logits], labels, 16, 1.0)
         )
+
+
+class Alone:
+    """A tensor-parallel group of one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 class Gathering:
@@ -151,7 +199,7 @@ def test_the_likeliest_tokens_are_found_over_all_shards(
     def found_by(rank: int) -> tuple[Tensor, Tensor]:
         shard: Any = logits.chunk(tp, dim=1)[rank]
         group: Any = Member(rank)
-        return module.vocab_parallel_top(shard, count, vocab_size=vocab_size, temperature=0.7, group=group)
+        return module.vocab_parallel_top(Logits(shard), count, vocab_size=vocab_size, temperature=0.7, group=group)
 
     expected = torch.log_softmax(logits[:, :vocab_size] / 0.7, dim=1).topk(count, dim=1)
     with ThreadPoolExecutor(tp) as threads:

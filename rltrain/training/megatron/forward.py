@@ -20,7 +20,7 @@ from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, its local logits [tokens, columns], or scores [tokens]) -> (loss scalar, anything to keep)."""
+"""(micro-batch, what the last chunk makes of its tokens [tokens, ...]) -> (loss scalar, anything to keep)."""
 
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
@@ -95,7 +95,7 @@ def run_schedule(
     return run(**arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config))
 
 
-def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def token_logprobs(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
     from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
     well, [tokens, n]. Collective over: the tensor-parallel group."""
@@ -103,7 +103,7 @@ def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temp
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
     logprobs, entropy = vocab_parallel_logprobs(
-        logits,
+        model.logits_of(outputs),
         labels.roll(-1, dims=0),
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,
@@ -115,12 +115,12 @@ def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temp
 
 
 def likeliest_tokens(
-    model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float, count: int
+    model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
     first token. Collective over: the tensor-parallel group."""
     ids, logprobs = vocab_parallel_top(
-        logits,
+        model.logits_of(outputs),
         count,
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,

@@ -10,7 +10,10 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes as set_parallel_attributes
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -87,6 +90,28 @@ class ValueHead(torch.nn.Module):
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return values, None
+
+
+class DeferredHead(torch.nn.Module):
+    """Stands where Megatron has the vocabulary projection and puts out what that would have got, for logits that are
+    made where they are needed and never held for all tokens."""
+
+    def __init__(
+        self, projection: ColumnParallelLinear, config: TransformerConfig, tp_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, config.sequence_parallel
+        self.weight = projection.weight  # None where the embedding's is on this rank and serves for both
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """[tokens (of this rank), 1, hidden] -> ([tokens, 1, hidden], no bias), equal on all tensor-parallel ranks,
+        whose gradients, each of its own columns, are summed.
+
+        Collective over: the tensor-parallel group, with sequence parallelism, and in backward.
+        """
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group), None
 
 
 def parameter_device(config: TransformerConfig) -> str | int:
@@ -244,7 +269,7 @@ def _with_bias(linear: Any) -> type[torch.nn.Module]:
 
 def mark_parallel_weights(model: torch.nn.Module) -> None:
     """Tell gradient norms which weights are shards. Megatron does so while it initialises weights, which is skipped."""
-    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)

@@ -1,6 +1,10 @@
-"""Log-probs and entropy from logits whose columns are spread over a tensor-parallel group."""
+"""Log-probs and entropy from logits whose columns are spread over a tensor-parallel group.
 
-import math
+Logits are given, or hidden states and the vocabulary's weights: then logits are made for some rows at a time, in
+forward and once more in backward, and never held for all.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,43 +15,80 @@ CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many
 ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0
 
 
+@dataclass(frozen=True)
+class Logits:
+    """This rank's columns of the padded vocabulary, for some rows."""
+
+    states: Tensor
+    """[rows, columns] the logits; with `weight` the hidden states [rows, hidden] that they are made of, equal on all
+    ranks of the tensor-parallel group."""
+    weight: Tensor | None = None
+    """[columns, hidden]"""
+    rows_at_once: int | None = None
+    """Of those that are made. None: all."""
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """[rows, columns]"""
+        states = self.states[rows]
+        return states if self.weight is None else torch.nn.functional.linear(states, self.weight)
+
+    @property
+    def num_columns(self) -> int:
+        return self.states.size(1) if self.weight is None else len(self.weight)
+
+    def chunks(self) -> list[slice]:
+        """Rows that are looked at together."""
+        rows = max(1, CHUNK_ELEMENTS // self.num_columns)
+        if self.weight is not None:
+            rows = min(rows, self.rows_at_once or rows)
+        return [slice(first, first + rows) for first in range(0, len(self), rows)]
+
+    def valid_columns(self, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        """(token of the first column, columns that are no padding)"""
+        first = group.rank() * self.num_columns
+        return first, min(max(vocab_size - first, 0), self.num_columns)
+
+
 def vocab_parallel_logprobs(
-    logits: Tensor, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
+    logits: Logits, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `labels`, and entropies [rows], of the distributions softmax(logits / temperature), both fp32.
 
-    `logits` [rows, columns] are this rank's columns of the padded vocabulary; columns past `vocab_size` are padding
-    and take no part. `labels` are token ids: one for each row, [rows], or several, [rows, n], and log-probs have their
-    shape. Computed in fp32 whatever the logits' dtype. Both results are the same on every rank of `group`; gradients
-    flow to the local logits and assume equal upstream gradients on its ranks. Collective over: the tensor-parallel
-    group (one all-gather forward, none backward).
+    Columns of `logits` past `vocab_size` are padding and take no part. `labels` are token ids: one for each row,
+    [rows], or several, [rows, n], and log-probs have their shape. Computed in fp32 whatever the logits' dtype. Both
+    results are the same on every rank of `group`; gradients flow to what the logits are made of, assume equal upstream
+    gradients on its ranks, and are of the local columns alone. Collective over: the tensor-parallel group (one
+    all-gather forward, none backward).
     """
     if not temperature > 0:
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
-    first = group.rank() * logits.size(-1)
-    num_valid = min(max(vocab_size - first, 0), logits.size(-1))
+    first, num_valid = logits.valid_columns(vocab_size, group)
     local = (labels - first).view(len(labels), -1)
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, local, num_valid, 1.0 / temperature, group)
+    logprobs, entropy = _VocabParallelLogprobs.apply(
+        logits.states, logits.weight, logits.rows_at_once, local, num_valid, 1.0 / temperature, group
+    )
     return logprobs.view(labels.shape), entropy
 
 
 @torch.no_grad()
 def vocab_parallel_top(
-    logits: Tensor, count: int, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
+    logits: Logits, count: int, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of every row, likeliest first: ids [rows, count] int64 and log-probs, fp32.
 
-    `logits` as for `vocab_parallel_logprobs`; `count` is at most `vocab_size`. Collective over: the tensor-parallel
-    group (three all-gathers).
+    `count` is at most `vocab_size`. Collective over: the tensor-parallel group (three all-gathers).
     """
-    first = group.rank() * logits.size(-1)
-    num_valid = min(max(vocab_size - first, 0), logits.size(-1))
-    no_labels = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    first, num_valid = logits.valid_columns(vocab_size, group)
+    device = logits.states.device
+    no_labels = torch.empty(len(logits), 0, dtype=torch.int64, device=device)
     maximum, exp_sum, *_ = _combine(_gather(_local_statistics(logits, no_labels, num_valid, 1.0 / temperature), group))
-    values = logits.new_full((len(logits), count), ABSENT, dtype=torch.float32)
-    ids = torch.zeros(len(logits), count, dtype=torch.int64, device=logits.device)
-    for rows in _chunks(logits):
-        found = (logits[rows, :num_valid].float() / temperature).topk(min(count, num_valid), dim=1)
+    values = torch.full((len(logits), count), ABSENT, dtype=torch.float32, device=device)
+    ids = torch.zeros(len(logits), count, dtype=torch.int64, device=device)
+    for rows in logits.chunks():
+        found = (logits[rows][:, :num_valid].float() / temperature).topk(min(count, num_valid), dim=1)
         values[rows, : found.values.size(1)], ids[rows, : found.values.size(1)] = found.values, found.indices + first
     of_all, their_ids = (_gather(local, group).transpose(0, 1).flatten(1) for local in (values, ids))
     best = of_all.topk(count, dim=1)
@@ -55,52 +96,65 @@ def vocab_parallel_top(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Saves the logits themselves (no copy), the labels [rows, n] and two numbers per row; recomputes the softmax
+    """Saves what the logits are made of (no copy), the labels [rows, n] and two numbers per row; recomputes the rest
     backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, num_valid: int, scale: float, group: dist.ProcessGroup
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor | None,
+        rows_at_once: int | None,
+        labels: Tensor,
+        num_valid: int,
+        scale: float,
+        group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
+        logits = Logits(states, weight, rows_at_once)
         statistics = _gather(_local_statistics(logits, labels, num_valid, scale), group)
         maximum, exp_sum, weighted_sum, targets = _combine(statistics)
         log_normalizer = maximum + exp_sum.log()
         entropy = log_normalizer - maximum - weighted_sum / exp_sum
-        ctx.save_for_backward(logits, labels, log_normalizer, entropy)
-        ctx.num_valid, ctx.scale = num_valid, scale
+        ctx.save_for_backward(states, weight, labels, log_normalizer, entropy)
+        ctx.rows_at_once, ctx.num_valid, ctx.scale = rows_at_once, num_valid, scale
         return (targets - log_normalizer).T.contiguous(), entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = gradients
-        logits, labels, log_normalizer, entropy = ctx.saved_tensors
+        states, weight, labels, log_normalizer, entropy = ctx.saved_tensors
         num_valid, scale = ctx.num_valid, ctx.scale
-        grad = torch.zeros_like(logits) if num_valid < logits.size(1) else torch.empty_like(logits)
-        if num_valid == 0:
-            return grad, None, None, None, None
-        for rows in _chunks(logits):
-            logprobs = (
-                logits[rows, :num_valid].to(torch.float32, copy=True).mul_(scale).sub_(log_normalizer[rows, None])
-            )
+        logits = Logits(states, weight, ctx.rows_at_once)
+        is_overwritten = num_valid and (weight is not None or num_valid == logits.num_columns)
+        grad = torch.empty_like(states) if is_overwritten else torch.zeros_like(states)
+        weight_grad = torch.zeros(() if weight is None else weight.shape, dtype=torch.float32, device=states.device)
+        for rows in logits.chunks() if num_valid else ():
+            logprobs = logits[rows][:, :num_valid].to(torch.float32, copy=True)
+            logprobs.mul_(scale).sub_(log_normalizer[rows, None])
             # d entropy / d logit = -p (log p + entropy);  d logprob / d logit = [label] - p
             of_labels = grad_logprobs[rows].sum(1, keepdim=True)
             factor = torch.addcmul(of_labels + (grad_entropy * entropy)[rows, None], logprobs, grad_entropy[rows, None])
             values = logprobs.exp_().mul_(factor).mul_(-scale)
             index, local = _local_labels(labels[rows], num_valid)
             values.scatter_add_(1, index, grad_logprobs[rows] * local * scale)
-            grad[rows, :num_valid] = values.to(grad.dtype)
-        return grad, None, None, None, None
+            of_logits = values.to(grad.dtype)
+            if weight is None:
+                grad[rows, :num_valid] = of_logits
+            else:
+                grad[rows] = of_logits @ weight[:num_valid]
+                weight_grad[:num_valid] += of_logits.T @ states[rows]
+        return grad, None if weight is None else weight_grad.to(weight.dtype), None, None, None, None, None
 
 
-def _local_statistics(logits: Tensor, labels: Tensor, num_valid: int, scale: float) -> Tensor:
+def _local_statistics(logits: Logits, labels: Tensor, num_valid: int, scale: float) -> Tensor:
     """[3 + n, rows] over the local columns z: max z, sum e^(z - max), sum (z - max) e^(z - max), z at each of the n
     labels or 0."""
-    statistics = torch.zeros(3 + labels.size(1), logits.size(0), dtype=torch.float32, device=logits.device)
+    statistics = torch.zeros(3 + labels.size(1), len(logits), dtype=torch.float32, device=logits.states.device)
     if num_valid == 0:
         statistics[0] = ABSENT
         return statistics
-    for rows in _chunks(logits):
-        scaled = logits[rows, :num_valid].to(torch.float32, copy=True).mul_(scale)
+    for rows in logits.chunks():
+        scaled = logits[rows][:, :num_valid].to(torch.float32, copy=True).mul_(scale)
         index, local = _local_labels(labels[rows], num_valid)
         statistics[3:, rows] = (scaled.gather(1, index) * local).T
         maximum = scaled.amax(1)
@@ -139,8 +193,3 @@ def _gather(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _local_labels(labels: Tensor, num_valid: int) -> tuple[Tensor, Tensor]:
     """Column of each label [rows, n], clamped into the shard; and whether it lies in the shard."""
     return labels.clamp(0, num_valid - 1), (labels >= 0) & (labels < num_valid)
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS // logits.size(1))
-    return [slice(i * rows, (i + 1) * rows) for i in range(math.ceil(logits.size(0) / rows))]

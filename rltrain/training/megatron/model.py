@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +26,7 @@ from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.latent_attention import rotate_by_position
 from rltrain.training.megatron.layers import (
+    DeferredHead,
     ValueHead,
     add_final_norm,
     block_spec,
@@ -32,6 +34,7 @@ from rltrain.training.megatron.layers import (
     mark_parallel_weights,
     uses_transformer_engine,
 )
+from rltrain.training.megatron.logprobs import Logits
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 
@@ -45,10 +48,12 @@ class ModelChunk(GPTModel):
 
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). Returns
     hidden states, or with the head the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
-    head, the values [1, tokens], fp32 and whole on every tensor-parallel rank.
+    head, the values [1, tokens], fp32 and whole on every tensor-parallel rank. With `deferred_head` what logits are
+    made of takes their place: [1, tokens, hidden].
     """
 
     rotary_pos_emb: torch.nn.Module
+    output_layer: torch.nn.Module
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class ModelChunk(GPTModel):
         collection: ProcessGroupCollection,
         *,
         number: int | None,
+        deferred_head: bool,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
@@ -80,12 +86,21 @@ class ModelChunk(GPTModel):
             self.post_process = True
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
+        elif chunk.head and deferred_head:
+            self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
         self._set_rotary_embedding(architecture, device, transformer_engine)
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
             if name in VOCABULARY_PARAMETERS:
                 parameter.data.zero_()
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """Of a chunk with the head: this rank's [padded vocabulary / tp, hidden]."""
+        own = self.output_layer.weight
+        shared: Tensor = self.embedding.word_embeddings.weight if own is None else own
+        return shared
 
     def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
         if architecture.mla:
@@ -110,10 +125,12 @@ class LanguageModel(torch.nn.Module):
         collection: ProcessGroupCollection,
         *,
         layout: Layout,
+        logits_chunk_tokens: int | None,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.logits_chunk_tokens = logits_chunk_tokens
         self.architecture = architecture
         self.config = config
         self.pg_collection = collection
@@ -129,11 +146,19 @@ class LanguageModel(torch.nn.Module):
                 chunk,
                 collection,
                 number=number if grid.vpp > 1 else None,
+                deferred_head=logits_chunk_tokens is not None,
                 transformer_engine=transformer_engine,
                 device=device,
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
+
+    def logits_of(self, outputs: Tensor) -> Logits:
+        """What the last chunk put out for some tokens, [tokens, ...], as logits."""
+        if self.logits_chunk_tokens is None:
+            return Logits(outputs)
+        last = cast(ModelChunk, self.chunks[-1])
+        return Logits(outputs, last.vocabulary, self.logits_chunk_tokens)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward()."""
@@ -172,7 +197,14 @@ def build_model(
     )
     layout = layout_of_model(architecture, grid, model=model, device=device)
     return LanguageModel(
-        architecture, config, grid, collection, layout=layout, transformer_engine=transformer_engine, device=device
+        architecture,
+        config,
+        grid,
+        collection,
+        layout=layout,
+        logits_chunk_tokens=model.logits_chunk_tokens,
+        transformer_engine=transformer_engine,
+        device=device,
     )
 
 
