@@ -98,9 +98,8 @@ class ModelChunk(GPTModel):
     @property
     def vocabulary(self) -> Tensor:
         """Of a chunk with the head: this rank's [padded vocabulary / tp, hidden]."""
-        own = self.output_layer.weight
-        shared: Tensor = self.embedding.word_embeddings.weight if own is None else own
-        return shared
+        own = cast(Tensor | None, self.output_layer.weight)
+        return cast(Tensor, self.embedding.word_embeddings.weight) if own is None else own
 
     def _set_rotary_embedding(self, architecture: Architecture, device: torch.device, transformer_engine: bool) -> None:
         if architecture.mla:
