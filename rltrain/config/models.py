@@ -15,6 +15,7 @@ class Parallel(Section):
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
+    """Context parallelism: every sequence is cut among as many ranks of a replica."""
     ep: Count = 1
     sequence_parallel: bool = False
 
@@ -28,6 +29,10 @@ class Model(Section):
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
+    cp_communication: Literal["auto", "all_to_all"] = "auto"
+    """With context parallelism. auto: keys and values of all ranks go to each of them, with Transformer Engine round a
+    ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
+    Transformer Engine must be new enough to do so with packed sequences."""
 
 
 class Optimizer(Section):
@@ -50,7 +55,8 @@ class Trained(Section):
 
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: Count = 16384
-    """Sequences are packed into micro-batches of at most this many tokens (one longer sequence stands alone)."""
+    """Sequences are packed into micro-batches of at most this many tokens for each rank of context parallelism: cp
+    times as many together (one longer sequence stands alone)."""
     distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
     overlap: Literal["auto"] | bool = "auto"

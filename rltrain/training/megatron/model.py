@@ -18,8 +18,10 @@ from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
+from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
+from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.latent_attention import rotate_by_position
 from rltrain.training.megatron.layers import (
@@ -40,9 +42,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LanguageModel(GPTModel):
     """One rank's part of the model: a pipeline stage's layers, sharded over tensor parallelism.
 
-    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths). Returns hidden
-    states, or on the last stage the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
-    head, the values [1, tokens], fp32 and whole on every tensor-parallel rank.
+    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=self.sequences(lengths), with context
+    parallelism the ids of `share` alone. Returns hidden states, or on the last stage the logits [1, tokens, padded
+    vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and whole on every
+    tensor-parallel rank.
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -79,6 +82,7 @@ class LanguageModel(GPTModel):
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
         self.architecture = architecture
+        self.share = ContextShare(collection.cp.rank(), collection.cp.size())
         self.layout = layout
         self.device = device
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
@@ -103,7 +107,13 @@ class LanguageModel(GPTModel):
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
-        """Describe sequences packed end to end, for forward()."""
+        """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
+        of which this rank has its slices."""
+        if self.share.size > 1 and self.transformer_engine:
+            return thd_slices(lengths, self.device)
+        if self.share.size > 1:
+            by_heads = self.config.cp_comm_type == BY_HEADS
+            return sequences_of_share(lengths, self.share, self.device, by_heads=by_heads)
         return (thd_sequences if self.transformer_engine else packed_sequences)(lengths, self.device)
 
 
@@ -180,6 +190,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
+        context_parallel_size=grid.cp,
+        cp_comm_type=BY_HEADS if model.cp_communication == "all_to_all" else RING,
         pipeline_model_parallel_size=grid.pp,
         sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
         params_dtype=dtype,
