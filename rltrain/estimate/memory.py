@@ -128,7 +128,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     if role is None:
         return {}
     activations = Activations(job, role, stages[role])
-    tokens = job.micro_batch_tokens(role)
+    tokens = job.micro_batch_rows(role)
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)

@@ -21,6 +21,7 @@ def check_against_architecture(
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
+            problems += _spread_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
     refuse(problems)
 
 
@@ -94,4 +95,17 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         yield (
             f"{key}.pp: got {grid.pp}, which does not divide the model's {architecture.num_layers} layers; "
             f"expected one of {', '.join(map(str, stages))}"
+        )
+
+
+def _spread_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of heads that are shared out over context parallelism as well."""
+    if grid.cp == 1 or config.model.cp_communication != "all_to_all":
+        return
+    num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
+    if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
+        yield (
+            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has {num_heads} "
+            f"attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a divisor or "
+            "multiple of the latter, or model.cp_communication: auto"
         )

@@ -64,8 +64,6 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         parallel, key = config.parallel_of(role)
         if key != f"{role}.parallel":
             continue
-        if parallel.cp > 1:
-            yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.ep > 1:
             yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
         if role in served_roles():
@@ -77,6 +75,8 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
     if parallel.pp > 1:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
+    if parallel.cp > 1:
+        yield f"{key}.cp: got {parallel.cp}; expected 1: only training and evaluation cut sequences among ranks"
     if parallel.sequence_parallel:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
 

@@ -34,7 +34,6 @@ GRIDS = {
     "cp2": Grid((0, 1), cp=2),
     "cp4": Grid(ALL, cp=4),
     "tp2_cp2": Grid(ALL, tp=2, cp=2),
-    "tp4": Grid(ALL, tp=4),
     "pp2_cp2": Grid(ALL, pp=2, cp=2),
     "cp2_dp2": Grid(ALL, cp=2),
     **{f"rank{rank}": Grid((rank,)) for rank in ALL},
@@ -59,26 +58,29 @@ OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
     "reward_model": (SCORER, ranking_loss(schema.Preference())),
     "latent": (LATENT, policy_loss(schema.Loss(), 40)),
 }
-LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "grpo": {
-        "cp2": {},
-        "cp4": {},
-        "tp2_cp2": {"sequence_parallel": True, "recompute": "full"},
-        "pp2_cp2": {"recompute": "selective"},
-        "cp2_dp2": {},
-    },
-    "gspo": {"cp4": {"cp_communication": "all_to_all"}, "cp2_dp2": {}},
-    "geometric_mean": {"tp2_cp2": {"cp_communication": "all_to_all"}},
-    "distillation": {"cp2": {}, "tp2_cp2": {"sequence_parallel": True}},
-    "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
-    "critic": {"pp2_cp2": {}, "tp2_cp2": {"sequence_parallel": True}},
-    "reward_model": {"cp4": {}},
-    "latent": {"cp2": {}, "tp2_cp2": {"sequence_parallel": True, "cp_communication": "all_to_all"}},
-}
+Layouts = dict[str, dict[str, dict[str, Any]]]
 """Of every objective, with settings of the model or of its training."""
 
+SEQUENCE_PARALLEL, BY_HEADS = {"sequence_parallel": True}, {"cp_communication": "all_to_all"}
+FEW: Layouts = {
+    "grpo": {"pp2_cp2": {"recompute": "selective"}},
+    "gspo": {"cp4": BY_HEADS},
+    "distillation": {"cp4": {}},
+    "critic": {"tp2_cp2": SEQUENCE_PARALLEL},
+}
+OTHERS: Layouts = {
+    "grpo": {"cp2": {}, "cp4": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
+    "gspo": {"cp2_dp2": {}},
+    "geometric_mean": {"tp2_cp2": BY_HEADS},
+    "distillation": {"tp2_cp2": SEQUENCE_PARALLEL},
+    "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
+    "critic": {"pp2_cp2": {}},
+    "reward_model": {"cp4": {}},
+    "latent": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
+}
 
-def all_cases(folder: str) -> dict[str, Any]:
+
+def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
     """By "objective/layout", what this rank's model gives; the objective on one rank is objective/."""
     groups = ProcessGroups(
         sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}),
@@ -86,7 +88,7 @@ def all_cases(folder: str) -> dict[str, Any]:
         timeout_s=60,
     )
     results = {}
-    for number, (name, layouts) in enumerate(LAYOUTS.items()):
+    for number, (name, layouts) in enumerate(objectives.items()):
         architecture = OBJECTIVES[name][0]
         path = Path(folder, f"{name}{dist.get_rank()}")
         write_weights(architecture, path)
