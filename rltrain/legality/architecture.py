@@ -105,7 +105,7 @@ def _spread_problems(config: Config, key: str, grid: Grid, architecture: Archite
     num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
     if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
         yield (
-            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has {num_heads} "
-            f"attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a divisor or "
-            "multiple of the latter, or model.cp_communication: auto"
+            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has "
+            f"{num_heads} attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a "
+            "divisor or multiple of the latter, or model.cp_communication: auto"
         )

@@ -33,7 +33,7 @@ WHOLE = ContextShare()
 
 
 def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
-    """[rows] int64: where the tokens that a rank computes lie in sequences of `lengths` tokens that are laid end to end.
+    """[rows] int64: where the tokens that a rank computes lie in sequences of `lengths` tokens, laid end to end.
 
     A sequence's two slices follow each other, sequence by sequence. Lengths are multiples of `share.multiple`.
     """

@@ -77,7 +77,9 @@ def pack(
     segments = _segments_of([part.lengths.tolist() for part in parts], multiple_of, equal_lengths, share.multiple)
     offsets = experience.offsets().tolist()
     return [
-        _micro_batch(part, torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples]), pieces, share, device)
+        _micro_batch(
+            part, torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples]), pieces, share, device
+        )
         for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
 

@@ -65,14 +65,13 @@ SEQUENCE_PARALLEL, BY_HEADS = {"sequence_parallel": True}, {"cp_communication": 
 FEW: Layouts = {
     "grpo": {"pp2_cp2": {"recompute": "selective"}},
     "gspo": {"cp4": BY_HEADS},
-    "distillation": {"cp4": {}},
     "critic": {"tp2_cp2": SEQUENCE_PARALLEL},
 }
 OTHERS: Layouts = {
     "grpo": {"cp2": {}, "cp4": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
     "gspo": {"cp2_dp2": {}},
     "geometric_mean": {"tp2_cp2": BY_HEADS},
-    "distillation": {"tp2_cp2": SEQUENCE_PARALLEL},
+    "distillation": {"cp4": {}, "tp2_cp2": SEQUENCE_PARALLEL},
     "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
     "critic": {"pp2_cp2": {}},
     "reward_model": {"cp4": {}},

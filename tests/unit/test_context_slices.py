@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ sizes_strategy = st.sampled_from([2, 3, 4])
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
+@settings(max_examples=50)
 @given(lengths_strategy, sizes_strategy)
 def test_ranks_share_out_every_sequence_evenly(slices: list[int], size: int) -> None:
     lengths = [2 * size * each for each in slices]
@@ -42,13 +43,15 @@ def test_a_rank_has_a_slice_and_the_one_as_far_from_the_end() -> None:
     assert places_of([8, 4], ContextShare(1, 2)).tolist() == [2, 3, 4, 5, 9, 10]
 
 
+@settings(max_examples=50)
 @given(lengths_strategy, st.integers(10, 100), sizes_strategy, st.integers(1, 8), st.booleans())
 def test_micro_batches_hold_every_token_on_one_rank(
     lengths: list[int], max_tokens: int, size: int, multiple_of: int, equal_lengths: bool
 ) -> None:
     experience = experience_of(lengths)
-    settings: dict[str, Any] = {"device": CPU, "multiple_of": multiple_of, "equal_lengths": equal_lengths}
-    of_ranks = [pack(experience, max_tokens, share=ContextShare(rank, size), **settings) for rank in range(size)]
+    padding: dict[str, Any] = {"multiple_of": multiple_of, "equal_lengths": equal_lengths}
+    shares = [ContextShare(rank, size) for rank in range(size)]
+    of_ranks = [pack(experience, max_tokens, device=CPU, share=share, **padding) for share in shares]
     assert len({len(batches) for batches in of_ranks}) == 1
     for batches in zip(*of_ranks, strict=True):
         first = batches[0]
@@ -66,11 +69,11 @@ def test_micro_batches_hold_every_token_on_one_rank(
 
 
 def bottom_right_stand_in(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, **settings: Any
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, **how: Any
 ) -> Tensor:
     """torch.nn.attention.varlen's kernel, as its documentation has it, of sequences with more keys than queries: the
     last query attends to all keys, the one before it to all but one."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and settings["window_size"] == (-1, 0)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and how["window_size"] == (-1, 0)
     sizes, num_keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
     assert (max_q, max_k) == (max(sizes), max(num_keys)) and sum(sizes) == len(query) and sum(num_keys) == len(key)
     outputs = []

@@ -237,9 +237,7 @@ def _boundaries(sizes: Tensor) -> Tensor:
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _attend_slices(
-    query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None
-) -> Tensor:
+def _attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
     """query [rows of this rank, heads, head_dim], keys and values [rows of all ranks, kv_heads, ...] -> [rows of this
     rank, heads, head_dim of values]."""
     if attends_packed(query, keys, values):
