@@ -186,8 +186,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 
 def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
-    settings, replicas = job.config.actor if role == "actor" else job.config.critic, job.grids[role].dp
-    shares = 1 if settings.distributed_optimizer else replicas
+    settings, grid = job.config.actor if role == "actor" else job.config.critic, job.grids[role]
+    shares = 1 if settings.distributed_optimizer else grid.dp * grid.cp
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
 
 

@@ -69,7 +69,7 @@ FEW: Layouts = {
 }
 OTHERS: Layouts = {
     "grpo": {"cp2": {}, "cp4": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
-    "gspo": {"cp2_dp2": {}},
+    "gspo": {"cp2_dp2": {"overlap": True}},
     "geometric_mean": {"tp2_cp2": BY_HEADS},
     "distillation": {"cp4": {}, "tp2_cp2": SEQUENCE_PARALLEL},
     "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
@@ -116,6 +116,7 @@ def _train(name: str, path: Path, layout: str, groups: ProcessGroups, **settings
         optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=settings.get("distributed_optimizer", True),
+        overlap=settings.get("overlap", False),
     )
     trainable = TrainableModel(model, actor, total_updates=NUM_STEPS)
     samples = experience(name)

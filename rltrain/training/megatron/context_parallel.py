@@ -6,6 +6,7 @@ Either all ranks get all keys and values, whose gradients are summed on the way 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ RING, BY_HEADS = "p2p", "a2a"
 class SlicedSequences(PackedSeqParams):
     """Which rows of all ranks the slices of this one attend to.
 
-    Rows are numbered as they are gathered: one rank's after the other. Each slice is a row of its own in `boundaries`;
-    its keys are those of its sequence up to and with its own last token.
+    Rows are numbered as they are gathered: one rank's after the other. A slice's keys are those of its sequence up to
+    and with its own last token.
     """
 
     positions: Tensor = field(kw_only=True)
@@ -48,11 +49,20 @@ class SlicedSequences(PackedSeqParams):
     """[slices + 1] int32: where each slice begins among this rank's rows, and the last one ends."""
     key_boundaries: Tensor = field(kw_only=True)
     """[slices + 1] int32: where its keys begin in `key_rows`."""
-    longest: tuple[int, int] = field(kw_only=True)
-    """Tokens, and keys, of the slice with most."""
-    batches: tuple["SliceBatch", ...] = field(kw_only=True)
-    """For kernels that take padded batches."""
-    slot_of_row: Tensor = field(kw_only=True)
+    num_rows: Tensor = field(kw_only=True)
+    num_keys: Tensor = field(kw_only=True)
+    """[slices] host: of each."""
+
+    @cached_property
+    def padded(self) -> "PaddedSlices":
+        """The same for kernels that take padded batches."""
+        return _padded_slices(self)
+
+
+@dataclass(frozen=True)
+class PaddedSlices:
+    batches: tuple["SliceBatch", ...]
+    slot_of_row: Tensor
     """[rows of this rank] each row's slot in those batches, one batch's after the other."""
 
 
@@ -201,36 +211,37 @@ def _sliced_sequences(
     lengths: Tensor, share: ContextShare, positions: Tensor, row_of_place: Tensor, device: torch.device
 ) -> SlicedSequences:
     each, starts = lengths // (2 * share.size), lengths.cumsum(0) - lengths
-    sizes = each.repeat_interleave(2)
+    num_rows = each.repeat_interleave(2)
     num_keys = (each[:, None] * (torch.tensor(share.slices()) + 1)).flatten()
-    key_rows = row_of_place[ranges(starts.repeat_interleave(2), num_keys)]
-    first, first_key = (x.cumsum(0) - x for x in (sizes, num_keys))
-    batches, slot_of_row, num_slots = [], torch.empty(int(sizes.sum()), dtype=torch.int64), 0
+    return SlicedSequences(
+        positions=positions,
+        key_rows=row_of_place[ranges(starts.repeat_interleave(2), num_keys)].to(device),
+        boundaries=_boundaries(num_rows).to(device),
+        key_boundaries=_boundaries(num_keys).to(device),
+        num_rows=num_rows,
+        num_keys=num_keys,
+    )
+
+
+def _padded_slices(sequences: SlicedSequences) -> PaddedSlices:
+    num_rows, num_keys, device = sequences.num_rows, sequences.num_keys, sequences.positions.device
+    first, first_key = (x.cumsum(0) - x for x in (num_rows, num_keys))
+    batches, slot_of_row, num_slots = [], torch.empty(int(num_rows.sum()), dtype=torch.int64), 0
     for members in similar_lengths(num_keys):
-        tokens, keys = (torch.arange(int(x[members].max())) for x in (sizes, num_keys))
-        token = tokens.minimum(sizes[members, None] - 1)
-        last_seen = (num_keys - sizes)[members, None] + token
-        rows = first[members, None] + token
-        of_keys = first_key[members, None] + keys.minimum(num_keys[members, None] - 1)
-        batches.append(
-            SliceBatch(
-                rows=rows.to(device),
-                key_rows=key_rows[of_keys].to(device),
-                sees=(keys <= last_seen[:, :, None])[:, None].to(device),
-            )
+        of_slices, of_keys = num_rows[members, None], num_keys[members, None]
+        token = torch.arange(int(of_slices.max())).minimum(of_slices - 1)
+        key = torch.arange(int(of_keys.max()))
+        rows, last_seen = first[members, None] + token, of_keys - of_slices + token
+        batch = SliceBatch(
+            rows=rows.to(device),
+            key_rows=sequences.key_rows[(first_key[members, None] + key.minimum(of_keys - 1)).to(device)],
+            sees=(key.to(device) <= last_seen.to(device)[:, :, None])[:, None],
         )
+        batches.append(batch)
         # Of a row in several slots any will do: they attend to the same.
         slot_of_row[rows.flatten()] = num_slots + torch.arange(rows.numel())
         num_slots += rows.numel()
-    return SlicedSequences(
-        positions=positions,
-        key_rows=key_rows.to(device),
-        boundaries=_boundaries(sizes).to(device),
-        key_boundaries=_boundaries(num_keys).to(device),
-        longest=(int(sizes.max()), int(num_keys.max())),
-        batches=tuple(batches),
-        slot_of_row=slot_of_row.to(device),
-    )
+    return PaddedSlices(tuple(batches), slot_of_row.to(device))
 
 
 def _boundaries(sizes: Tensor) -> Tensor:
@@ -247,16 +258,16 @@ def _attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSe
             keys,
             values,
             packed.boundaries,
-            packed.longest[0],
+            int(packed.num_rows.max()),
             key_boundaries=packed.key_boundaries,
-            longest_keys=packed.longest[1],
+            longest_keys=int(packed.num_keys.max()),
             scale=scale,
         )
     outputs = []
-    for batch in packed.batches:
+    for batch in packed.padded.batches:
         q, k, v = (
             x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
             for x, rows in ((query, batch.rows), (keys, batch.key_rows), (values, batch.key_rows))
         )
         outputs.append(attend(q, k, v, batch.sees, scale=scale).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed.slot_of_row)
+    return torch.cat(outputs).index_select(0, packed.padded.slot_of_row)
