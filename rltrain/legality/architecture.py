@@ -21,7 +21,7 @@ def check_against_architecture(
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
-            problems += _spread_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
+            problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
     refuse(problems)
 
 
@@ -98,9 +98,12 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         )
 
 
-def _spread_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of heads that are shared out over context parallelism as well."""
-    if grid.cp == 1 or config.model.cp_communication != "all_to_all":
+def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    if grid.cp == 1:
+        return
+    if architecture.num_experts:
+        yield f"{key}.cp: got {grid.cp}; expected 1: layers of experts count the tokens of whole samples"
+    if config.model.cp_communication != "all_to_all":
         return
     num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
     if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):

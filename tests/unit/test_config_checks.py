@@ -275,11 +275,6 @@ def test_all_contradictions_come_in_one_message():
         {},
         {"placement": {"actor,reference": "0-7", "rollout,reward": "0-7"}, "actor": {"parallel": {"tp": 2, "pp": 4}}},
         {"placement": {"actor,rollout,reward": "all"}, "rollout": {"parallel": {"tp": 8}}},
-        {
-            "placement": {"actor,reference,rollout,reward": "all"},
-            "model": {"path": "m", "cp_communication": "all_to_all"},
-            "actor": {"parallel": {"tp": 2, "cp": 4}},
-        },
     ],
 )
 def test_grids_that_divide_the_model_are_accepted(sections):
@@ -304,15 +299,6 @@ def test_grids_that_divide_the_model_are_accepted(sections):
         (
             {"placement": {**GRPO, "actor,reference": "0-7"}, "actor": {"parallel": {"pp": 8}}},
             "actor.parallel.pp: got 8, which does not divide the model's 4 layers",
-        ),
-        (
-            {
-                "placement": {**GRPO, "actor,reference": "0-5"},
-                "model": {"path": "m", "cp_communication": "all_to_all"},
-                "actor": {"parallel": {"cp": 3}},
-            },
-            "actor.parallel.cp: got 3 with model.cp_communication all_to_all, and a tensor-parallel rank has 8 attention "
-            "heads and 2 key-value heads; expected a divisor of the former",
         ),
         (
             {"placement": {"actor,reference,rollout": 0, "reward": "all"}, "batch": {"prompts_per_step": 4}},

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.cluster.grid import Grid
 from rltrain.config import schema
+from rltrain.errors import ConfigError
 from rltrain.models import attention
 from rltrain.models.flops import positions_read
 from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all
@@ -18,6 +19,7 @@ from rltrain.training.megatron.context_parallel import sequences_of_share, thd_s
 from rltrain.training.megatron.model import transformer_config
 from rltrain.training.packing import pack
 from tests.model_shards import tiny_architecture
+from tests.unit.test_config_checks import check_in_world_of_8
 from tests.unit.test_packed_attention import by_sequence
 from tests.unit.test_packing import experience_of
 
@@ -68,6 +70,41 @@ def test_micro_batches_hold_every_token_on_one_rank(
     assert not equal_lengths or len({sum(batch.segments) for batch in of_ranks[0]}) == 1
 
 
+BY_HEADS = {"model": {"path": "m", "cp_communication": "all_to_all"}}
+
+
+@pytest.mark.parametrize("communication", [{}, BY_HEADS])
+def test_heads_that_can_be_shared_out_are_accepted(communication: dict[str, Any]) -> None:
+    for parallel in ({"cp": 2}, {"tp": 2, "cp": 4}, {"pp": 2, "cp": 4}):
+        check_in_world_of_8(
+            placement={"actor,reference,rollout,reward": "all"}, actor={"parallel": parallel}, **communication
+        )
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    """Of eight heads and two key-value heads."""
+    sections: dict[str, Any] = {
+        "placement": {"actor,reference": "0-5", "rollout,reward": "6-7"},
+        "actor": {"parallel": {"cp": 3}},
+    }
+    check_in_world_of_8(**sections)
+    with pytest.raises(ConfigError) as refused:
+        check_in_world_of_8(**sections, **BY_HEADS)
+    assert (
+        "actor.parallel.cp: got 3 with model.cp_communication all_to_all, and a tensor-parallel rank has 8 attention "
+        "heads and 2 key-value heads; expected a divisor of the former and a divisor or multiple of the latter, or "
+        "model.cp_communication: auto"
+    ) in str(refused.value)
+
+
+def test_experts_get_whole_samples() -> None:
+    architecture = tiny_architecture("qwen3_moe", max_positions=4096, num_heads=8)
+    with pytest.raises(ConfigError, match=r"actor\.parallel\.cp: got 2; expected 1: layers of experts"):
+        check_in_world_of_8(
+            architecture, placement={"actor,reference,rollout,reward": "all"}, actor={"parallel": {"cp": 2}}
+        )
+
+
 def bottom_right_stand_in(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, **how: Any
 ) -> Tensor:
@@ -97,14 +134,17 @@ def test_slices_attend_to_all_before_them(size: int, packed_kernel: bool, monkey
         places = places_of(lengths, share)
         sequences = sequences_of_share(lengths, share, CPU, by_heads=False)
         rows = [query[places][:, 0], key[order][:, 0], value[order][:, 0]]
-        attended = context_parallel._attend_slices(*rows, sequences, None)
+        attended = context_parallel.attend_slices(*rows, sequences, None)
         torch.testing.assert_close(attended.flatten(1), expected[places][:, 0])
         positions = torch.cat([torch.arange(length) for length in lengths])
         assert torch.equal(sequences.positions, positions[places])
 
 
-def test_transformer_engine_gets_whole_sequences_and_how_to_share_them() -> None:
-    packed = thd_slices([8, 4, 12], CPU)
+def test_transformer_engine_gets_whole_sequences_and_how_to_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_parallel, "plain_group", lambda group: ("plain", group))
+    group: Any = "ranks"
+    packed = thd_slices([8, 4, 12], group, CPU)
+    assert packed.cp_group == ("plain", group)
     boundaries = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
     assert [b.tolist() for b in boundaries] == [[0, 8, 12, 24]] * 4
     assert packed.qkv_format == "thd" and packed.max_seqlen_q == packed.max_seqlen_kv == 12

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltrain.cluster.reopenable_group import plain_group
 from rltrain.models.attention import attend, attend_packed, attends_packed
 from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all, ranges
 from rltrain.training.megatron.attention import (
@@ -108,12 +109,14 @@ def sequences_of_share(
     )
 
 
-def thd_slices(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """The same for Transformer Engine, which takes the lengths of whole sequences and cuts them itself.
+def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> PackedSeqParams:
+    """The same for Transformer Engine, which takes the lengths of whole sequences and cuts them itself among the ranks
+    of `group`, and issues the messages of its ring together.
 
     Padding counts as tokens of its sequence: it comes last, where no other token attends to it.
     """
     sequences = thd_sequences(lengths, device)
+    sequences.cp_group = plain_group(group)
     sequences.cu_seqlens_q_padded = sequences.cu_seqlens_q
     sequences.cu_seqlens_kv_padded = sequences.cu_seqlens_kv
     return sequences
@@ -149,10 +152,10 @@ class GatheredKeysAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
-        query, key, value = (x.flatten(1, -2) for x in (query, key, value))
+        query, key, value = (x.flatten(1, -2).to(value.dtype) for x in (query, key, value))
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)
         keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
-        return _attend_slices(query, keys, values, packed_seq_params, self.softmax_scale).flatten(1)[:, None]
+        return attend_slices(query, keys, values, packed_seq_params, self.softmax_scale).flatten(1)[:, None]
 
 
 class SpreadHeadsAttention(torch.nn.Module):
@@ -179,7 +182,7 @@ class SpreadHeadsAttention(torch.nn.Module):
     ) -> Tensor:
         """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
         packed, num_ranks = packed_seq_params, self.group.size()
-        key_value = torch.cat([key.flatten(1, -2), value.flatten(1, -2)], dim=-1)
+        key_value = torch.cat([x.flatten(1, -2).to(value.dtype) for x in (key, value)], dim=-1)
         copies = max(1, num_ranks // key_value.size(1))
         queries, of_keys = (
             self._spread(x).index_select(0, packed.row_of_place)[:, None]
@@ -248,7 +251,7 @@ def _boundaries(sizes: Tensor) -> Tensor:
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
+def attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
     """query [rows of this rank, heads, head_dim], keys and values [rows of all ranks, kv_heads, ...] -> [rows of this
     rank, heads, head_dim of values]."""
     if attends_packed(query, keys, values):

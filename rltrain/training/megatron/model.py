@@ -110,7 +110,7 @@ class LanguageModel(GPTModel):
         """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
         of which this rank has its slices."""
         if self.share.size > 1 and self.transformer_engine:
-            return thd_slices(lengths, self.device)
+            return thd_slices(lengths, self.pg_collection.cp, self.device)
         if self.share.size > 1:
             by_heads = self.config.cp_comm_type == BY_HEADS
             return sequences_of_share(lengths, self.share, self.device, by_heads=by_heads)
