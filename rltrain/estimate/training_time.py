@@ -133,7 +133,8 @@ class TrainingTime:
         of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
         at_peak = (times + repeated) * of_layers + times * head / gpu.efficiency.matmul + of_attention
         flops = gpu.flops(self.job.config.model.dtype) * self.grid.tp * self.grid.cp
-        per_token = at_peak / flops + self._moved_by_attention(len(layers), backward, of_attention / flops)
+        passes = len(layers) * (1 + backward + (backward and recompute != "none"))
+        per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
         if self.links.ep.size > 1:
@@ -142,19 +143,19 @@ class TrainingTime:
         each = walks * len(layers) * gpu.efficiency.layer_s + latencies
         return per_token + walks * self._moved(layers) / self.grid.cp, each
 
-    def _moved_by_attention(self, num_layers: int, backward: bool, attention_s: float) -> float:
-        """Seconds per token in which context parallelism sends keys and values, or heads, there and in `backward` their
-        gradients back: on a ring as far as it takes longer than the attention beside it, else all of it."""
+    def _moved_by_attention(self, passes: int, attention_s: float) -> float:
+        """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
+        passes through attention: on a ring as far as it takes longer than the attention beside it, else all of it."""
         a, model, link = self.architecture, self.job.config.model, self.links.cp
         if link.size == 1:
             return 0.0
         values = a.num_heads * a.mla.value_head_dim if a.mla else a.kv_size
         keys = a.query_size if a.mla else a.kv_size
-        times, item = num_layers * (1 + backward), self.job.item_bytes / self.grid.tp
+        item = self.job.item_bytes / self.grid.tp
         if model.cp_communication == "all_to_all":
             output = values if a.mla else a.query_size
-            return times * link.scattered((a.query_size + keys + values + output) * item / link.size)
-        sent = times * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
+            return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
+        sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
         return sent if model.transformer_impl == "local" else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
