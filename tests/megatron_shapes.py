@@ -1,9 +1,9 @@
 """Names and shapes of the parameters of real megatron-core models, on every rank of a grid, without any communication.
 
 Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
-"grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name:
-number}, "latent_norm_eps": [of fused norms]}. Models have the local implementation, and where PYTHONPATH has the
-stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that.
+"grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}, "latent_norm_eps": [of fused
+norms], "context_parallel": [[ranks, how] of each attention]}. Models have the local implementation, and where
+PYTHONPATH has the stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that.
 """
 
 import json
@@ -17,6 +17,7 @@ import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,6 +33,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import padded_vocab_size
+from rltrain.training.megatron.context_parallel import RING
 from rltrain.training.megatron.layers import HAVE_TE, block_spec
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.model_shards import VARIANTS, tiny_architecture
@@ -64,6 +66,7 @@ def config_of(a: Architecture, grid: Grid) -> TransformerConfig:
     }
     if HAVE_TE:  # as on a GPU, but for where parameters are made
         values |= {"use_cpu_initialization": False, "init_model_with_meta_device": True}
+        values |= {"context_parallel_size": grid.cp, "cp_comm_type": RING}
     if grid.layers_per_stage is not None:
         stages = [["decoder"] * count for count in grid.layers_per_stage]
         stages[0].insert(0, "embedding")
@@ -157,11 +160,18 @@ def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
         "latent_norm_eps": sorted(
             {m.eps for name, m in module.named_modules() if name.endswith("_up_proj") and HAVE_TE}
         ),
+        "context_parallel": [
+            [dist.get_process_group_ranks(m.cp_group), m.cp_comm_type]
+            for name, m in module.named_modules()
+            if HAVE_TE and name.endswith("core_attention") and m.cp_group
+        ],
     }
 
 
 def main(cases: Path, results: Path) -> None:
     adapt_to_platform()
+    if HAVE_TE:  # in the place of a CUDA stream
+        TEDotProductAttention.cp_stream = object()
     multi_latent_attention.HAVE_TE = (
         HAVE_TE  # it takes megatron-core's wrappers, which do import, for Transformer Engine
     )

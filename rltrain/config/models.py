@@ -21,6 +21,7 @@ class Parallel(Section):
     """Of the pp * vpp chunks, by depth. null: as many in each where pp * vpp divides the model's layers; else the
     embedding and the loss count as a layer each."""
     cp: Count = 1
+    """Context parallelism: every sequence is cut among as many ranks of a replica."""
     ep: Count = 1
     sequence_parallel: bool = False
 
@@ -37,6 +38,10 @@ class Model(Section):
     logits_chunk_tokens: Count | None = None
     """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
     memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""
+    cp_communication: Literal["auto", "all_to_all"] = "auto"
+    """With context parallelism. auto: keys and values of all ranks go to each of them, with Transformer Engine round a
+    ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
+    Transformer Engine must be new enough to do so with packed sequences."""
 
 
 class Optimizer(Section):
@@ -59,7 +64,8 @@ class Trained(Section):
 
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: Count = 16384
-    """Sequences are packed into micro-batches of at most this many tokens (one longer sequence stands alone)."""
+    """Sequences are packed into micro-batches of at most this many tokens for each rank of context parallelism: cp
+    times as many together (one longer sequence stands alone)."""
     distributed_optimizer: bool = True
     """Shard optimizer states over data-parallel ranks."""
     overlap: Literal["auto"] | bool = "auto"

@@ -1,8 +1,9 @@
 """Bytes of activations that a forward pass keeps for its backward pass.
 
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
-or latent attention by a fused kernel, no dropout. Per token, in elements: the inputs of both norms and of both blocks
-(4 hidden), queries, keys and values, what attention puts out, and what the MLP's matrices put out.
+or latent attention by a fused kernel, no dropout. Per token that the rank computes, in elements: the inputs of both
+norms and of both blocks (4 hidden), queries, keys and values, what attention puts out, and what the MLP's matrices put
+out.
 """
 
 from dataclasses import dataclass
@@ -78,7 +79,10 @@ class Activations:
         kept_values = values if a.mla else a.kv_size
         inputs = queries + keys + kept_values + (queries + keys if a.qk_norm else 0)
         output = 0 if config.model.recompute == "selective" else values
-        copies = queries + keys + kept_values + values if config.model.transformer_impl == "local" else 0
+        copies = 0
+        if config.model.transformer_impl == "local":
+            all_ranks = 1 if config.model.cp_communication == "all_to_all" else self.job.grids[self.role].cp
+            copies = queries + (keys + kept_values) * all_ranks + values
         split = (inputs + values + output + copies) * item + a.num_heads * FP32
         return split // self.job.grids[self.role].tp + latents * item
 

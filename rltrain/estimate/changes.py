@@ -75,7 +75,7 @@ def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config
 
 def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
     parallel: Parallel = getattr(config, role).parallel
-    for name in ("tp", "pp"):
+    for name in ("tp", "pp", "cp"):
         for factor in (2, 4):
             if name == "tp" or role != "rollout":
                 size = getattr(parallel, name) * factor

@@ -54,6 +54,7 @@ class GridLinks:
     """Of the groups that hold a grid's first ranks, which stand for all."""
 
     tp: GroupLink
+    cp: GroupLink
     dp: GroupLink
     ep: GroupLink
     expert_dp: GroupLink
@@ -67,6 +68,7 @@ class GridLinks:
         replicas = array[0, :, :, 0].reshape(-1)
         return cls(
             tp=group_link(array[0, 0, 0], ranks_per_node, gpu),
+            cp=group_link(array[0, 0, :, 0], ranks_per_node, gpu),
             dp=group_link(replicas, ranks_per_node, gpu),
             ep=group_link(experts[0, 0, :, 0], ranks_per_node, gpu),
             expert_dp=group_link(experts[0, :, 0, 0], ranks_per_node, gpu),

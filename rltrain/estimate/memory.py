@@ -128,7 +128,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     if role is None:
         return {}
     activations = Activations(job, role, stages[role])
-    tokens = job.micro_batch_tokens(role)
+    tokens = job.micro_batch_rows(role)
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)
@@ -189,8 +189,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 
 def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
-    settings, replicas = job.config.actor if role == "actor" else job.config.critic, job.grids[role].dp
-    shares = 1 if settings.distributed_optimizer else replicas
+    settings, grid = job.config.actor if role == "actor" else job.config.critic, job.grids[role]
+    shares = 1 if settings.distributed_optimizer else grid.dp * grid.cp
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
 
 

@@ -114,12 +114,19 @@ class PlannedJob:
         return prompts * (self.shape.samples_per_group + others)
 
     def micro_batch_tokens(self, role: str) -> int:
-        """At most in one micro-batch of a role: a longer sequence, or pair of them, stands alone, and a replica may not
-        have as many."""
-        settings = self.config.actor if role == "actor" else getattr(self.config, role)
+        """At most in one micro-batch of a role, on all ranks of context parallelism together: a longer sequence, or
+        pair of them, stands alone, and a replica may not have as many."""
         all_tokens = self.samples_per_replica(role) * self.longest_tokens
         together = self.longest_tokens * (2 if self.shape.from_pairs else 1)
-        return min(max(settings.micro_batch_tokens, together), all_tokens)
+        return min(max(self.micro_batch_limit(role), together), all_tokens)
+
+    def micro_batch_limit(self, role: str) -> int:
+        """What micro_batch_tokens of a role comes to on all ranks of context parallelism."""
+        return int(getattr(self.config, role).micro_batch_tokens) * self.grids[role].cp
+
+    def micro_batch_rows(self, role: str) -> int:
+        """Of its tokens those that one rank computes."""
+        return -(-self.micro_batch_tokens(role) // self.grids[role].cp)
 
     def num_micro_batches(self, role: str) -> int:
         """Of one optimizer step, where all sequences are as long as they may be."""

@@ -16,6 +16,8 @@ from rltrain.tasks.roles import model_roles
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8)
+CONTEXT_SIZES = (1, 2, 4, 8)
+"""Within a node, beside tensor parallelism."""
 ENGINE_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
 """Of all ranks, for the rollout where it has its own."""
 BEST = 5
@@ -57,12 +59,15 @@ def _candidates(
     job: PlannedJob, is_legal: Callable[[PlannedJob], bool]
 ) -> Iterator[tuple[dict[str, object], PlannedJob]]:
     world_size = job.placement.world_size
-    sizes = [(tp, pp) for tp in TENSOR_SIZES for pp in PIPELINE_SIZES if tp <= job.ranks_per_node]
+    within = [(tp, cp) for tp in TENSOR_SIZES for cp in CONTEXT_SIZES if tp * cp <= job.ranks_per_node]
+    sizes = [(tp, pp, cp) for tp, cp in within for pp in PIPELINE_SIZES]
     engines = [tp for tp in TENSOR_SIZES if tp <= job.ranks_per_node] if "rollout" in job.grids else [1]
     for placed in _placements(job, world_size):
-        for tp, pp in sizes:
+        for tp, pp, cp in sizes:
             for engine_tp in engines:
                 keys: dict[str, object] = {**placed, "actor.parallel.tp": tp, "actor.parallel.pp": pp}
+                if cp > 1 or job.config.actor.parallel.cp > 1:
+                    keys["actor.parallel.cp"] = cp
                 if "rollout" in job.grids:
                     keys["rollout.parallel.tp"] = engine_tp
                 candidate = _planned(job, keys)

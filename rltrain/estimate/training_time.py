@@ -114,8 +114,7 @@ class TrainingTime:
         return times * (num + filling) / num * (tokens * seconds_per_token + num * seconds_each)
 
     def _num_micro_batches(self, tokens: float) -> int:
-        settings = self.job.config.actor if self.role == "actor" else getattr(self.job.config, self.role)
-        return max(1, ceil(tokens / max(settings.micro_batch_tokens, self.workload.sample)))
+        return max(1, ceil(tokens / max(self.job.micro_batch_limit(self.role), self.workload.sample)))
 
     def _micro_batch(self, *, backward: bool) -> tuple[float, float]:
         """(seconds per token, seconds beside them) of the slowest pipeline stage, through it and back."""
@@ -135,20 +134,38 @@ class TrainingTime:
         of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
         of_head = (times + (backward and self.job.config.model.logits_chunk_tokens is not None)) * head
         at_peak = (times + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
-        per_token = at_peak / (gpu.flops(self.job.config.model.dtype) * self.grid.tp)
+        flops = gpu.flops(self.job.config.model.dtype) * self.grid.tp * self.grid.cp
+        passes = len(layers) * (1 + backward + (backward and recompute != "none"))
+        per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
         if self.links.ep.size > 1:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
+        latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
         each = walks * len(layers) * gpu.efficiency.layer_s + latencies
-        return per_token + walks * self._moved(layers), each
+        return per_token + walks * self._moved(layers) / self.grid.cp, each
+
+    def _moved_by_attention(self, passes: int, attention_s: float) -> float:
+        """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
+        passes through attention: on a ring as far as it takes longer than the attention beside it, else all of it."""
+        a, model, link = self.architecture, self.job.config.model, self.links.cp
+        if link.size == 1:
+            return 0.0
+        values = a.num_heads * a.mla.value_head_dim if a.mla else a.kv_size
+        keys = a.query_size if a.mla else a.kv_size
+        item = self.job.item_bytes / self.grid.tp
+        if model.cp_communication == "all_to_all":
+            output = values if a.mla else a.query_size
+            return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
+        sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
+        return sent if model.transformer_impl == "local" else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
         """What the products of experts take over those of as many tokens that are spread evenly and fill tiles."""
         moe, ep = self.architecture.moe, self.links.ep.size
         if moe is None:
             return 1.0
-        tokens = self.job.micro_batch_tokens(self.role) * ep * moe.top_k / moe.num_experts
+        tokens = self.job.micro_batch_rows(self.role) * ep * moe.top_k / moe.num_experts
         return (1 + EXPERT_TILE / 2 / tokens) * (self.gpu.efficiency.expert_imbalance if ep > 1 else 1.0)
 
     def _moved(self, layers: tuple[bool, ...]) -> float:

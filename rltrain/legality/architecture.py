@@ -22,6 +22,7 @@ def check_against_architecture(
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
+            problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
     refuse(problems)
 
 
@@ -102,4 +103,20 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         yield (
             f"{key}.pp: got {grid.pp} with vpp {grid.vpp}, which makes {num_chunks} chunks of the model's {num_layers} "
             "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for those without any"
+        )
+
+
+def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    if grid.cp == 1:
+        return
+    if architecture.num_experts:
+        yield f"{key}.cp: got {grid.cp}; expected 1: layers of experts count the tokens of whole samples"
+    if config.model.cp_communication != "all_to_all":
+        return
+    num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
+    if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
+        yield (
+            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has "
+            f"{num_heads} attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a "
+            "divisor or multiple of the latter, or model.cp_communication: auto"
         )

@@ -66,8 +66,6 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         parallel, key = config.parallel_of(role)
         if key != f"{role}.parallel":
             continue
-        if parallel.cp > 1:
-            yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
         if parallel.vpp > 1 and parallel.pp < LEAST_INTERLEAVED_STAGES:
             yield (
                 f"{key}.vpp: got {parallel.vpp} with {key}.pp {parallel.pp}; expected 1, or a pp of at least "
@@ -85,6 +83,8 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
     if parallel.pp > 1:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
+    if parallel.cp > 1:
+        yield f"{key}.cp: got {parallel.cp}; expected 1: only training and evaluation cut sequences among ranks"
     if parallel.sequence_parallel:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
 

@@ -62,12 +62,22 @@ def attends_packed(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attend_packed(
-    queries: Tensor, keys: Tensor, values: Tensor, boundaries: Tensor, longest: int, *, scale: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    *,
+    key_boundaries: Tensor | None = None,
+    longest_keys: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within each of several sequences that lie end to end, in one launch without any padding.
 
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     `boundaries` [sequences + 1] int32 are where sequences start and the last one ends; `longest` of them in tokens.
+    Where a sequence has more keys than queries, `key_boundaries` and `longest_keys` are those of keys, and its queries
+    are the last of its tokens: the kernel's causality is aligned with the ends.
     """
     kernel = packed_kernel()
     assert kernel is not None
@@ -76,9 +86,9 @@ def attend_packed(
         keys,
         values,
         boundaries,
-        boundaries,
+        boundaries if key_boundaries is None else key_boundaries,
         longest,
-        longest,
+        longest if longest_keys is None else longest_keys,
         scale=scale,
         window_size=CAUSAL_WINDOW,
         enable_gqa=queries.size(1) != keys.size(1),

@@ -9,28 +9,51 @@ import torch
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.training.context_slices import WHOLE, ContextShare, inverse, places_of, places_of_all, ranges
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What a rank computes of samples that it shares with other ranks. Rows are tokens and the samples' padding."""
+
+    token_of_row: Tensor
+    """[rows of this rank] the token that each row is of; any one where that is padding."""
+    row_of_token: Tensor
+    """[tokens] each token's row among those of all ranks, one rank's after the other."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a mini-batch, packed. Padding follows the last sample and is not part of `experience`."""
+    """Some samples of a mini-batch, packed. `experience` has all of them, without padding, whoever computes what.
+
+    Padding follows the last sample and, where several ranks share the samples, every one.
+    """
 
     experience: Experience
     token_index: Tensor
     """[tokens] where the tokens stand in the mini-batch, host."""
     padded_tokens: Tensor
-    """[tokens + padding] token ids, device."""
+    """[rows + padding behind the last sample] token ids that this rank computes, device."""
+    lengths: tuple[int, ...]
+    """Of the samples."""
     segments: tuple[int, ...]
-    """Lengths of the samples, then of pieces of padding no longer than the longest sample."""
+    """Lengths of the samples with their padding, then of pieces of padding no longer than the longest sample: together
+    what all ranks that share the samples compute."""
+    slices: Slices | None = None
+    """None: this rank computes all tokens."""
 
     @property
     def num_tokens(self) -> int:
         return self.experience.num_tokens
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of the samples."""
-        return self.segments[: len(self.experience.lengths)]
+    def num_rows(self) -> int:
+        """Of the model's output here, those of the samples."""
+        return self.num_tokens if self.slices is None else len(self.slices.token_of_row)
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """[rows, ...] what `values` [tokens, ...] are at the tokens that this rank computes."""
+        return values if self.slices is None else values[self.slices.token_of_row]
 
 
 def pack(
@@ -41,30 +64,59 @@ def pack(
     multiple_of: int = 1,
     equal_lengths: bool = False,
     count_multiple_of: int = 1,
+    share: ContextShare = WHOLE,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` tokens before padding (a longer sample stands alone), on `device`.
 
     Every sample is in exactly one micro-batch, and samples keep their order within it. Those of a pair stay together,
-    and count as one where `max_tokens` limits. Each is padded to a multiple of
+    and count as one where `max_tokens` limits. What all ranks of a `share` compute together is padded to a multiple of
     `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. There is a multiple of
     `count_multiple_of` micro-batches; where samples are too few for that, some have padding alone. A pure function:
-    ranks that hold the same samples get the same micro-batches.
+    ranks that hold the same samples get the same micro-batches, each with its own share of their tokens.
     """
     bins = _sample_bins(experience, max_tokens, count_multiple_of)
     parts = [experience.select(torch.tensor(samples, dtype=torch.int64)) for samples in bins]
-    padded_lengths = [math.ceil(part.num_tokens / multiple_of) * multiple_of for part in parts]
-    if equal_lengths and parts:
-        padded_lengths = [max(padded_lengths)] * len(parts)
-    offsets = experience.offsets().tolist()
+    segments = _segments_of([part.lengths.tolist() for part in parts], multiple_of, equal_lengths, share.multiple)
+    first = experience.offsets()
     return [
-        MicroBatch(
-            experience=Experience(**{name: value.to(device) for name, value in part.columns().items()}),
-            token_index=torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples] or [torch.arange(0)]),
-            padded_tokens=torch.nn.functional.pad(part.tokens, (0, length - part.num_tokens)).to(device),
-            segments=_segments(part.lengths.tolist(), length),
+        _micro_batch(
+            part, ranges(first[:-1][torch.tensor(samples, dtype=torch.int64)], part.lengths), pieces, share, device
         )
-        for samples, part, length in zip(bins, parts, padded_lengths, strict=True)
+        for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
+
+
+def _micro_batch(
+    samples: Experience, token_index: Tensor, segments: tuple[int, ...], share: ContextShare, device: torch.device
+) -> MicroBatch:
+    if share.size == 1:
+        tokens, slices = torch.nn.functional.pad(samples.tokens, (0, sum(segments) - samples.num_tokens)), None
+    else:
+        tokens, slices = _sliced(samples, segments, share, device)
+    return MicroBatch(
+        experience=Experience(**{name: value.to(device) for name, value in samples.columns().items()}),
+        token_index=token_index,
+        padded_tokens=tokens.to(device),
+        lengths=tuple(samples.lengths.tolist()),
+        segments=segments,
+        slices=slices,
+    )
+
+
+def _sliced(
+    samples: Experience, segments: tuple[int, ...], share: ContextShare, device: torch.device
+) -> tuple[Tensor, Slices]:
+    """The token ids that this rank computes, host, and which they are, on `device`."""
+    num_places, of_samples = sum(segments), segments[: samples.num_samples]
+    sizes = torch.tensor(of_samples, dtype=torch.int64)
+    places = ranges(sizes.cumsum(0) - sizes, samples.lengths)
+    padded, token_at = torch.zeros(2, num_places, dtype=torch.int64)
+    padded[places], token_at[places] = samples.tokens, torch.arange(samples.num_tokens)
+    row_of_place = inverse(places_of_all(of_samples, share.size))
+    return padded[places_of(segments, share)], Slices(
+        token_of_row=token_at[places_of(of_samples, share)].to(device),
+        row_of_token=row_of_place[places].to(device),
+    )
 
 
 def _sample_bins(experience: Experience, max_tokens: int, count_multiple_of: int) -> list[list[int]]:
@@ -106,6 +158,21 @@ def _longest_first(lengths: Sequence[int], descending: Sequence[int], num_bins: 
         bins[number].append(i)
         heapq.heapreplace(loads, (load + lengths[i], number))
     return bins
+
+
+def _segments_of(
+    lengths: Sequence[list[int]], multiple_of: int, equal_lengths: bool, each_multiple_of: int
+) -> list[tuple[int, ...]]:
+    """`MicroBatch.segments` of samples of these lengths, of every micro-batch."""
+    padded = [[_up_to(length, each_multiple_of) for length in of_batch] for of_batch in lengths]
+    totals = [_up_to(sum(of_batch), math.lcm(multiple_of, each_multiple_of)) for of_batch in padded]
+    if equal_lengths and totals:
+        totals = [max(totals)] * len(totals)
+    return [_segments(of_batch, total) for of_batch, total in zip(padded, totals, strict=True)]
+
+
+def _up_to(length: int, multiple_of: int) -> int:
+    return math.ceil(length / multiple_of) * multiple_of
 
 
 def _segments(lengths: list[int], padded_length: int) -> tuple[int, ...]:

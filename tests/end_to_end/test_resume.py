@@ -224,7 +224,11 @@ def test_so_does_a_pipelined_one_but_for_the_order_of_its_sums(saved_and_resumed
 @pytest.mark.parametrize("name", ["sequential", "asynchronous", "ppo"])
 def test_so_does_one_in_another_layout(saved_and_resumed, name):
     config, overrides = CONFIGS[name]
-    layouts = ("actor.parallel={tp: 1, pp: 2}",), ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true")
+    cut, whole_models = (
+        ("actor.parallel={tp: 1, pp: 2}",),
+        ("actor.parallel={tp: 1}", "actor.distributed_optimizer=true"),
+    )
+    layouts = cut, whole_models, ("actor.parallel={cp: 2}",)
     (whole, _), *others = saved_and_resumed(config, (*overrides, *ONE_MORE), *layouts)
     for rest, _ in others:
         assert_close_in_the_next_step(rest, whole)

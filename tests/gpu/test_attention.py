@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from rltrain.models import attention
+from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences
+from rltrain.training.megatron.context_parallel import attend_slices, sequences_of_share
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +38,20 @@ def test_one_call_for_all_sequences_equals_padded_batches(kv_heads: int, monkeyp
     torch.testing.assert_close(output, padded, rtol=2e-2, atol=2e-2)
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.skipif(attention.PACKED_KERNEL is None, reason="this torch has no attention over packed rows")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slices_of_context_parallelism_see_what_padded_ones_do(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's causality is aligned with the ends where there are more keys than queries."""
+    lengths = [4 * length for length in LENGTHS]
+    rows, share = sum(lengths) // 2, ContextShare(rank, 2)
+    shapes = [(rows, 16), (2 * rows, 4), (2 * rows, 4)]
+    inputs = [torch.randn(*shape, 128, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
+    sequences = sequences_of_share(lengths, share, DEVICE, by_heads=False)
+    output = attend_slices(*inputs, sequences, None)
+    monkeypatch.setattr(attention, "FLASH_DTYPES", ())
+    torch.testing.assert_close(output, attend_slices(*inputs, sequences, None), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=["plain", "latent"])

@@ -128,11 +128,9 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             {"algorithm": "dpo", "placement": DPO, "batch": {"prompts_per_step": 8, "mini_batches": 3}},
             "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8",
         ),
-        ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
         ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
-        ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
-        ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
+        ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1: only training and evaluation"),
         ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected 1"),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
@@ -242,7 +240,6 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ),
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
-        ({**PPO, "critic": {"parallel": {"cp": 2}}}, "critic.parallel.cp: got 2; expected 1"),
         (
             {"actor": {"parallel": {"pp": 2, "vpp": 2}}},
             "actor.parallel.vpp: got 2 with actor.parallel.pp 2; expected 1, or a pp of at least 3",

@@ -105,6 +105,23 @@ def test_recomputation_keeps_less():
     assert kept["full"] < kept["selective"] / 5 < kept["none"] / 5
 
 
+def test_context_parallelism_shares_out_the_longest_sequence():
+    lengths = {"data": {"train": {"path": "t"}, "max_prompt_tokens": 2048}, "model": {"path": "m", "recompute": "full"}}
+    lengths["rollout"] = {"sampling": {"max_response_tokens": 30720}, "max_context_tokens": 32768}
+
+    def working(**parallel):
+        job = job_of(
+            qwen3_8b(), {"actor": "0-7", "rollout, reward": "8-15"}, 16, actor={"parallel": parallel}, **lengths
+        )
+        return rank_memories(job, H100)[0].peak.bytes_of
+
+    whole, shared = working(cp=1), working(cp=4)
+    assert shared["activations"] == pytest.approx(whole["activations"] / 2, rel=0.01), (
+        "16384 tokens are left for a rank"
+    )
+    assert shared["actor.optimizer"] == whole["actor.optimizer"], "optimizer states are shared out over all"
+
+
 def test_roles_that_take_turns_do_not_add_up():
     together = {"actor, rollout, reward": "0-7"}
     turns = largest(rank_memories(job_of(qwen3_8b(), together, 8), H100))

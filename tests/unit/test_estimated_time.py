@@ -71,6 +71,18 @@ def test_twice_the_ranks_train_in_half_the_time():
     assert two.tasks[key] == pytest.approx(one.tasks[key] / 2, rel=0.15)
 
 
+def test_context_parallelism_costs_what_it_sends():
+    def update_s(**model):
+        step = step_of(actor={"parallel": {"cp": 4}}, model={"path": "m", **model})
+        return step.tasks["update", ("actor",)]
+
+    alone = step_of().tasks["update", ("actor",)]
+    ring, by_heads = update_s(), update_s(cp_communication="all_to_all")
+    gathered = update_s(transformer_impl="local")
+    assert alone < ring < 1.1 * alone, "ranks compute as much, and keys and values travel while they do"
+    assert ring < gathered < 1.3 * alone and ring < by_heads < 1.3 * alone
+
+
 def test_decoding_reads_weights_until_products_take_longer():
     job = job_of(qwen3_8b(), APART, 16, **LONG)
     few, some, many = (decode_step(job, H100, WORKLOAD, running) for running in (1, 2, 4096))

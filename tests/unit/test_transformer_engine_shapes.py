@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     for grid, ranks in (
         ({"tp": 1}, 1),
         ({"tp": 2}, 2),
+        *([({"tp": 2, "cp": 2}, 4)] if name in ("qwen3", "deepseek_v3") else []),
         *(
             [({"tp": 2, "ep": 2, "etp": 1}, 2), ({"tp": 1, "ep": 2, "etp": 2}, 4)]
             if name in MOE or name == "moonlight"
@@ -63,6 +64,16 @@ def test_layouts_are_those_of_transformer_engines_modules(name: str, built: dict
     for rank, found in enumerate(built[name]):
         assert {key: list(shape) for key, shape in layout.on(rank).parameters} == found["parameters"]
     assert any("layer_norm_weight" in key for key in found["parameters"]), "of Transformer Engine's modules"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_attention_is_told_of_the_ranks_that_share_its_sequences(
+    family: str, built: dict[str, list[dict[str, Any]]]
+) -> None:
+    found = [rank["context_parallel"] for rank in built[f"{family} tp2 cp2"]]
+    num_layers = tiny_architecture(family).num_layers
+    assert found == [[[ranks, "p2p"]] * num_layers for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])]
+    assert built[f"{family} tp2"][0]["context_parallel"] == []
 
 
 def test_norms_of_latents_have_their_own_epsilon(built: dict[str, list[dict[str, Any]]]) -> None:

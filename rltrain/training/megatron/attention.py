@@ -46,7 +46,7 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequ
     starts = sizes.cumsum(0) - sizes
     positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
     pad_parts, slot_of_start, batches, num_slots = [], torch.empty_like(sizes), [], 0
-    for members in _similar_lengths(sizes):
+    for members in similar_lengths(sizes):
         width = int(sizes[members].max())
         slot_of_start[members] = num_slots + width * torch.arange(len(members))
         within = torch.arange(width).minimum(sizes[members, None] - 1)
@@ -79,7 +79,7 @@ def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-def _similar_lengths(sizes: Tensor) -> list[Tensor]:
+def similar_lengths(sizes: Tensor) -> list[Tensor]:
     """Sequence numbers in groups of similar length, longest first."""
     descending, order = sizes.sort(descending=True, stable=True)
     groups, first = [], 0

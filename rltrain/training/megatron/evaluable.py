@@ -25,7 +25,7 @@ class EvaluableModel:
         self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(model.parameters)}
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
-        """Collective over: the replica's tensor- and pipeline-parallel groups."""
+        """Collective over: this replica."""
 
         def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
             return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
@@ -35,7 +35,7 @@ class EvaluableModel:
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Collective over: the replica's tensor- and pipeline-parallel groups."""
+        """Collective over: this replica."""
 
         def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, ...]:
             logprobs = self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0]

@@ -15,29 +15,32 @@ from torch import Tensor
 from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
+from rltrain.training.megatron.context_parallel import of_all_tokens
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, what the last chunk makes of its tokens [tokens, ...]) -> (loss scalar, anything to keep)."""
+"""(micro-batch, what the last chunk makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
 
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
-    """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism.
+    """`experience` in micro-batches that `model` can take: this rank's slices of them, padded for sequence and pipeline
+    parallelism. `max_tokens` is for each rank of context parallelism.
 
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
     packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds of
     as many as there are stages.
     """
-    config = model.config
+    config, share = model.config, model.share
     return pack(
         experience,
-        max_tokens,
+        max_tokens * share.size,
         device=model.device,
-        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        multiple_of=share.size * config.tensor_model_parallel_size if config.sequence_parallel else 1,
         equal_lengths=config.pipeline_model_parallel_size > 1,
         count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
+        share=share,
     )
 
 
@@ -52,7 +55,7 @@ def run_schedule(
     """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
 
     `chunks` are the model's, or their data-parallel wrappers. Losses are summed: nothing is divided by the number of
-    micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
+    micro-batches, and no gradient is reduced. Collective over: this replica.
     """
     groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
 
@@ -68,7 +71,7 @@ def run_schedule(
         )
 
         def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss, kept = outputs(batch, logits[0, : batch.num_tokens])
+            loss, kept = outputs(batch, logits[0, : batch.num_rows])
             # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
             return loss, torch.zeros((), dtype=torch.int), kept
 
@@ -79,7 +82,7 @@ def run_schedule(
         "data_iterator": [iter(micro_batches) for _ in chunks],
         "model": chunks,
         "num_microbatches": len(micro_batches),
-        "seq_length": len(micro_batches[0].padded_tokens),
+        "seq_length": sum(micro_batches[0].segments),
         "micro_batch_size": 1,
         "forward_only": not backward,
         "pg_collection": groups,
@@ -98,27 +101,26 @@ def run_schedule(
 def token_logprobs(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
     from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
-    well, [tokens, n]. Collective over: the tensor-parallel group."""
+    well, [tokens, n]. Collective over: the tensor- and context-parallel groups."""
     labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
     if asked is not None:
         labels = torch.cat([labels[:, None], asked], dim=1)
     logprobs, entropy = vocab_parallel_logprobs(
         model.logits_of(outputs),
-        labels.roll(-1, dims=0),
+        batch.rows_of(labels.roll(-1, dims=0)),
         vocab_size=model.architecture.vocab_size,
         temperature=temperature,
         group=model.pg_collection.tp,
     )
-    if asked is None:
-        return at_drawn(batch, logprobs), at_drawn(batch, entropy)
-    return at_drawn(batch, logprobs[:, 0]), at_drawn(batch, entropy), at_drawn(batch, logprobs[:, 1:])
+    logprobs, entropy = (at_drawn(model, batch, of_rows) for of_rows in (logprobs, entropy))
+    return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
 
 
 def likeliest_tokens(
     model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
-    first token. Collective over: the tensor-parallel group."""
+    first token. Collective over: the tensor- and context-parallel groups."""
     ids, logprobs = vocab_parallel_top(
         model.logits_of(outputs),
         count,
@@ -126,13 +128,13 @@ def likeliest_tokens(
         temperature=temperature,
         group=model.pg_collection.tp,
     )
-    return at_drawn(batch, ids), at_drawn(batch, logprobs)
+    return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
 
 
-def at_drawn(batch: MicroBatch, of_context: Tensor) -> Tensor:
-    """What a model makes of a sample's tokens up to and with each one, at the index of the token that follows; 0 at a
-    sample's first token. Gradients flow."""
-    moved = of_context.roll(1, dims=0)
+def at_drawn(model: LanguageModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:
+    """[tokens, ...] what a model makes of a sample's tokens up to and with each one, at the index of the token that
+    follows; 0 at a sample's first token. Gradients flow. Collective over: the context-parallel group."""
+    moved = of_all_tokens(batch, of_rows, model.pg_collection.cp).roll(1, dims=0)
     drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
     drawn[batch.experience.offsets()[:-1]] = 0
     return moved * drawn.view(-1, *[1] * (moved.dim() - 1))

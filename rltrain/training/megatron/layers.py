@@ -33,6 +33,7 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
+from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -161,9 +162,10 @@ def block_spec(
     """The modules of one pipeline stage's layers and of the final norm."""
     sparse = architecture.sparse_layers[layers.start : layers.stop]
     if not transformer_engine:
-        return TransformerBlockSubmodules(
+        block = TransformerBlockSubmodules(
             layer_specs=[_local_layer(architecture, experts) for experts in sparse], layer_norm=RMSNorm
         )
+        return with_context_parallelism(block, config)
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TransformerBlockSubmodules(

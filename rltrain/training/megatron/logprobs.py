@@ -66,7 +66,7 @@ def vocab_parallel_logprobs(
     if not temperature > 0:
         raise ValueError(f"log-probs need a temperature above 0, got {temperature}")
     first, num_valid = logits.valid_columns(vocab_size, group)
-    local = (labels - first).view(len(labels), -1)
+    local = labels - first if labels.dim() == 2 else (labels - first)[:, None]
     logprobs, entropy = _VocabParallelLogprobs.apply(
         logits.states, logits.weight, logits.rows_at_once, local, num_valid, 1.0 / temperature, group
     )

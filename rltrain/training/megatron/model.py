@@ -21,8 +21,10 @@ from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
+from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
+from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.latent_attention import rotate_by_position
 from rltrain.training.megatron.layers import (
@@ -46,10 +48,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ModelChunk(GPTModel):
     """Consecutive layers of a model, sharded over tensor parallelism, with the ends that `chunk` has.
 
-    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths). Returns
-    hidden states, or with the head the logits [1, tokens, padded vocabulary / tp] or, where `architecture` has a value
-    head, the values [1, tokens], fp32 and whole on every tensor-parallel rank. With `deferred_head` what logits are
-    made of takes their place: [1, tokens, hidden].
+    Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
+    context parallelism the ids of `LanguageModel.share` alone. Returns hidden states, or with the head the logits
+    [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
+    whole on every tensor-parallel rank. With `deferred_head` what logits are made of takes their place: [1, tokens, hidden].
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -133,6 +135,7 @@ class LanguageModel(torch.nn.Module):
         self.architecture = architecture
         self.config = config
         self.pg_collection = collection
+        self.share = ContextShare(collection.cp.rank(), collection.cp.size())
         self.layout = layout
         self.device = device
         self.transformer_engine = transformer_engine
@@ -160,7 +163,13 @@ class LanguageModel(torch.nn.Module):
         return Logits(outputs, last.vocabulary, self.logits_chunk_tokens)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
-        """Describe sequences packed end to end, for forward()."""
+        """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
+        of which this rank has its slices."""
+        if self.share.size > 1 and self.transformer_engine:
+            return thd_slices(lengths, self.pg_collection.cp, self.device)
+        if self.share.size > 1:
+            by_heads = self.config.cp_comm_type == BY_HEADS
+            return sequences_of_share(lengths, self.share, self.device, by_heads=by_heads)
         return (thd_sequences if self.transformer_engine else packed_sequences)(lengths, self.device)
 
 
@@ -256,6 +265,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
+        context_parallel_size=grid.cp,
+        cp_comm_type=BY_HEADS if model.cp_communication == "all_to_all" else RING,
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
         pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,

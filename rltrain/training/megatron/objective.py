@@ -9,6 +9,7 @@ from torch import Tensor
 from rltrain.algorithms.divergence import asked_tokens
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Head
+from rltrain.training.megatron.context_parallel import of_all_tokens
 from rltrain.training.megatron.forward import token_logprobs
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch
@@ -16,9 +17,9 @@ from rltrain.training.packing import MicroBatch
 
 @dataclass(frozen=True)
 class Objective:
-    """`token_outputs` takes (model, micro-batch, the last stage's output for its tokens, temperature) and gives the
+    """`token_outputs` takes (model, micro-batch, the last stage's output for its rows, temperature) and gives the
     tensors [tokens, ...] that the loss function takes, differentiable, of which an evaluation gives the first. It may
-    be collective over the tensor-parallel group. `of_nothing` gives them for experience without samples.
+    be collective over the tensor- and context-parallel groups. `of_nothing` gives them for experience without samples.
     """
 
     token_outputs: Callable[[LanguageModel, MicroBatch, Tensor, float], tuple[Tensor, ...]]
@@ -26,7 +27,7 @@ class Objective:
 
 
 def _scores(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor]:
-    return (outputs,)
+    return (of_all_tokens(batch, outputs, model.pg_collection.cp),)
 
 
 def _no_logprobs(experience: Experience) -> tuple[Tensor, ...]:

@@ -81,7 +81,7 @@ class TrainableModel(EvaluableModel):
         return metrics
 
     def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
-        """Collective over: the replica's tensor- and pipeline-parallel groups."""
+        """Collective over: this replica."""
         # Other roles may have the device, and the gradients may leave it, before the next part or the step follows.
         self._accumulate(experience, loss_function, temperature, is_whole=False)
 
@@ -183,14 +183,14 @@ class TrainableModel(EvaluableModel):
             counts = torch.tensor([pending.num_samples, pending.response_tokens], dtype=torch.float64, device=device)
             rows = [(o.divisor, o.loss, *o.sums.values(), *o.token_sums.values()) for o in pending.outputs]
             totals = torch.cat([counts, _scalars(rows, device).sum(0)])
-            dist.all_reduce(totals, group=self.groups.dp_cp)
+            dist.all_reduce(totals, group=self.groups.dp)
             num_samples, response_tokens, divisor, *sums = totals.tolist()
             divisors = [divisor] * (1 + len(first.sums)) + [response_tokens] * len(first.token_sums)
             means = [total / (by or 1) for total, by in zip(sums, divisors, strict=True)]
             metrics = dict(zip(["loss", *first.sums, *first.token_sums], means, strict=True))
             if first.maxima:
                 maxima = _scalars([tuple(o.maxima.values()) for o in pending.outputs], device).amax(0)
-                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.dp_cp)
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.dp)
                 metrics |= dict(zip(first.maxima, maxima.tolist(), strict=True))
             metrics |= {NUM_SAMPLES: num_samples, DIVISOR: divisor}
         return _from_last_stage(metrics, self.groups.pp, self.model.device)
@@ -199,7 +199,7 @@ class TrainableModel(EvaluableModel):
         if not num_samples:
             raise ConfigError(
                 f"optimizer step {self.num_updates + 1} of the {self.role} has no sample on any of its "
-                f"{self.groups.dp_cp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
+                f"{self.groups.dp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
                 "batch.mini_batches"
             )
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.distributed import get_process_group_ranks
 from torch.nn import Module, Parameter
 
 
@@ -111,7 +112,8 @@ class RMSNorm(Module):
 
 
 class DotProductAttention(Module):
-    """Has no parameters. Refuses heads that it could not share out."""
+    """Has no parameters. Refuses heads that it could not share out, and context parallelism of which it is not told
+    all, or told as it would not understand."""
 
     def __init__(
         self,
@@ -127,8 +129,16 @@ class DotProductAttention(Module):
         num_gqa_groups: int | None,
         attention_type: str,
         softmax_scale: float | None,
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
+        if cp_group is not None:
+            assert cp_global_ranks == get_process_group_ranks(cp_group) and cp_stream is not None
+            assert cp_comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p")
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
         tp_size = tp_size if tp_group is None else tp_group.size()
         num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         assert num_attention_heads % num_gqa_groups == 0

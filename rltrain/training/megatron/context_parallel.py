@@ -1,0 +1,276 @@
+"""Context parallelism without Transformer Engine: attention of a rank that has two slices of every packed sequence.
+
+Either all ranks get all keys and values, whose gradients are summed on the way back (Llama 3, arXiv:2407.21783, section
+3.3.2), or each gets all tokens of some heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rltrain.cluster.reopenable_group import plain_group
+from rltrain.models.attention import attend, attend_packed, attends_packed
+from rltrain.training.context_slices import ContextShare, inverse, places_of, places_of_all, ranges
+from rltrain.training.megatron.attention import (
+    PackedAttention,
+    PackedSequences,
+    packed_sequences,
+    similar_lengths,
+    thd_sequences,
+)
+from rltrain.training.packing import MicroBatch
+
+RING, BY_HEADS = "p2p", "a2a"
+"""Megatron's names: keys and values go round, which Transformer Engine has; all-to-all of heads."""
+
+
+@dataclass
+class SlicedSequences(PackedSeqParams):
+    """Which rows of all ranks the slices of this one attend to.
+
+    Rows are numbered as they are gathered: one rank's after the other. A slice's keys are those of its sequence up to
+    and with its own last token.
+    """
+
+    positions: Tensor = field(kw_only=True)
+    """[rows of this rank] position of each in its sequence."""
+    key_rows: Tensor = field(kw_only=True)
+    """[keys] the row of each slice's keys, slice after slice."""
+    boundaries: Tensor = field(kw_only=True)
+    """[slices + 1] int32: where each slice begins among this rank's rows, and the last one ends."""
+    key_boundaries: Tensor = field(kw_only=True)
+    """[slices + 1] int32: where its keys begin in `key_rows`."""
+    num_rows: Tensor = field(kw_only=True)
+    num_keys: Tensor = field(kw_only=True)
+    """[slices] host: of each."""
+
+    @cached_property
+    def padded(self) -> "PaddedSlices":
+        """The same for kernels that take padded batches."""
+        return _padded_slices(self)
+
+
+@dataclass(frozen=True)
+class PaddedSlices:
+    batches: tuple["SliceBatch", ...]
+    slot_of_row: Tensor
+    """[rows of this rank] each row's slot in those batches, one batch's after the other."""
+
+
+@dataclass(frozen=True)
+class SliceBatch:
+    """Slices with similar numbers of keys, padded to one shape [slices, width of tokens, width of keys]."""
+
+    rows: Tensor
+    """[slices, tokens] this rank's row in each slot; a slice's last one fills its padding."""
+    key_rows: Tensor
+    """[slices, keys]"""
+    sees: Tensor
+    """[slices, 1, tokens, keys] whether a token attends to a key."""
+
+
+@dataclass
+class SpreadHeads(PackedSeqParams):
+    """Sequences whose heads are computed on different ranks, each of all tokens."""
+
+    positions: Tensor = field(kw_only=True)
+    """[rows of this rank] position of each in its sequence."""
+    whole: PackedSequences = field(kw_only=True)
+    """All sequences, laid end to end."""
+    row_of_place: Tensor = field(kw_only=True)
+    """[tokens] the row of all ranks, one's after the other, of each token of `whole`."""
+    place_of_row: Tensor = field(kw_only=True)
+    """[tokens] the inverse."""
+
+
+def sequences_of_share(
+    lengths: Sequence[int], share: ContextShare, device: torch.device, *, by_heads: bool
+) -> SlicedSequences | SpreadHeads:
+    """For packed sequences of these lengths, of each of which this rank has two slices."""
+    places, order = places_of(lengths, share), places_of_all(lengths, share.size)
+    positions = ranges(torch.zeros(len(lengths), dtype=torch.int64), torch.tensor(lengths))[places].to(device)
+    if not by_heads:
+        return _sliced_sequences(torch.tensor(lengths), share, positions, inverse(order), device)
+    return SpreadHeads(
+        positions=positions,
+        whole=packed_sequences(lengths, device),
+        row_of_place=inverse(order).to(device),
+        place_of_row=order.to(device),
+    )
+
+
+def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> PackedSeqParams:
+    """The same for Transformer Engine, which takes the lengths of whole sequences and cuts them itself among the ranks
+    of `group`, and issues the messages of its ring together.
+
+    Padding counts as tokens of its sequence: it comes last, where no other token attends to it.
+    """
+    sequences = thd_sequences(lengths, device)
+    sequences.cp_group = plain_group(group)
+    sequences.cu_seqlens_q_padded = sequences.cu_seqlens_q
+    sequences.cu_seqlens_kv_padded = sequences.cu_seqlens_kv
+    return sequences
+
+
+def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[tokens, ...] of the samples of a micro-batch what every rank made of its own rows.
+
+    All ranks make the same loss of them, so each takes the gradients of its rows: their sum over the ranks is that of
+    the loss. Collective over: the context-parallel group.
+    """
+    if batch.slices is None:
+        return of_rows
+    of_all = gather_from_sequence_parallel_region(of_rows, tensor_parallel_output_grad=False, group=group)
+    return of_all.index_select(0, batch.slices.row_of_token)
+
+
+class GatheredKeysAttention(torch.nn.Module):
+    """Causal core attention of the tokens of this rank's slices to all before them in their sequences."""
+
+    def __init__(self, *, softmax_scale: float | None, pg_collection: ProcessGroupCollection, **unused: Any) -> None:
+        super().__init__()
+        self.softmax_scale, self.group = softmax_scale, pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: SlicedSequences,
+        **unused: Any,
+    ) -> Tensor:
+        """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
+        query, key, value = (x.flatten(1, -2).to(value.dtype) for x in (query, key, value))
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)
+        keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
+        return attend_slices(query, keys, values, packed_seq_params, self.softmax_scale).flatten(1)[:, None]
+
+
+class SpreadHeadsAttention(torch.nn.Module):
+    """Causal core attention of all tokens in this rank's share of the heads.
+
+    The number of heads is a multiple of the number of ranks; with fewer key-value heads than ranks several have the
+    same one.
+    """
+
+    def __init__(self, *, pg_collection: ProcessGroupCollection, **settings: Any) -> None:
+        super().__init__()
+        self.group = pg_collection.cp
+        self.of_whole = PackedAttention(pg_collection=pg_collection, **settings)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: SpreadHeads,
+        **unused: Any,
+    ) -> Tensor:
+        """As PackedAttention.forward, of this rank's rows. Collective over: the context-parallel group."""
+        packed, num_ranks = packed_seq_params, self.group.size()
+        key_value = torch.cat([x.flatten(1, -2).to(value.dtype) for x in (key, value)], dim=-1)
+        copies = max(1, num_ranks // key_value.size(1))
+        queries, of_keys = (
+            self._spread(x).index_select(0, packed.row_of_place)[:, None]
+            for x in (query.flatten(1, -2), key_value.repeat_interleave(copies, dim=1))
+        )
+        keys, values = of_keys.split([key.size(-1), value.size(-1)], dim=-1)
+        attended = self.of_whole(queries, keys, values, None, packed_seq_params=packed.whole)[:, 0]
+        by_rank = all_to_all(self.group, attended.index_select(0, packed.place_of_row))
+        return by_rank.unflatten(0, (num_ranks, -1)).transpose(0, 1).flatten(1)[:, None]
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """[rows of this rank, heads, elements] -> [rows of all ranks, heads of this rank, elements]"""
+        to_ranks = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
+        received: Tensor = all_to_all(self.group, to_ranks.flatten(0, 1).contiguous())
+        return received
+
+
+def with_context_parallelism(
+    block: TransformerBlockSubmodules, config: TransformerConfig
+) -> TransformerBlockSubmodules:
+    """Layers of Megatron's own modules with the core attention that `config` asks for."""
+    attention = SpreadHeadsAttention if config.cp_comm_type == BY_HEADS else GatheredKeysAttention
+    for layer in block.layer_specs or [] if config.context_parallel_size > 1 else []:
+        layer.submodules.self_attention.submodules.core_attention = attention
+    return block
+
+
+def _sliced_sequences(
+    lengths: Tensor, share: ContextShare, positions: Tensor, row_of_place: Tensor, device: torch.device
+) -> SlicedSequences:
+    each, starts = lengths // (2 * share.size), lengths.cumsum(0) - lengths
+    num_rows = each.repeat_interleave(2)
+    num_keys = (each[:, None] * (torch.tensor(share.slices()) + 1)).flatten()
+    return SlicedSequences(
+        positions=positions,
+        key_rows=row_of_place[ranges(starts.repeat_interleave(2), num_keys)].to(device),
+        boundaries=_boundaries(num_rows).to(device),
+        key_boundaries=_boundaries(num_keys).to(device),
+        num_rows=num_rows,
+        num_keys=num_keys,
+    )
+
+
+def _padded_slices(sequences: SlicedSequences) -> PaddedSlices:
+    num_rows, num_keys, device = sequences.num_rows, sequences.num_keys, sequences.positions.device
+    first, first_key = (x.cumsum(0) - x for x in (num_rows, num_keys))
+    batches, slot_of_row, num_slots = [], torch.empty(int(num_rows.sum()), dtype=torch.int64), 0
+    for members in similar_lengths(num_keys):
+        of_slices, of_keys = num_rows[members, None], num_keys[members, None]
+        token = torch.arange(int(of_slices.max())).minimum(of_slices - 1)
+        key = torch.arange(int(of_keys.max()))
+        rows, last_seen = first[members, None] + token, of_keys - of_slices + token
+        batch = SliceBatch(
+            rows=rows.to(device),
+            key_rows=sequences.key_rows[(first_key[members, None] + key.minimum(of_keys - 1)).to(device)],
+            sees=(key.to(device) <= last_seen.to(device)[:, :, None])[:, None],
+        )
+        batches.append(batch)
+        # Of a row in several slots any will do: they attend to the same.
+        slot_of_row[rows.flatten()] = num_slots + torch.arange(rows.numel())
+        num_slots += rows.numel()
+    return PaddedSlices(tuple(batches), slot_of_row.to(device))
+
+
+def _boundaries(sizes: Tensor) -> Tensor:
+    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def attend_slices(query: Tensor, keys: Tensor, values: Tensor, packed: SlicedSequences, scale: float | None) -> Tensor:
+    """query [rows of this rank, heads, head_dim], keys and values [rows of all ranks, kv_heads, ...] -> [rows of this
+    rank, heads, head_dim of values]."""
+    if attends_packed(query, keys, values):
+        keys, values = (x.index_select(0, packed.key_rows) for x in (keys, values))
+        return attend_packed(
+            query,
+            keys,
+            values,
+            packed.boundaries,
+            int(packed.num_rows.max()),
+            key_boundaries=packed.key_boundaries,
+            longest_keys=int(packed.num_keys.max()),
+            scale=scale,
+        )
+    outputs = []
+    for batch in packed.padded.batches:
+        q, k, v = (
+            x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+            for x, rows in ((query, batch.rows), (keys, batch.key_rows), (values, batch.key_rows))
+        )
+        outputs.append(attend(q, k, v, batch.sees, scale=scale).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packed.padded.slot_of_row)

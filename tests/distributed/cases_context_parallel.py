@@ -1,0 +1,173 @@
+"""What ranks do in test_context_parallel: models of every objective whose sequences are cut among ranks, beside the
+same ones on one rank."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rltrain.algorithms.losses import LossFunction
+from rltrain.algorithms.policy import policy_loss
+from rltrain.algorithms.preference import direct_preference_loss
+from rltrain.algorithms.ranking import ranking_loss
+from rltrain.algorithms.value import of_states, value_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.models import Architecture
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
+from tests.model_shards import tiny_architecture
+from tests.unit.packed_experience import packed_experience
+
+ALL = (0, 1, 2, 3)
+GRIDS = {
+    "cp2": Grid((0, 1), cp=2),
+    "cp4": Grid(ALL, cp=4),
+    "tp2_cp2": Grid(ALL, tp=2, cp=2),
+    "pp2_cp2": Grid(ALL, pp=2, cp=2),
+    "cp2_dp2": Grid(ALL, cp=2),
+    **{f"rank{rank}": Grid((rank,)) for rank in ALL},
+}
+POLICY = tiny_architecture("qwen3", hidden_size=32, head_dim=8, num_heads=8, ffn_hidden_size=48, vocab_size=61)
+SCORER = POLICY.value_model()
+LATENT = replace(tiny_architecture("deepseek_v3", hidden_size=32, vocab_size=61), moe=None)
+SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
+"""Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
+MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 30, 2, 0.8, 3
+
+KL_IN_LOSS = schema.Kl(coef=0.1, where="loss")
+BY_SEQUENCE = schema.Correction(method="tis", level="sequence", high=2.0)
+TEACHER = schema.Teacher(where="loss", top_k=TOP_K)
+OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
+    "grpo": (POLICY, policy_loss(schema.Loss(kl=KL_IN_LOSS, entropy_coef=0.02), 40)),
+    "gspo": (POLICY, policy_loss(schema.Loss(policy="gspo", correction=BY_SEQUENCE), 40)),
+    "geometric_mean": (POLICY, policy_loss(schema.Loss(policy="geometric_mean", normalization="sequence_mean"), 40)),
+    "distillation": (POLICY, policy_loss(schema.Loss(), 40, TEACHER)),
+    "dpo": (POLICY, direct_preference_loss(schema.Preference(sft_coef=0.1))),
+    "critic": (SCORER, of_states(value_loss(0.2))),
+    "reward_model": (SCORER, ranking_loss(schema.Preference())),
+    "latent": (LATENT, policy_loss(schema.Loss(), 40)),
+}
+Layouts = dict[str, dict[str, dict[str, Any]]]
+"""Of every objective, with settings of the model or of its training."""
+
+SEQUENCE_PARALLEL, BY_HEADS = {"sequence_parallel": True}, {"cp_communication": "all_to_all"}
+FEW: Layouts = {
+    "grpo": {"pp2_cp2": {"recompute": "selective"}},
+    "gspo": {"cp4": BY_HEADS},
+    "critic": {"tp2_cp2": SEQUENCE_PARALLEL},
+}
+OTHERS: Layouts = {
+    "grpo": {"cp2": {}, "cp4": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
+    "gspo": {"cp2_dp2": {"overlap": True}},
+    "geometric_mean": {"tp2_cp2": BY_HEADS},
+    "distillation": {"cp4": {}, "tp2_cp2": SEQUENCE_PARALLEL},
+    "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
+    "critic": {"pp2_cp2": {}},
+    "reward_model": {"cp4": {}},
+    "latent": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
+}
+
+
+def all_cases(folder: str, objectives: Layouts) -> dict[str, Any]:
+    """By "objective/layout", what this rank's model gives; the objective on one rank is objective/."""
+    groups = ProcessGroups(
+        sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})}),
+        backend="gloo",
+        timeout_s=60,
+    )
+    results = {}
+    for number, (name, layouts) in enumerate(objectives.items()):
+        architecture = OBJECTIVES[name][0]
+        path = Path(folder, f"{name}{dist.get_rank()}")
+        write_weights(architecture, path)
+        for layout, settings in {f"rank{number % 4}": {}, **layouts}.items():
+            if dist.get_rank() in GRIDS[layout].ranks:
+                key = f"{name}/{'' if layout.startswith('rank') else layout}"
+                results[key] = _train(name, path, layout, groups, **settings)
+    return results
+
+
+def write_weights(architecture: Architecture, folder: Path) -> None:
+    """A checkpoint of random weights, the same on every rank."""
+    folder.mkdir()
+    tensors, generator = megatron_layout(architecture, Grid((0,))).tensors, torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.randn(tuple(shape), generator=generator) * (0.15 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+        for name, shape in zip(tensors.names, tensors.shapes, strict=True)
+    }
+    save_file(weights, folder / "model.safetensors")
+
+
+def _train(name: str, path: Path, layout: str, groups: ProcessGroups, **settings: Any) -> dict[str, Any]:
+    (architecture, loss), grid = OBJECTIVES[name], GRIDS[layout]
+    model = _model(architecture, path, grid, groups, **settings)
+    actor = schema.Actor(
+        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1),
+        micro_batch_tokens=MAX_TOKENS,
+        distributed_optimizer=settings.get("distributed_optimizer", True),
+        overlap=settings.get("overlap", False),
+    )
+    trainable = TrainableModel(model, actor, total_updates=NUM_STEPS)
+    samples = experience(name)
+    at = grid.coordinates(dist.get_rank())
+    samples = samples.select(torch.nonzero(samples.group_ids % grid.dp == at.dp).flatten())
+    steps = [trainable.train_batch(samples, loss, temperature=TEMPERATURE) for _ in range(NUM_STEPS)]
+    told = [trainable.evaluate(experience(name), max_tokens=MAX_TOKENS, temperature=TEMPERATURE)]
+    if architecture.head == "vocabulary":
+        told += trainable.distributions(experience(name), count=2, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
+    return {"steps": steps, "told": [values.tolist() for values in told]}
+
+
+def _model(
+    architecture: Architecture,
+    path: Path,
+    grid: Grid,
+    groups: ProcessGroups,
+    *,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    cp_communication: str = "auto",
+    **others: Any,
+) -> LanguageModel:
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), dtype="float32", recompute=recompute, cp_communication=cp_communication),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, sequence_parallel=sequence_parallel),
+        device=torch.device("cpu"),
+    )
+    load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
+    return model
+
+
+def experience(name: str) -> Experience:
+    """Two samples to a group, with the fields that the objective needs."""
+    samples, generator = packed_experience(SHAPE), torch.Generator().manual_seed(7)
+    num_tokens, vocab_size = samples.num_tokens, POLICY.vocab_size
+    likely = -3.5 - torch.rand(num_tokens, generator=generator)  # to a model that knows next to nothing
+    fields = {
+        "tokens": torch.randint(vocab_size, (num_tokens,), generator=generator),
+        "advantages": torch.randn(num_tokens, generator=generator),
+        "reference_logprobs": likely + 0.5 * torch.randn(num_tokens, generator=generator),
+        "actor_logprobs": likely,
+        "rollout_logprobs": likely + 0.1 * torch.randn(num_tokens, generator=generator),
+    }
+    if name == "distillation":
+        ids = torch.stack([torch.randperm(vocab_size, generator=generator)[:TOP_K] for _ in range(num_tokens)])
+        logprobs = torch.log(torch.rand(num_tokens, TOP_K, generator=generator) / TOP_K)
+        fields |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs, "teacher_logprobs": logprobs[:, 0]}
+    if name in ("dpo", "reward_model"):
+        fields["chosen"] = torch.arange(samples.num_samples) % 2 == 0
+    return samples.with_fields(**fields)
