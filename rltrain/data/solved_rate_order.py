@@ -18,8 +18,8 @@ class SolvedRateOrder:
     """Goes through the rows in an order without a curriculum, source by source, and leaves out those that are not
     wanted; a share of these comes all the same, so that what is known of them is renewed.
 
-    Where a source has too few to fill its part of a window, one time through all of its rows, the others fill it, in
-    the same order, retired ones last. So shares of sources are exact, a row comes twice in a window only where its
+    Where a source has too few to fill its part of a window, going on through its next epoch, the others fill it, in the
+    same order, retired ones last. So shares of sources are exact, a row comes twice in a window only where its
     source has fewer rows than that takes, and there always is a next prompt.
     """
 
@@ -77,7 +77,8 @@ class SolvedRateOrder:
         random = np.random.default_rng([self.seed, self.next_window, source, EXCEPTIONS])
         drawn: list[Rows] = []
         while count > 0:
-            walked = self._orders[source].rows(self.places[source], len(is_wanted))
+            place, num_rows = self.places[source], len(is_wanted)
+            walked = self._orders[source].rows(place, 2 * num_rows - place % num_rows)
             is_exception = (random.random(len(walked)) < self.rates.settings.outside) & ~is_retired[walked]
             is_first = _first_ones(walked)
             takes = is_first & (is_wanted[walked] | is_exception)

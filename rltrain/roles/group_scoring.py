@@ -81,7 +81,7 @@ class GroupScoring:
             self.log.append({"step": step, "reason": reason, "sample_ids": ids})
 
     def spare(self, group: SampleGroup, step: int, reason: str) -> None:
-        del self._doubtful[group.position]
+        self._doubtful.pop(group.position, None)
         self._since.num_spared += 1
 
     def hand_over(

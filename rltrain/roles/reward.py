@@ -22,8 +22,8 @@ from rltrain.rewards.scorer import Scores
 from rltrain.roles.evaluated_set import EvaluatedSet, Judges
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.group_scoring import GroupScoring
-from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.outcomes import OutcomeTeller
+from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
 from rltrain.roles.sample_log import SampleLog
@@ -106,12 +106,7 @@ class Reward(Role):
         self.shipments["scored", step, chunk] = scored
         if chunk < self.job.shape.num_chunks - 1:
             return {}
-        statistics = self.statistics
-        gathered = self._collect("score", step, [statistics.record(), statistics.first_failures, self.outcomes.record()])
-        if not gathered:
-            return {}
-        self.outcomes.tell(step, [counts for *_, counts in gathered])
-        metrics = self._judged(f"score[{step}]", gathered, self.limit)
+        metrics = self._gather("score", step, self.statistics, self.outcomes)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
@@ -199,6 +194,19 @@ class Reward(Role):
         scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
         return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
+    def _gather(
+        self, what: str, step: int, statistics: RewardStatistics, outcomes: OutcomeTeller | None = None
+    ) -> Metrics:
+        """Metrics of all ranks of the role on its leader, which tells their `outcomes`; none on the others. Where too
+        many samples have failed the leader raises RewardError, which ends the job."""
+        counts = [] if outcomes is None else outcomes.record()
+        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures, counts])
+        if not gathered:
+            return {}
+        if outcomes is not None:
+            outcomes.tell(step, [of_rank for *_, of_rank in gathered])
+        return self._judged(f"{what}[{step}]", gathered, self.limit)
+
     def _collect(self, what: str, step: int, record: Any) -> list[Any]:
         """The records of all ranks of the role on its leader, nothing on the others.
 
@@ -224,8 +232,6 @@ class Reward(Role):
 
     @staticmethod
     def _judged(task: str, gathered: Sequence[Any], limit: FailureLimit) -> Metrics:
-        """Metrics of what all ranks have scored. Where too many samples have failed the leader raises RewardError,
-        which ends the job."""
         records = [record for record, *_ in gathered]
         first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
         limit.judge(task, RewardStatistics.sums_of(records), first_failures)

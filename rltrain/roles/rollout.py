@@ -34,8 +34,8 @@ from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
 from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
-from rltrain.rollout.stream.row_stream import RowStream
 from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
+from rltrain.rollout.stream.row_stream import RowStream
 from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
