@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rltrain.rollout.sample import Sample
 
-
 START_FRACTION = 8
 """New samples start once 1/8 of the slots are free: one prefill then serves several."""
 
