@@ -82,6 +82,10 @@ class TalkingEngine:
     def num_free_slots(self) -> int:
         return max(0, self.num_slots - len(self._unfinished))
 
+    @property
+    def num_usable(self) -> int:
+        return self.num_free_slots
+
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         check_samples(
             samples,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, HubName, NonNegativeInt, Positive, Section, Share
 
 Paths = str | Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -92,6 +92,23 @@ class Curriculum(Section):
     of them, or as many as a step takes if that is more. Then all rows are drawn as without a curriculum."""
 
 
+class SolvedRate(Section):
+    """Prompts are drawn by how often the policy solves them: those that it never or always solves teach little."""
+
+    low: Share = 0.2
+    high: Share = 0.8
+    """Between the two, both included, lies the estimated share of solved samples of the prompts that are drawn each
+    time that their turn comes, as are those of which nothing is known."""
+    outside: Share = 0.1
+    """Of the times that the turn of another prompt comes, in how many it is drawn all the same."""
+    memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Of the estimate before, what stays when samples of the prompt were scored once more. 0: the last ones alone."""
+    solved_above: float = 0.5
+    """A sample with a larger reward has solved its prompt."""
+    retire_after: Count | None = None
+    """A prompt that all samples solved so many times in a row is not drawn any more, unless nothing else is left."""
+
+
 class Data(Section):
     train: PromptFile
     eval: PromptFile | None = None
@@ -100,6 +117,7 @@ class Data(Section):
     system_prompt: str | None = None
     shuffle: bool = True
     curriculum: Curriculum | None = None
+    solved_rate: SolvedRate | None = None
     min_prompt_tokens: NonNegativeInt = 0
     max_prompt_tokens: Count = 1024
     """Rows with a shorter or longer prompt are left out and counted."""

@@ -8,6 +8,7 @@ from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
 from rltrain.config.data import PromptSource as PromptSource
+from rltrain.config.data import SolvedRate as SolvedRate
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import SGLang as SGLang

@@ -16,6 +16,8 @@ from rltrain.data.rows import BadRow, Row, Rows
 from rltrain.errors import DataError
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
+NO_OBJECT = "no JSON object"
+"""The reason by which such rows are counted."""
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
@@ -45,14 +47,14 @@ def _parse_line(line: bytes) -> Row | BadRow:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8: {error}")
+        return BadRow(f"is not UTF-8: {error}", NO_OBJECT)
     except json.JSONDecodeError as error:
-        return BadRow(f"is not JSON: {error.msg} at column {error.colno}")
+        return BadRow(f"is not JSON: {error.msg} at column {error.colno}", NO_OBJECT)
     except RecursionError:
-        return BadRow("is nested too deeply")
-    return (
-        row if isinstance(row, dict) else BadRow(f"is a JSON {type(row).__name__}; expected one JSON object per line")
-    )
+        return BadRow("is nested too deeply", NO_OBJECT)
+    if isinstance(row, dict):
+        return row
+    return BadRow(f"is a JSON {type(row).__name__}; expected one JSON object per line", NO_OBJECT)
 
 
 def _read_list(file: BinaryIO, path: Path, config_key: str) -> Rows:
@@ -64,5 +66,5 @@ def _read_list(file: BinaryIO, path: Path, config_key: str) -> Rows:
         is_row = isinstance(item, dict)
         yield (
             f"{path} item {number}",
-            item if is_row else BadRow(f"is a JSON {type(item).__name__}; expected an object"),
+            item if is_row else BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT),
         )

@@ -39,6 +39,15 @@ class PromptOrder(Order):
         epoch, index = divmod(position, self.num_rows)
         return int(self._permutation(epoch)[index]) if self.shuffle else index
 
+    def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """[count] the rows at `first` and the positions behind it."""
+        positions = np.arange(first, first + count)
+        if not self.shuffle:
+            return positions % self.num_rows
+        epochs = range(first // self.num_rows, (first + max(count, 1) - 1) // self.num_rows + 1)
+        whole = np.concatenate([self._permutation(epoch) for epoch in epochs])
+        return whole[positions - epochs[0] * self.num_rows]
+
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._epochs:
             if len(self._epochs) == KEPT_EPOCHS:

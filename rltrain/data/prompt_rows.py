@@ -120,7 +120,7 @@ class RowParser:
         try:
             label = look_up(values, key)
         except BadRow as problem:
-            raise BadRow(f"{problem} (rows without labels: label_key null)") from None
+            raise BadRow(f"{problem} (rows without labels: label_key null)", problem.reason) from None
         if self.needs == "plain label" and isinstance(label, (list, dict)):
             raise BadRow(
                 f"has {shown(label)} under {key!r}, which the reward function would compare as JSON text; "

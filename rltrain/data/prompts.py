@@ -3,6 +3,7 @@
 import logging
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,8 @@ MAX_KEPT_PROBLEMS = 5
 class DroppedRows:
     """Rows of the files that are not part of the dataset."""
 
-    num_bad: int = 0
-    """Skipped under data.on_bad_row: skip."""
+    bad: Counter[str] = field(default_factory=Counter)
+    """Skipped under data.on_bad_row: skip, by reason."""
     num_too_long: int = 0
     """Prompts of more than data.max_prompt_tokens, whatever data.on_bad_row says."""
     num_too_short: int = 0
@@ -33,16 +34,26 @@ class DroppedRows:
     problems: list[str] = field(default_factory=list)
     """What was wrong with the first few bad ones."""
 
+    @property
+    def num_bad(self) -> int:
+        return self.bad.total()
+
     def __bool__(self) -> bool:
         return self.num_bad + self.num_too_long + self.num_too_short > 0
 
     def __str__(self) -> str:
-        short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
-        problems = "".join(f"\n  {problem}" for problem in self.problems)
-        return f"{self.num_bad} bad rows skipped, {self.num_too_long} prompts too long{short}{problems}"
+        return "".join((self.counts, *(f"\n  {problem}" for problem in self.problems)))
 
-    def note_bad(self, problem: str) -> None:
-        self.num_bad += 1
+    @property
+    def counts(self) -> str:
+        """Numbers by reason."""
+        reasons = ", ".join(f"{reason}: {number}" for reason, number in self.bad.most_common())
+        bad = f"{self.num_bad} bad rows skipped{f' ({reasons})' if reasons else ''}"
+        short = f", {self.num_too_short} prompts too short" if self.num_too_short else ""
+        return f"{bad}, {self.num_too_long} prompts too long{short}"
+
+    def note_bad(self, problem: str, reason: str) -> None:
+        self.bad[reason] += 1
         if len(self.problems) < MAX_KEPT_PROBLEMS:
             self.problems.append(problem)
 
@@ -88,7 +99,7 @@ class PromptDataset:
         """Of all sources."""
         of_sources = [source.dropped for source in self.sources]
         return DroppedRows(
-            sum(dropped.num_bad for dropped in of_sources),
+            sum((dropped.bad for dropped in of_sources), Counter()),
             sum(dropped.num_too_long for dropped in of_sources),
             sum(dropped.num_too_short for dropped in of_sources),
             [problem for dropped in of_sources for problem in dropped.problems][:MAX_KEPT_PROBLEMS],
@@ -135,18 +146,30 @@ def load_prompts(
     rows: list[PromptRow] = []
     sources: list[SourceRows] = []
     difficulty_key = data.curriculum.key if data.curriculum is not None and file is data.train else None
-    for number, source in enumerate(file.parts()):
-        key = f"{config_key}.sources.{number}" if file.sources else config_key
-        dropped, difficulties, first = DroppedRows(), array("d"), len(rows)
+    for key, source in keyed_sources(file, config_key):
         parser = RowParser(source, encoder, needs, difficulty_key)
-        rows += _usable_rows(parser, data, key, dropped, difficulties)
-        if len(rows) == first:
-            limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
-            if data.min_prompt_tokens:
-                limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
-            raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
-        sources.append(SourceRows(source.title, first, len(rows) - first, source.weight, dropped, difficulties))
+        of_source, found = load_source(parser, data, key, first=len(rows))
+        rows += of_source
+        sources.append(found)
     return PromptDataset(rows, encoder, data.max_prompt_tokens, sources)
+
+
+def keyed_sources(file: schema.PromptFile, config_key: str) -> list[tuple[str, schema.PromptSource]]:
+    """Each source of `file` with where it stands in the config."""
+    parts = enumerate(file.parts())
+    return [(f"{config_key}.sources.{number}" if file.sources else config_key, source) for number, source in parts]
+
+
+def load_source(parser: RowParser, data: schema.Data, key: str, *, first: int) -> tuple[list[PromptRow], SourceRows]:
+    """The usable rows of one source, which stands in the config as `key`, behind `first` of others. As load_prompts."""
+    source, dropped, difficulties = parser.source, DroppedRows(), array("d")
+    rows = _usable_rows(parser, data, key, dropped, difficulties)
+    if not rows:
+        limits = f"data.max_prompt_tokens: {data.max_prompt_tokens}"
+        if data.min_prompt_tokens:
+            limits += f", data.min_prompt_tokens: {data.min_prompt_tokens}"
+        raise DataError(f"{key}: {source.path!r} has no usable row ({limits}): {dropped}")
+    return rows, SourceRows(source.title, first, len(rows), source.weight, dropped, difficulties)
 
 
 def _usable_rows(
@@ -167,7 +190,7 @@ def _usable_rows(
                 raise DataError(
                     f"{origin}: the row {problem} ({key}; to leave such rows out: data.on_bad_row=skip)"
                 ) from None
-            dropped.note_bad(f"{origin}: the row {problem}")
+            dropped.note_bad(f"{origin}: the row {problem}", problem.reason)
             continue
         if length == 0:
             rows.append(row)

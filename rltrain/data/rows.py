@@ -7,7 +7,11 @@ Row = Mapping[str, Any]
 
 
 class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row may turn into an error
-    """What is wrong with one row."""
+    """What is wrong with one row, and by which `reason` it is counted."""
+
+    def __init__(self, problem: object, reason: str = "unusable value") -> None:
+        super().__init__(problem)
+        self.reason = reason
 
 
 Rows = Iterator[tuple[str, Row | BadRow]]
@@ -24,7 +28,8 @@ def look_up(row: Row, key: str) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise BadRow(f"has no key {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}")
+            keys = ", ".join(map(repr, row)) or "none"
+            raise BadRow(f"has no key {key!r}; its keys are {keys}", reason=f"no key {key!r}")
         value = value[name]
     return value
 

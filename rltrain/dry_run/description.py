@@ -16,6 +16,7 @@ from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.proposals import describe_proposals
 from rltrain.dry_run.ranks import describe_ranks, rank_map
+from rltrain.dry_run.rows import describe_rows
 from rltrain.dry_run.sizes import seconds, size
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
 from rltrain.dry_run.table import table
@@ -75,6 +76,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
+        "Rows": describe_rows(config),
     }
     if found := [*doubts(config, placement)]:
         sections["Warnings"] = found

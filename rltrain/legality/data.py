@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile
 
 
@@ -27,8 +28,34 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.min_prompt_tokens: got {data.min_prompt_tokens}; expected at most data.max_prompt_tokens "
             f"{data.max_prompt_tokens}"
         )
+    yield from _solved_rate_problems(config)
     if "env" in config.placed_roles:
         yield from _environment_problems(data.train)
+
+
+def _solved_rate_problems(config: Config) -> Iterator[str]:
+    settings, num_samples = config.data.solved_rate, config.batch.samples_per_prompt
+    if settings is None:
+        return
+    if not algorithm_of(config).generates:
+        yield (
+            f"data.solved_rate: got it with algorithm {config.algorithm}, which draws no samples that could solve a "
+            "prompt; expected null"
+        )
+        return
+    if config.data.curriculum is not None:
+        yield (
+            "data.solved_rate: got it beside data.curriculum, by which steps take prompts that a column tells; "
+            "expected one of the two, and null for the other"
+        )
+    if settings.low > settings.high:
+        yield f"data.solved_rate.low: got {settings.low}; expected at most data.solved_rate.high {settings.high}"
+    elif not any(settings.low <= solved / num_samples <= settings.high for solved in range(num_samples + 1)):
+        yield (
+            f"data.solved_rate: got low {settings.low} and high {settings.high} with batch.samples_per_prompt "
+            f"{num_samples}, of which no number that solve a prompt is a share between the two; expected a wider "
+            "window, or more samples per prompt"
+        )
 
 
 def file_problems(key: str, file: PromptFile) -> Iterator[str]:

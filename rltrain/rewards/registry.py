@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from rltrain.config import schema
 from rltrain.errors import ConfigError
@@ -31,6 +31,11 @@ FORMS = (
     "docs/rewards.md"
 )
 OWN_SIGNATURE = Signature(OWN_ARGUMENTS, frozenset(OWN_ARGUMENTS), frozenset(OWN_ARGUMENTS), takes_any_name=False)
+
+
+def labels_of(reward: schema.Reward) -> Literal["label", "plain label"]:
+    """What its functions need of a row: any label, where label_key names one, or one that is no list and no object."""
+    return "label" if COMPARES_TEXT.isdisjoint(reward.names) else "plain label"
 
 
 @dataclass(frozen=True)

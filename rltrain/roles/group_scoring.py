@@ -27,6 +27,8 @@ class HandedOver:
 
     groups: list[tuple[Experience, CombinedScores]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    dropped_groups: list[Experience] = field(default_factory=list)
+    """Those, with their scores."""
     num_spared: int = 0
 
 
@@ -50,6 +52,8 @@ class GroupScoring:
         """By step and chunk, for the task that reports of them."""
         self._pending: dict[int, tuple[list[Scorable], Sequence[PendingScores]]] = {}
         """By position."""
+        self._doubtful: dict[int, Experience] = {}
+        """By position: scored groups that are dropped unless too many have been."""
         self._since = HandedOver()
         """The last hand-over."""
 
@@ -59,20 +63,25 @@ class GroupScoring:
                 samples = self.scorables(pack_groups([group], [position]), step)
                 self._pending[position] = samples, self.scorer.begin(samples)
         known = [position for position in groups if all(scores.is_done for scores in self._pending[position][1])]
-        return [self._verdict(position) for position in known]
+        return [self._verdict(position, groups[position]) for position in known]
 
-    def _verdict(self, position: int) -> Verdict:
+    def _verdict(self, position: int, group: SampleGroup) -> Verdict:
         samples, pending = self._pending.pop(position)
         scores = self.scorer.wait(pending)
-        return Verdict(position, self.dropped_for(samples, scores), json.dumps(scores.record()))
+        reason = self.dropped_for(samples, scores)
+        if reason is not None:
+            self._doubtful[position] = with_scores(pack_groups([group], [position]), scores)
+        return Verdict(position, reason, json.dumps(scores.record()))
 
     def drop(self, group: SampleGroup, step: int, reason: str) -> None:
         self._since.dropped[reason] += 1
+        self._since.dropped_groups.append(self._doubtful.pop(group.position))
         if self.log is not None:
             ids = [sample.id for sample in group.samples]
             self.log.append({"step": step, "reason": reason, "sample_ids": ids})
 
     def spare(self, group: SampleGroup, step: int, reason: str) -> None:
+        self._doubtful.pop(group.position, None)
         self._since.num_spared += 1
 
     def hand_over(

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.config.schema import Config, Reward
+from rltrain.config.schema import Config
 from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import Needs, PromptDataset, load_prompts, report_dropped
+from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
-from rltrain.rewards.registry import COMPARES_TEXT
+from rltrain.rewards.registry import labels_of
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,13 @@ def read_prompts(config: Config) -> Prompts:
     encoder = PromptEncoder(tokenizer, data)
     training = None
     if algorithm_of(config).generates:
-        train = load_prompts(data.train, data, encoder, needs=_needs(config.reward), config_key="data.train")
+        train = load_prompts(data.train, data, encoder, needs=labels_of(config.reward), config_key="data.train")
         training = train, prompt_order(train, config)
     evaluations = tuple(
-        load_prompts(plan.file, data, encoder, needs=_needs(plan.reward or config.reward), config_key=plan.config_key)
+        load_prompts(
+            plan.file, data, encoder, needs=labels_of(plan.reward or config.reward), config_key=plan.config_key
+        )
         for plan in plans
     )
     keys = tuple(plan.config_key for plan in plans)
     return Prompts(TextDecoder(tokenizer), encoder, training, evaluations, keys)
-
-
-def _needs(reward: Reward) -> Needs:
-    return "label" if COMPARES_TEXT.isdisjoint(reward.names) else "plain label"

@@ -22,6 +22,7 @@ from rltrain.rewards.scorer import Scores
 from rltrain.roles.evaluated_set import EvaluatedSet, Judges
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.group_scoring import GroupScoring
+from rltrain.roles.outcomes import OutcomeTeller
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
@@ -46,6 +47,7 @@ class Reward(Role):
         ]
         self.best = self._best()
         self.statistics = RewardStatistics()
+        self.outcomes = OutcomeTeller(job, is_leader=job.world.rank == self.leader)
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
         if job.world.rank == self.leader:
             self.logs.append(self.log)
@@ -60,7 +62,8 @@ class Reward(Role):
             return None
         best = BestSoFar(self.config.evaluation.keep_best)
         for path in self.job.resumed.files(self.name) if self.job.resumed else []:
-            best.restore(read_contents(path).metadata["best"])
+            if path.name == BEST_STATE_FILE:
+                best.restore(read_contents(path).metadata["best"])
         return best
 
     def _training(self) -> Scorables | None:
@@ -88,9 +91,11 @@ class Reward(Role):
         chunk the role's leader waits for its other ranks."""
         if chunk == 0:
             self.statistics = RewardStatistics(algorithm_of(self.config).is_greedy)
+            self.outcomes.begin_step()
         assert self.training is not None, "only an algorithm that generates has this task"
         if not self.job.shape.selects_groups:
             scored = self._score("samples", chunk, self.scorer, self.training, step, self.statistics)
+            self.outcomes.add(self.statistics.reported(scored.experience))
         else:
             scored = self.shipments.pop(("samples", step, chunk))
             self._take_handed_over(self.training, step, chunk)
@@ -101,7 +106,7 @@ class Reward(Role):
         self.shipments["scored", step, chunk] = scored
         if chunk < self.job.shape.num_chunks - 1:
             return {}
-        metrics = self._gather("score", step, self.statistics)
+        metrics = self._gather("score", step, self.statistics, self.outcomes)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
@@ -134,10 +139,11 @@ class Reward(Role):
             self.job.job_store.put(end_verdict_of(step), is_reached)
 
     def save_state(self) -> Mapping[str, Contents]:
-        """Which evaluation was the best so far."""
-        if self.best is None or self.job.world.rank != self.leader:
+        """Which evaluation was the best so far, and what engines may not have read yet."""
+        if self.job.world.rank != self.leader:
             return {}
-        return {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
+        best = {} if self.best is None else {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
+        return {**best, **self.outcomes.contents()}
 
     def close(self) -> None:
         """End the reward functions' processes."""
@@ -170,6 +176,8 @@ class Reward(Role):
         handed_over = self.scoring.handed_over.pop((step, chunk))
         for experience, scores in handed_over.groups:
             self._add(experience, scores, source, self.statistics)
+        for experience in (*(experience for experience, _ in handed_over.groups), *handed_over.dropped_groups):
+            self.outcomes.add(self.statistics.reported(experience))
         self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
 
     @staticmethod
@@ -186,11 +194,18 @@ class Reward(Role):
         scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
         return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
-    def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
-        """Metrics of all ranks of the role on its leader, none on the others. Where too many samples have failed the
-        leader raises RewardError, which ends the job."""
-        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures])
-        return self._judged(f"{what}[{step}]", gathered, self.limit) if gathered else {}
+    def _gather(
+        self, what: str, step: int, statistics: RewardStatistics, outcomes: OutcomeTeller | None = None
+    ) -> Metrics:
+        """Metrics of all ranks of the role on its leader, which tells their `outcomes`; none on the others. Where too
+        many samples have failed the leader raises RewardError, which ends the job."""
+        counts = [] if outcomes is None else outcomes.record()
+        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures, counts])
+        if not gathered:
+            return {}
+        if outcomes is not None:
+            outcomes.tell(step, [of_rank for *_, of_rank in gathered])
+        return self._judged(f"{what}[{step}]", gathered, self.limit)
 
     def _collect(self, what: str, step: int, record: Any) -> list[Any]:
         """The records of all ranks of the role on its leader, nothing on the others.

@@ -19,6 +19,7 @@ from rltrain.exchange.exchange import Shipment
 from rltrain.residency.memory_plan import leaving_roles
 from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
 from rltrain.roles.group_scoring import GroupScoring
+from rltrain.roles.outcomes import RATES_FILES, training_rows
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
@@ -34,6 +35,7 @@ from rltrain.rollout.stream.leader_decision import LeaderDecisions
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
+from rltrain.rollout.stream.row_stream import RowStream
 from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
@@ -61,6 +63,8 @@ class Rollout(Role):
         start = self._start()
         self.first_generated = start.state.consumed.num_handed_over // self.config.batch.prompts_per_step
         """The first step that this process draws responses for."""
+        self.rows = training_rows(job) if algorithm_of(self.config).generates else None
+        """The stream of training prompts."""
         self.scoring: GroupScoring | None = None
         """On the engine's first rank, where groups are selected."""
         self.training = self._training(start)
@@ -110,13 +114,18 @@ class Rollout(Role):
         if not algorithm_of(self.config).generates:
             return {}
         state = self.training.state()
-        return {f"engine_{self.dp:05d}.safetensors": state.contents()} if self.decisions.is_leader else {}
+        if not self.decisions.is_leader:
+            return {}
+        files = {f"engine_{self.dp:05d}.safetensors": state.contents()}
+        rows = None if self.rows is None else self.rows.state()
+        return files if rows is None else {**files, RATES_FILES.replace("*", f"{self.dp:05d}"): rows}
 
     def generate(self, step: int, chunk: int) -> Metrics:
         """Draw a chunk of the step's responses from the training prompts. Collective over: this engine's ranks."""
         if chunk == 0:
             self.step_start_s, self.step_response_tokens = time.perf_counter(), 0
             self.training.longest_step_s = 0.0
+            self._training_rows.begin(step, self.training.consumed, self.serve)
         if self.decisions.group is not None:
             self.training.in_flight.enter_together(self.job.waiter, f"generate[{step}.{chunk}]")
         finished, drawn = self.training.run(step, chunk)
@@ -132,6 +141,7 @@ class Rollout(Role):
             "rollout/response_tokens": self.step_response_tokens,
             "perf/decode_step_max_s": self.training.longest_step_s,
             **self._episode_metrics(),
+            **self._training_rows.metrics(),
             **self.engine_metrics(),
         }
 
@@ -181,7 +191,8 @@ class Rollout(Role):
     def _start(self) -> EngineStart:
         """What this engine begins with: of what was saved, on however many engines, its share."""
         resumed = self.job.resumed
-        saved = resumed.files(self.name) if resumed and resumed.continues else []
+        files = resumed.files(self.name) if resumed and resumed.continues else []
+        saved = [path for path in files if not path.match(RATES_FILES)]
         if not saved:
             return EngineStart.at(self.job.first_step * self.config.batch.prompts_per_step)
         return share_out([RolloutState.from_contents(read_contents(path)) for path in saved], self.grid.dp)[self.dp]
@@ -292,11 +303,15 @@ class Rollout(Role):
                         "to what they were when it was saved."
                     )
 
+    @property
+    def _training_rows(self) -> RowStream:
+        assert self.rows is not None, "only an algorithm that generates has training prompts"
+        return self.rows
+
     def _training_group(self, position: int) -> SampleGroup:
         """The group at a position of the stream of training prompts."""
-        prompts = self.job.prompts
-        step, row = position // self.config.batch.prompts_per_step, prompts.order.row(position)
-        return self._group(prompts.train, self.num_samples, step, row, position)
+        step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
+        return self._group(self.job.prompts.train, self.num_samples, step, row, position)
 
     def _group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
         """One of the row's prompt, of which nothing is drawn; another number `draw` stands for other samples of it."""

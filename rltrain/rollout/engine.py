@@ -8,6 +8,9 @@ from torch import Tensor
 
 from rltrain.rollout.sample import Sample
 
+START_FRACTION = 8
+"""New samples start once 1/8 of the slots are free: one prefill then serves several."""
+
 
 @dataclass(frozen=True)
 class GreedyPlaces:
@@ -59,6 +62,12 @@ class Engine(Protocol):
     @property
     def num_free_slots(self) -> int:
         """How many more samples would start at the next step: slots that no running or queued one takes."""
+        ...
+
+    @property
+    def num_usable(self) -> int:
+        """How many more samples it has use for by now: those that would start at the next step, and as many as it
+        starts together. Above 0 while nothing is unfinished."""
         ...
 
     def begin_update(self) -> None:

@@ -88,6 +88,12 @@ UPDATE_CRITIC = (
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),
+    Metric("curriculum/unseen", "fraction", "training rows of which no sample was scored yet, with data.solved_rate"),
+    Metric("curriculum/too_hard", "fraction", "those whose estimated share of solved samples is below its low"),
+    Metric("curriculum/in_window", "fraction", "those where it is between low and high"),
+    Metric("curriculum/too_easy", "fraction", "those where it is above high"),
+    Metric("curriculum/retired", "prompts", "that were solved so often that they are not drawn any more"),
+    Metric("curriculum/solved_rate_mean", "fraction", "mean estimate over rows of which samples were scored"),
     Metric(
         "rollout/preemptions",
         "samples",

@@ -24,7 +24,7 @@ SMALL = (
     "checkpoint.save_hf=false",
 )
 APART = "placement={'actor, reference': 0-1, 'rollout, reward': 2-3}"
-COMPARED = ("train", "rollout", "critic", "eval")
+COMPARED = ("train", "rollout", "critic", "eval", "curriculum")
 
 Run = tuple[dict[int, dict[str, float]], dict[int, list[int]]]
 """Metrics and ids of the samples trained on, by step."""
@@ -80,17 +80,22 @@ def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -
 
 FEW = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}"
 FEW_ROWS = "data.eval.max_rows=16"
+BY_SOLVED_RATE = ("data.solved_rate={outside: 0.3, retire_after: 2}", "data.train.max_rows=16")
+"""Of rows few enough to come again."""
 CONFIGS = {
     "sequential": (
         "configs/quickstart.yaml",
         (
-            *(FEW, FEW_ROWS, "evaluation={interval: 2, keep_best: {metric: eval/score}}"),
+            *(FEW, FEW_ROWS, *BY_SOLVED_RATE, "evaluation={interval: 2, keep_best: {metric: eval/score}}"),
             "checkpoint.save_hf_interval=2",
         ),
     ),
     "asynchronous": (
         "configs/quickstart.yaml",
-        (APART, "data.eval=null", "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}"),
+        (
+            *(APART, "data.eval=null", *BY_SOLVED_RATE),
+            "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false}",
+        ),
     ),
     "asynchronous, with models that work ahead": (
         "configs/quickstart.yaml",
@@ -162,7 +167,14 @@ def assert_checkpoint_is_in_the_metrics(output: Path) -> None:
 def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_and_it_repeats(
     saved_and_resumed, schedule
 ):
-    one_engine = (APART, "data.eval=null", "rollout.parallel.tp=2", "rollout.max_running_requests=24", schedule)
+    one_engine = (
+        APART,
+        "data.eval=null",
+        *BY_SOLVED_RATE,
+        "rollout.parallel.tp=2",
+        "rollout.max_running_requests=24",
+        schedule,
+    )
     again = ("checkpoint.resume=none", f"checkpoint.save_interval={SAVED}")
     whole, resumed, repeated = saved_and_resumed(CONFIGS["sequential"][0], one_engine, (), again)
     assert repeated == whole
@@ -179,7 +191,7 @@ def dropped_ids(output: Path) -> dict[int, list[int]]:
     return ids
 
 
-SELECTING = ("batch.dynamic_sampling.max_drawn=3", "data.eval=null", APART)
+SELECTING = ("batch.dynamic_sampling.max_drawn=3", "data.eval=null", APART, *BY_SOLVED_RATE)
 SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batch.epochs=2")
 
 
@@ -245,7 +257,7 @@ def test_so_does_one_in_another_layout(saved_and_resumed, name):
 )
 def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed, schedule, engines):
     """Two engines before the checkpoint; behind it as many, or one of two ranks."""
-    common = (APART, "data.eval=null", schedule, "rollout.max_running_requests=24")
+    common = (APART, "data.eval=null", *BY_SOLVED_RATE, schedule, "rollout.max_running_requests=24")
     (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], common, (engines,))
     before = {step: ids for step, ids in whole_ids.items() if step < SAVED}
     counts = Counter(number for ids in (*before.values(), *rest_ids.values()) for number in ids)

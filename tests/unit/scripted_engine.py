@@ -27,6 +27,10 @@ class ScriptedEngine:
     def num_free_slots(self) -> int:
         return max(self.num_slots - len(self.unfinished), 0)
 
+    @property
+    def num_usable(self) -> int:
+        return max(self.num_slots + 1 - len(self.unfinished), 0)
+
     def begin_update(self) -> None:
         self.policy_version = None
 

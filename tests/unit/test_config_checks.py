@@ -231,6 +231,22 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "data.min_prompt_tokens: got 9; expected at most data.max_prompt_tokens 8",
         ),
         (
+            {"data": {"train": {"path": "a"}, "solved_rate": {"low": 0.6, "high": 0.5}}},
+            "data.solved_rate.low: got 0.6; expected at most data.solved_rate.high 0.5",
+        ),
+        (
+            {"data": {"train": {"path": "a"}, "solved_rate": {"low": 0.4, "high": 0.45}}},
+            "data.solved_rate: got low 0.4 and high 0.45 with batch.samples_per_prompt 8, of which no number",
+        ),
+        (
+            {"data": {"train": {"path": "a"}, "solved_rate": {}, "curriculum": {"key": "level", "steps": 2}}},
+            "data.solved_rate: got it beside data.curriculum, by which steps take",
+        ),
+        (
+            {"algorithm": "sft", "placement": {"actor": "all"}, "data": {"train": {"path": "a"}, "solved_rate": {}}},
+            "data.solved_rate: got it with algorithm sft, which draws no samples that could solve a prompt",
+        ),
+        (
             {**ENVIRONMENT, "data": {"train": {"sources": [{"path": "a"}, {"path": "b", "prompt_key": "q"}]}}},
             "data.train.sources: got 2 values of prompt_key with an environment; expected one",
         ),

@@ -12,11 +12,13 @@ from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.steps import by_task, describe_mode, describe_order, describe_overlaps
+from rltrain.errors import DataError
 from rltrain.schedule.order import Order
 from rltrain.schedule.steady import fullest_step, steady_order
 from rltrain.schedule.steps import build_order
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS, WARMED_UP = REPOSITORY / "configs", REPOSITORY / "tests/warmed_up"
 COLOCATED = {"actor, rollout, reward": "0-1"}
 APART = {"actor, critic": 0, "rollout": 1, "reward": 2}
 WORLD = 4
@@ -181,12 +183,47 @@ def test_a_run_of_one_step_can_be_described():
     assert any("update[0]" in line for line in lines) and any("save_hf[1]" in line for line in lines)
 
 
+def rows_of(*overrides: str, model: str = str(WARMED_UP)) -> str:
+    """What is said of rows, its lines joined."""
+    text = describe_job(CONFIGS / "quickstart.yaml", [f"model.path={model}", *overrides], DryRunOptions(4, 4))
+    return " ".join(text.partition("\nRows\n")[2].split())
+
+
+def test_rows_are_counted_by_source_and_reason_where_files_are_at_hand(tmp_path):
+    kept = '{"prompt": "1+1=", "label": "2"}'
+    bad = ('{"prompt": "1+1="}', "1+1=2", '{"label": "2"}', '{"prompt": ""}', '{"prompt": "2+2="}')
+    (tmp_path / "bad.jsonl").write_text("\n".join([kept, *bad, kept, kept.replace("1+1", "1+" * 40)]))
+    (tmp_path / "good.jsonl").write_text(f"{kept}\n" * 1000)
+    sources = f"{{sources: [{{path: {tmp_path}/bad.jsonl}}, {{path: {tmp_path}/good.jsonl, max_rows: 999}}]}}"
+    said = rows_of(f"data.train={sources}", "data.on_bad_row=skip", "data.eval.path=nowhere.jsonl")
+    assert said.startswith(
+        "data.train.sources.0 (bad): 2 rows; left out: 5 bad rows skipped (no key 'label': 2, no JSON object: 1, no "
+        f"key 'prompt': 1, unusable value: 1), 1 prompts too long {tmp_path}/bad.jsonl:2: the row has no key 'label'"
+    )
+    assert "data.train.sources.1 (good): 999 rows, no more by max_rows; none left out" in said
+    assert "data.eval (nowhere): rows unknown: there is no file 'nowhere.jsonl'" in said
+    without_tokenizer = rows_of(f"data.train.path={tmp_path}/good.jsonl", model="nowhere")
+    assert without_tokenizer.startswith("data.train (good): rows unknown: model.path: there is no folder 'nowhere'")
+
+
+def test_a_row_that_would_end_the_job_ends_the_dry_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}')
+    with pytest.raises(DataError, match="rows.jsonl:1: the row has no key 'label'"):
+        rows_of(f"data.train.path={tmp_path}/rows.jsonl")
+
+
+def test_files_of_many_bytes_are_not_read(tmp_path):
+    with (tmp_path / "rows.jsonl").open("wb") as file:
+        file.truncate(3 * 2**30)
+    assert "3.22 GB in 1 files; a dry run reads 2.15 GB at most" in rows_of(f"data.train.path={tmp_path}/rows.jsonl")
+
+
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS.glob("quickstart*.yaml")])
 def test_every_shipped_run_can_be_described(name):
     text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     assert titles == [
         "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Repeats", "Overlaps", "Memory",
-        "Weight sync",
+        "Weight sync", "Rows",
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 130

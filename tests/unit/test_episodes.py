@@ -48,6 +48,10 @@ class TurnEngine:
     def num_free_slots(self) -> int:
         return max(self.num_slots - len(self.unfinished), 0)
 
+    @property
+    def num_usable(self) -> int:
+        return max(self.num_slots + 1 - len(self.unfinished), 0)
+
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams) -> None:
         for sample in samples:
             assert not sample.is_finished

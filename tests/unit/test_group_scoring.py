@@ -127,6 +127,8 @@ def test_rewards_travel_with_the_samples_that_count_and_nobody_scores_them_again
     assert metrics["reward_mean"] == 0.5 and metrics["response_length_mean"] == 2.5
     assert metrics["dynamic_filter/kept_at_limit"] == 1
     assert metrics["dynamic_filter/dropped"] == metrics["dynamic_filter/drop_zero_std_0.0"] == 1
+    (dropped,) = handed_over.dropped_groups
+    assert dropped.sample_ids.tolist() == [50, 51] and dropped.rewards.tolist() == [0.0, 0.0]
 
 
 def test_an_engine_that_drew_none_of_a_chunk_has_none_to_reward(scoring):

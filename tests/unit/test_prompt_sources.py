@@ -81,7 +81,9 @@ def test_what_is_left_out_is_counted_by_source_and_reason(tmp_path: Path, caplog
     assert [row.prompt for row in dataset.rows] == ["good0", "good1", "abc"]
     report_dropped("data.train", dataset)
     (message,) = caplog.messages
-    assert message.startswith("data.train (rows): 1 bad rows skipped, 1 prompts too long, 1 prompts too short")
+    assert message.startswith(
+        "data.train (rows): 1 bad rows skipped (unusable value: 1), 1 prompts too long, 1 prompts too short"
+    )
     assert f"{rows}:3: the row has 3 under 'prompt'" in message
     with pytest.raises(
         DataError, match=r"data.train.sources.0: .* has no usable row \(data.max_prompt_tokens: 2, data.min"

@@ -103,6 +103,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "dry_run": (
         *BASE,
         *("hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
+        *("data", "rewards"),
     ),
     "command": (*BASE, "job", "dry_run"),
     "evaluating": (*BASE, "job", "command"),

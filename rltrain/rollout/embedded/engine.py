@@ -22,7 +22,7 @@ from rltrain.rollout.embedded.parameters import Matrix
 from rltrain.rollout.embedded.recording import Record, recorder
 from rltrain.rollout.embedded.slot_cache import SlotCache
 from rltrain.rollout.embedded.slots import Slots
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
@@ -81,9 +81,18 @@ class EmbeddedEngine:
     @property
     def num_free_slots(self) -> int:
         """How many more samples would start at the next step, as far as is known before they are submitted."""
+        return self._room(self._max_running_requests)
+
+    @property
+    def num_usable(self) -> int:
+        """Those, and as many as start together."""
+        slots = self._max_running_requests
+        return self._room(slots + max(1, slots // START_FRACTION))
+
+    def _room(self, most: int) -> int:
         if self._generation is not None and self._generation.is_crowded and self.num_unfinished:
             return 0
-        return max(0, self._max_running_requests - self.num_unfinished)
+        return max(0, most - self.num_unfinished)
 
     def begin_update(self) -> None:
         """Withdraw the policy version: the weights are about to be rewritten. What is running stays."""

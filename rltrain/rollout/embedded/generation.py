@@ -16,13 +16,10 @@ from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.prefill import fill_cache
 from rltrain.rollout.embedded.random_streams import random_streams
 from rltrain.rollout.embedded.slots import NO_STREAM, NUMBERS_AHEAD, POSITION, TOKEN, Slots
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.stop_strings import StopStrings
-
-_ADMIT_FRACTION = 8
-"""New samples enter once 1/8 of the slots are free: one prefill then serves several."""
 
 
 @dataclass(slots=True)
@@ -160,7 +157,7 @@ class Generation:
         """How many of the waiting samples start now."""
         num_running = len(self._running)
         num_free = self._slots.num_slots - num_running
-        num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // _ADMIT_FRACTION))
+        num_wanted = min(len(self._waiting), max(1, self._slots.num_slots // START_FRACTION))
         self.is_crowded = False
         if not 0 < num_wanted <= num_free:
             return 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rltrain.config.schema import SGLang
 from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
-from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
@@ -85,6 +85,12 @@ class SGLangEngine:
     def num_free_slots(self) -> int:
         """How many more samples would start at the next step."""
         return max(0, self._max_running_requests - self.num_unfinished)
+
+    @property
+    def num_usable(self) -> int:
+        """Those, and some for the server to start before it is looked at again."""
+        slots = self._max_running_requests
+        return max(0, slots + max(1, slots // START_FRACTION) - self.num_unfinished)
 
     def start(self) -> None:
         """Start the server and wait until it can take weights; from the main thread.

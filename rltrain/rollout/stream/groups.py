@@ -7,6 +7,7 @@ from rltrain.rollout.engine import Engine, SamplingParams
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.episodes import CURRENT_VERSION, Answer, Episodes, with_shared_reward
 from rltrain.rollout.stream.guests import Guests, Mail
+from rltrain.rollout.stream.ready_samples import ReadySamples
 
 
 class PromptGroups:
@@ -35,6 +36,8 @@ class PromptGroups:
         self.suspended: list[Sample] = []
         self.waiting: dict[int, Sample] = {}
         """Samples that wait for their episodes, by id."""
+        self.ready = ReadySamples()
+        """Samples that were answered, and for which the engine has no use yet: it has something to do then."""
 
     @property
     def num_wanted(self) -> int:
@@ -48,7 +51,7 @@ class PromptGroups:
         """Samples that have yet to begin will take slots, those that wait for an answer have left theirs. What of a
         group finds no slot takes the first that gets free: conversations leave and come one by one."""
         num_beginning = sum(not sample.turns for sample in self.waiting.values())
-        num_free = max(0, self.engine.num_free_slots - num_beginning)
+        num_free = max(0, self.engine.num_free_slots - num_beginning - len(self.ready))
         return -(-num_free // self.num_samples)
 
     def start(self, positions: Sequence[int]) -> None:
@@ -78,6 +81,7 @@ class PromptGroups:
             return self._finished(drawn)
         for sample in drawn:
             self._await_answer(self.episodes, sample)
+        self._submit_ready()
         return []
 
     def answers(self) -> tuple[Answer, ...]:
@@ -103,16 +107,20 @@ class PromptGroups:
                 pending.append(first)
         if ended:
             self.engine.forget([sample.episode for sample in ended])
-        if pending:
-            self.engine.submit(pending, self.sampling)
+        self.ready.add(pending, spread=self.num_samples * len(self.begun))
+        self._submit_ready()
         return self._finished(ended)
+
+    def _submit_ready(self) -> None:
+        if samples := self.ready.take(self.engine.num_usable):
+            self.engine.submit(samples, self.sampling)
 
     def suspend(self) -> None:
         """Leave the engine; the next `start` goes on with what is unfinished."""
         suspended = self.engine.suspend()
         if self.guests is not None:
             suspended = self.guests.take_back(suspended)
-        for sample in suspended:
+        for sample in (*suspended, *self.ready.take(len(self.ready))):
             self._take(sample)
             self.suspended.append(sample)
 

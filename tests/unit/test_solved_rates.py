@@ -1,0 +1,249 @@
+"""Prompts by how often they are solved: what is known of them, what is drawn, and that all ranks draw the same,
+whenever they ask and over a checkpoint."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.data import SolvedRate
+from rltrain.data.experience import SIBLINGS_APART
+from rltrain.data.mixing import Mix
+from rltrain.data.order import Order, PromptOrder
+from rltrain.data.solved_rate_order import SolvedRateOrder
+from rltrain.data.solved_rates import Outcomes, SolvedRates
+from rltrain.errors import CheckpointError
+from rltrain.roles.outcomes import OutcomeTeller
+from rltrain.rollout.stream.outcome_log import OutcomeLog
+from rltrain.rollout.stream.rollout_state import Consumed
+from rltrain.rollout.stream.row_stream import SolvedRateRows
+from tests.unit.packed_experience import packed_experience
+from tests.unit.shared_store import ShortPatience
+
+few = settings(max_examples=30, derandomize=True, deadline=None)
+WEIGHTS = (3.0, 1.0, 0.5)
+
+
+def base_order(sizes: list[int], seed: int = 0) -> Order:
+    orders = [PromptOrder(size, seed=seed, shuffle=True, stream=(i,)) for i, size in enumerate(sizes)]
+    firsts = [sum(sizes[:source]) for source in range(len(sizes))]
+    return orders[0] if len(sizes) == 1 else Mix(orders, firsts, WEIGHTS[: len(sizes)], seed=seed, shuffle=True)
+
+
+def by_solved_rate(sizes: list[int], per_window: int, **keys: float) -> SolvedRateOrder:
+    rates = SolvedRates(sum(sizes), SolvedRate(**keys))
+    return SolvedRateOrder(base_order(sizes), rates, per_window=per_window, seed=0)
+
+
+def test_estimates_remember_what_was_seen_before():
+    rates = SolvedRates(4, SolvedRate(memory=0.75, low=0.3, high=0.6, retire_after=2))
+    rates.learn({0: (1, 4), 1: (4, 4), 2: (1, 2)})
+    rates.learn({0: (3, 4), 1: (2, 2)})
+    assert rates.rates.tolist() == pytest.approx([0.75 * 0.25 + 0.25 * 0.75, 1.0, 0.5, np.nan], nan_ok=True)
+    assert rates.is_retired.tolist() == [False, True, False, False]
+    assert rates.is_wanted.tolist() == [True, False, True, True], "the last one is not known yet"
+    shares = {"unseen": 0.25, "too_hard": 0, "in_window": 0.5, "too_easy": 0.25}
+    assert rates.metrics() == {
+        **{f"curriculum/{name}": share for name, share in shares.items()},
+        "curriculum/retired": 1,
+        "curriculum/solved_rate_mean": pytest.approx((0.375 + 1 + 0.5) / 3),
+    }
+    rates.learn({1: (1, 2)})
+    assert not rates.is_retired.any()
+
+
+@few
+@given(st.lists(st.integers(30, 60), min_size=1, max_size=3), st.integers(1, 9))
+def test_as_long_as_nothing_is_known_prompts_come_as_without_a_curriculum(sizes: list[int], per_window: int) -> None:
+    order, without = by_solved_rate(sizes, per_window), base_order(sizes)
+    for _ in range(25 // per_window):
+        order.draw()
+    positions = range(25 // per_window * per_window)
+    assert [order.row(position) for position in positions] == [without.row(position) for position in positions]
+
+
+@few
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 16), st.data())
+def test_every_window_has_the_wanted_rows_first_and_each_source_its_share(
+    sizes: list[int], per_window: int, data: st.DataObject
+) -> None:
+    order = by_solved_rate(sizes, per_window, outside=0.0, memory=0.0, retire_after=1)
+    base = base_order(sizes)
+    firsts = [sum(sizes[:source]) for source in range(len(sizes))]
+    for window in range(6):
+        solved = data.draw(st.lists(st.integers(0, 4), min_size=sum(sizes), max_size=sum(sizes)))
+        order.learn({row: (count, 4) for row, count in enumerate(solved)})
+        order.draw()
+        rows = [order.row(position) for position in range(window * per_window, (window + 1) * per_window)]
+        sources = [0] * per_window
+        if isinstance(base, Mix):
+            sources = [base.place(window * per_window + offset)[0] for offset in range(per_window)]
+        for source, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
+            drawn = [row for row, of in zip(rows, sources, strict=True) if of == source]
+            assert all(first <= row < first + size for row in drawn)
+            wanted = {row for row in range(first, first + size) if 1 <= solved[row] <= 3}
+            retired = {row for row in range(first, first + size) if solved[row] == 4}
+            if len(drawn) <= size:
+                assert len(set(drawn)) == len(drawn)
+                assert len(wanted & {*drawn}) == min(len(wanted), len(drawn))
+                assert len(retired & {*drawn}) == max(0, len(drawn) - size + len(retired))
+
+
+def test_wanted_rows_come_equally_often_and_others_in_their_share_of_turns():
+    order = by_solved_rate([400], 20, outside=0.25)
+    order.learn({row: (row % 2 * 2, 2) if row < 200 else (1, 2) for row in range(400)})
+    for _ in range(250):
+        order.draw()
+    counts = np.bincount([order.row(position) for position in range(5000)], minlength=400)
+    epochs = 5000 / (200 + 0.25 * 200)
+    assert np.ptp(counts[200:]) <= 2 and counts[200:].mean() == pytest.approx(epochs, abs=1)
+    assert counts[:200].mean() == pytest.approx(0.25 * epochs, rel=0.1)
+
+
+def outcomes_of(step: int, num_rows: int) -> Outcomes:
+    return {row: ((step * 7 + row * 3) % 5, 4 + (step + row) % 2) for row in range(step % 3, num_rows, 3)}
+
+
+SIZES, PER_WINDOW = [17, 9], 4
+
+
+@dataclass
+class Run:
+    """Ranks of engines at places of their own in the order of tasks, with what each has begun."""
+
+    lead: int
+    num_ranks: int
+    first: int = 0
+    store: dist.Store = field(default_factory=dist.HashStore)
+
+    def __post_init__(self) -> None:
+        self.log = OutcomeLog(self.store, self.num_ranks)
+        self.told = self.first
+        self.steps = [self.first - 1] * self.num_ranks
+        self.ranks = [
+            SolvedRateRows(
+                by_solved_rate(SIZES, PER_WINDOW, outside=0.2),
+                self.log,
+                lead=self.lead,
+                scoring=0,
+                waiter=ShortPatience(),
+                first_window=self.first,
+            )
+            for _ in range(self.num_ranks)
+        ]
+
+    def begin(self, rank: int, step: int, below: int) -> None:
+        """Rewards come as late as they may, but for steps that were told for others."""
+        for scored in range(self.told, step - self.lead):
+            self.log.put(scored, outcomes_of(scored, sum(SIZES)))
+        self.told = max(self.told, step - self.lead)
+        self.steps[rank] = step
+        self.ranks[rank].begin(step, Consumed(below), None)
+
+
+def play(run: Run, actions: list[tuple[int, bool, int]], step: int) -> list[list[tuple[int, int]]]:
+    """By rank, the (position, row) that it begins: ranks, in any order, come to their next steps, up to two from
+    `step` on, or begin a position at most five windows on."""
+    begun: list[list[tuple[int, int]]] = [[] for _ in run.ranks]
+    for rank in range(run.num_ranks):
+        run.begin(rank, step, step * PER_WINDOW)
+    for rank, comes_to_next, ahead in actions:
+        if comes_to_next and run.steps[rank] < step + 2:
+            run.begin(rank, run.steps[rank] + 1, step * PER_WINDOW)
+        else:
+            position = step * PER_WINDOW + ahead
+            begun[rank].append((position, run.ranks[rank].row(position)))
+    for rank in range(run.num_ranks):
+        run.begin(rank, step + 3, (step + 3) * PER_WINDOW - 1)
+    return begun
+
+
+actions = st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 5 * PER_WINDOW - 1)), max_size=20)
+
+
+@few
+@given(st.integers(0, 2), st.lists(actions, min_size=3, max_size=3))
+def test_ranks_agree_on_every_row_and_a_resumed_run_on_those_of_one_that_never_stopped(
+    lead: int, stretches: list[list[tuple[int, bool, int]]]
+) -> None:
+    whole, cut = Run(lead, 3), Run(lead, 3)
+    rows: dict[int, int] = {}
+    for number, stretch in enumerate(stretches):
+        of_whole, of_cut = play(whole, stretch, number * 4), play(cut, stretch, number * 4)
+        assert of_cut == of_whole
+        for position, row in (found for of_rank in of_whole for found in of_rank):
+            assert rows.setdefault(position, row) == row
+        cut = resumed(cut, at=number * 4 + 4 - lead)
+    for rank in range(3):
+        whole.begin(rank, 12, 12 * PER_WINDOW)
+    keys = [f"outcomes/step {step}" for step in range(12 - lead)] + [
+        f"outcomes/window {window}" for window in range(12)
+    ]
+    assert whole.told == 12 - lead
+    assert not any(whole.store.check([key]) for key in keys), "whatever all have read is deleted"
+
+
+def resumed(run: Run, at: int) -> Run:
+    """In another job, at the boundary before training on step `at`; other engines know less of what was drawn. The
+    reward tells once more what the last steps have shown."""
+    states = [state for rank in run.ranks if (state := rank.state()) is not None]
+    other = Run(run.lead, run.num_ranks, first=max(at, 0))
+    for rank in other.ranks:
+        rank.resume(states, continues=True)
+    other.told = run.ranks[0].num_read
+    return other
+
+
+def test_what_was_learnt_stays_where_steps_are_drawn_anew():
+    run = Run(lead=1, num_ranks=1)
+    for step in range(5):
+        run.begin(0, step, step * PER_WINDOW)
+        run.ranks[0].row(step * PER_WINDOW)
+    state = run.ranks[0].state()
+    again = Run(lead=0, num_ranks=1, first=4)
+    again.ranks[0].resume([state], continues=False)
+    again.told = again.ranks[0].num_read
+    assert again.ranks[0].order.rates.rates.tolist() == pytest.approx(state.tensors["rates"].tolist(), nan_ok=True)
+    again.begin(0, 4, 4 * PER_WINDOW)
+    again.ranks[0].row(4 * PER_WINDOW)
+    expected = by_solved_rate(SIZES, PER_WINDOW).rates
+    for step in range(4):
+        expected.learn(outcomes_of(step, sum(SIZES)))
+    assert again.ranks[0].order.rates.rates.tolist() == pytest.approx(expected.rates.tolist(), nan_ok=True)
+    assert [*again.ranks[0].order.windows] == [4]
+
+
+def test_an_episode_counts_once_and_one_that_failed_does_not():
+    """Samples 0 and 2 of row 5, a further trajectory of 2, which is worth as much, 4 of row 6, and a failed one."""
+    experience = packed_experience([(2, length) for length in (3, 1, 2, 2, 0)]).with_fields(
+        sample_ids=torch.tensor([0, 2, 2 + SIBLINGS_APART, 4, 5]),
+        prompt_ids=torch.tensor([5, 5, 5, 6, 6]),
+        rewards=torch.tensor([0.5, 1.0, 1.0, 0.0, 1.0]),
+    )
+    store = dist.HashStore()
+    job = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(solved_rate=SolvedRate())),
+        world=SimpleNamespace(store=store),
+        grids={"rollout": Grid((0,))},
+        shape=SimpleNamespace(lead=0),
+        resumed=None,
+    )
+    teller = OutcomeTeller(job, is_leader=True)
+    teller.begin_step()
+    teller.add(experience)
+    teller.tell(3, [teller.record(), [(7, 1, 2), (5, 0, 1)]])
+    assert OutcomeLog(store, 1).read(3) == {5: (1, 3), 6: (0, 1), 7: (1, 2)}
+
+
+def test_rates_of_other_rows_are_refused():
+    run = Run(lead=0, num_ranks=1)
+    state = run.ranks[0].state()
+    other = SolvedRateRows(by_solved_rate([25], 4), run.log, lead=0, scoring=0, waiter=ShortPatience(), first_window=0)
+    with pytest.raises(CheckpointError, match=r"26 rows in 2 sources .* data.train has 25 rows in 1"):
+        other.resume([state], continues=True)
