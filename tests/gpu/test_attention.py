@@ -40,7 +40,7 @@ def test_one_call_for_all_sequences_equals_padded_batches(kv_heads: int, monkeyp
         torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.skipif(attention.PACKED_KERNEL is None, reason="this torch has no attention over packed rows")
+@pytest.mark.skipif(attention.packed_kernel() is None, reason="this torch has no attention over packed rows")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_of_context_parallelism_see_what_padded_ones_do(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's causality is aligned with the ends where there are more keys than queries."""

@@ -51,7 +51,8 @@ class ModelChunk(GPTModel):
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
     context parallelism the ids of `LanguageModel.share` alone. Returns hidden states, or with the head the logits
     [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
-    whole on every tensor-parallel rank. With `deferred_head` what logits are made of takes their place: [1, tokens, hidden].
+    whole on every tensor-parallel rank. With `deferred_head` what logits are made of takes their place: [1, tokens,
+    hidden].
     """
 
     rotary_pos_emb: torch.nn.Module
