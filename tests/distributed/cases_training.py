@@ -98,6 +98,11 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
                 f"recompute_{recompute}",
                 _train(paths["qwen3"], "tp2_sp", groups, SEVERAL_MICRO_BATCHES, recompute=recompute),
             )
+    for layout in ("tp1", "pp3_vpp2"):
+        if rank in GRIDS[layout].ranks:
+            model = load_model(paths["qwen2_tied"], layout, groups)
+            few = load_experience(paths["qwen2_tied"]).select(torch.arange(2))
+            yield f"two_samples/{layout}", make_trainable(model).train_batch(few, negative_log_likelihood)
     for checkpoint, layout in CHUNKED_LOGITS:
         if rank in GRIDS[layout].ranks:
             chunked = _train(paths[checkpoint], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=37)

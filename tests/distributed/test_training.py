@@ -61,6 +61,12 @@ def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
 
 
+def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(ranks: list[dict[str, Any]]) -> None:
+    (expected,) = reports(ranks, "two_samples/tp1")
+    for metrics in reports(ranks, "two_samples/pp3_vpp2"):
+        assert metrics == pytest.approx(expected, rel=RELATIVE)
+
+
 @pytest.mark.parametrize("variant", ["plain_optimizer", "recompute_full", "recompute_selective"])
 def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)

@@ -86,3 +86,10 @@ def test_bins_can_be_a_multiple_of_a_number(lengths: list[int], max_tokens: int,
     assert sorted(index for members in bins for index in members) == [*range(len(lengths))]
     assert all(sum(lengths[i] for i in members) <= max_tokens or len(members) == 1 for members in bins)
     assert all(bins[: len(lengths)]), "none is empty while samples are left for it"
+
+
+def test_micro_batches_that_are_too_few_are_filled_up_with_padding() -> None:
+    batches = pack(experience_of([3, 5]), 6, device=torch.device("cpu"), equal_lengths=True, count_multiple_of=4)
+    assert [batch.lengths for batch in batches] == [(3,), (5,), (), ()]
+    assert {sum(batch.segments) for batch in batches} == {5} == {len(batch.padded_tokens) for batch in batches}
+    assert [batch.token_index.tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5, 6, 7], [], []]
