@@ -37,7 +37,7 @@ def places_of(lengths: Sequence[int], share: ContextShare) -> Tensor:
 
     A sequence's two slices follow each other, sequence by sequence. Lengths are multiples of `share.multiple`.
     """
-    sizes = torch.tensor(lengths)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
     each, starts = sizes // (2 * share.size), sizes.cumsum(0) - sizes
     first = torch.stack([starts + number * each for number in share.slices()], dim=1)
     return ranges(first.flatten(), each.repeat_interleave(2))
