@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
+from rltrain.config.engines import Served
 from rltrain.config.schema import Config
 from rltrain.liveness.job_store import JobStore
 from rltrain.models import Architecture
@@ -16,8 +17,9 @@ from rltrain.rollout.stop_strings import Tokenizer
 
 @dataclass(frozen=True)
 class EngineSite:
-    """This rank's place for an engine on `ranks`, of those of the rollout's `grid`."""
+    """This rank's place for an engine of a `role` on `ranks`, of those of the role's `grid`."""
 
+    role: str
     config: Config
     world: World
     ranks: tuple[int, ...]
@@ -32,6 +34,12 @@ class EngineSite:
     """Whether weights may come while it has responses under way."""
     others: tuple[str, ...] = ()
     """Other roles with something on this rank's device."""
+
+    @property
+    def settings(self) -> Served:
+        """The role's config section."""
+        settings: Served = getattr(self.config, self.role)
+        return settings
 
     @property
     def num_nodes(self) -> int:

@@ -45,7 +45,7 @@ class Delivery:
     staging memory, so that the engine copies one part while the next arrives. `group` holds the engine's ranks (gloo),
     in the order of the server's tensor-parallel ranks; None: this rank alone. `call` reaches the server and is given
     on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory; `shared` says with
-    which ranks of the node, whose engines have the same updates.
+    which ranks of the node, whose engines have the same updates. `role` is the config section of the engine.
 
     A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A server that is lost on the
     way holds up nobody: the remaining parts are still taken and kept, and `finish` raises EngineLost on all ranks.
@@ -63,11 +63,12 @@ class Delivery:
         group: dist.ProcessGroup | None,
         call: Call | None,
         shared: NodeCopy | None = None,
+        role: str = "rollout",
     ) -> None:
         self.version: int | None = None
         """Of the weights that the server has, as it says itself; None while they are not complete."""
         self.num_parts = len(parts)
-        self._device, self._group = device, group
+        self._device, self._group, self._role = device, group, role
         self._staging = Staging(parts, rank, device)
         self._kept = HostCopy(self._staging, self.num_parts, device, shared) if keep else None
         self._arrived_version: int | None = None
@@ -100,7 +101,7 @@ class Delivery:
         if refusal:
             raise EngineError(
                 f"the SGLang server does not hold its weights as rltrain would write them: {refusal}. Change "
-                "rollout.sglang.args, or use rollout.engine=embedded"
+                f"{self._role}.sglang.args, or use {self._role}.engine=embedded"
             )
         self._request("/end_weight_update", {})
         self._raise_if_failed()
@@ -160,7 +161,7 @@ class Delivery:
         if self._kept is None:
             raise EngineError(
                 "an SGLang server was started anew and needs its weights, but no copy of them was kept; expected "
-                "rollout.sglang.keep_weights=true"
+                f"{self._role}.sglang.keep_weights=true"
             )
         self._kept.await_update()
         self.begin()
