@@ -23,8 +23,8 @@ KEPT = frozenset(
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
-    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError where `checkpoint` is neither a folder nor
-    can be a name on the hub."""
+    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError where `checkpoint` is
+    neither a folder nor can be a name on the hub."""
     found = named_checkpoint(checkpoint, "--checkpoint")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import write_files
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
@@ -19,15 +18,12 @@ from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
 from rltrain.evaluation.outcomes import metrics_of, record_of
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
-from rltrain.models import read_architecture
 from rltrain.roles import actor as actor_module
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.actor import Actor
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.schedule.shape import RunShape
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
@@ -41,7 +37,6 @@ HARD = {
     "sampling": {"temperature": 0.7, "max_response_tokens": 9},
     "samples_per_prompt": 4,
 }
-CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
 KEEP_BEST = {"metric": "eval/hard/pass@4"}
 
 

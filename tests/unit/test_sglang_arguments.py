@@ -126,7 +126,9 @@ def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: st
 
 def test_a_judge_s_server_is_described_by_its_own_section(answer: Callable[..., ServerSpec]) -> None:
     spec = replace(answer({"tp_size": 2}), role="judge")
-    with pytest.raises(ConfigError, match=r"judge\.sglang\.args\.tp_size: cannot be .* it is judge\.parallel\.tp; remove"):
+    with pytest.raises(
+        ConfigError, match=r"judge\.sglang\.args\.tp_size: cannot be .* it is judge\.parallel\.tp; remove"
+    ):
         check_arguments(spec)
     with pytest.raises(ConfigError, match=r"judge\.sglang\.args\.model_path: .* it is judge\.path; remove"):
         check_arguments(replace(spec, args={"model_path": "x"}))

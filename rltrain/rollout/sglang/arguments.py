@@ -176,12 +176,13 @@ def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
         )
     except OSError as error:
         raise ConfigError(
-            f"{key}.python: cannot run {python}: {error.strerror}; expected the interpreter of an environment with SGLang"
+            f"{key}.python: cannot run {python}: {error.strerror}; expected the interpreter of an environment with "
+            "SGLang"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{key}.python: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter of an "
-            "environment with SGLang, on a file system that answers"
+            f"{key}.python: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter "
+            "of an environment with SGLang, on a file system that answers"
         ) from error
     if done.returncode:
         last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-5:])

@@ -78,7 +78,8 @@ def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client 
 
 
 def _warn_of_seeds(site: EngineSite) -> None:
-    if not site.settings.sglang.heeds_seeds and site.world.rank == site.grid.owner(0):
+    heeds_them = site.settings.sglang.heeds_seeds or not site.settings.sampling.temperature
+    if not heeds_them and site.world.rank == site.grid.owner(0):
         logger.warning(
             "SGLang draws with random numbers of its own, so that `seed` fixes nothing that it draws; for that set "
             "%s.sglang.args.enable_deterministic_inference to true, which costs some speed",
