@@ -178,21 +178,17 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
-    found = {"offloaded": sum(parts[key] for key in leaving)}
+    in_servers = {role for role in served_roles() if getattr(job.config, role).engine == "sglang"}
+    found = {"offloaded": sum(parts[role, part] for role, part in leaving if role not in in_servers)}
     found["offloaded"] += sum(
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
     )
     if job.config.checkpoint.save_interval:
         saved = [role for role in trained_roles() if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
-    kept = [role for role in served_roles() if role in stages and _keeps_weights(job, role)]
+    kept = [role for role in in_servers & stages.keys() if getattr(job.config, role).sglang.keep_weights]
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     return {name: size for name, size in found.items() if size}
-
-
-def _keeps_weights(job: PlannedJob, role: str) -> bool:
-    served = getattr(job.config, role)
-    return served.engine == "sglang" and served.sglang.keep_weights
 
 
 def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:

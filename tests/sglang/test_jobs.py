@@ -118,7 +118,8 @@ def test_a_checkpoint_is_evaluated_by_one_server_and_judged_by_another(
             *("launch/evaluate.py", "--checkpoint", str(warmed_up), "--output", str(tmp_path / "evaluated")),
             *("--config", str(REPOSITORY / "configs/quickstart.yaml")),
             "placement={'rollout, reward': 0, judge: 1}",
-            f"data={{train: {{path: nowhere}}, eval: {{path: {quickstart_files}/eval.jsonl, max_rows: 64}}, max_prompt_tokens: 16}}",
+            f"data={{train: {{path: nowhere}}, eval: {{path: {quickstart_files}/eval.jsonl, max_rows: 64}}, "
+            "max_prompt_tokens: 16}",
             "rollout.engine=sglang",
             f"rollout.sglang.python={sglang_python}",
             "rollout.sglang.staging_mb=0.1",
