@@ -51,6 +51,13 @@ def engine(server: FakeServer) -> Iterator[SGLangEngine]:
     assert server.broken == []
 
 
+def test_what_is_kept_for_a_server_counts_as_memory_of_the_host(engine: SGLangEngine) -> None:
+    residency, _ = residency_of(engine, ("weight_sync", "generate", "update"))
+    on_host = residency.metrics()["memory/host_bytes"]
+    engine.delivery.kept_bytes += 7  # type: ignore[misc]
+    assert residency.metrics()["memory/host_bytes"] == on_host + 7 > 100
+
+
 def residency_of(engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2) -> tuple[Residency, list[Sample]]:
     """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
     suspended: list[Sample] = []

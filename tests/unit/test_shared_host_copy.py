@@ -38,11 +38,6 @@ class Engine:
         call = lambda path, body: self.server.call(path, body)  # noqa: E731 - the server is another one after a restart
         self.delivery = Delivery(PARTS, rank, device=CPU, keep=True, group=None, call=call, shared=shared)
 
-    @property
-    def kept_bytes(self) -> int:
-        assert self.delivery._kept is not None
-        return self.delivery._kept.num_bytes
-
     def start_anew(self) -> None:
         self.server = LoadingServer(model_of(LAYOUT, self.rank))
         self.delivery.check_layout()
@@ -65,7 +60,7 @@ def updates(rank: int, store: dist.Store, others_are_done: threading.Event, meet
     assert_holds(engine.server.models[0], weights(2))
     engine.start_anew()
     assert_holds(engine.server.models[0], weights(2))
-    found = engine.kept_bytes
+    found = engine.delivery.kept_bytes
     meeting.wait(10)
     engine.delivery.close()
     return found

@@ -105,6 +105,7 @@ def parts_of_server(
         resume=lambda: resume("weights"),
         num_bytes=lambda: delivery.num_bytes,
         restore=engine.redeliver,
+        kept_bytes=lambda: delivery.kept_bytes,
     )
     kv_cache = RemotePart(
         release=lambda: release("kv_cache", "cuda_graph"),

@@ -85,6 +85,11 @@ class Delivery:
         """Of this rank's share of the weights."""
         return sum(self._staging.num_bytes(part) for part in range(self.num_parts))
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of the copy on the host, where it is this rank's."""
+        return self._kept.num_bytes if self._kept else 0
+
     def check_layout(self) -> None:
         """After every start of the server: whether its parameters are those that `parts` describe.
 
