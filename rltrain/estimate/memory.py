@@ -142,7 +142,7 @@ def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:
     """What weights pass through on their way to a server."""
-    served = getattr(job.config, role)
+    served = job.config.served(role)
     if served.engine != "sglang":
         return {}
     return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}
@@ -178,7 +178,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
-    in_servers = {role for role in served_roles() if getattr(job.config, role).engine == "sglang"}
+    in_servers = {role for role in served_roles() if job.config.served(role).engine == "sglang"}
     found = {"offloaded": sum(parts[role, part] for role, part in leaving if role not in in_servers)}
     found["offloaded"] += sum(
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
@@ -186,7 +186,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     if job.config.checkpoint.save_interval:
         saved = [role for role in trained_roles() if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
-    kept = [role for role in in_servers & stages.keys() if getattr(job.config, role).sglang.keep_weights]
+    kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     return {name: size for name, size in found.items() if size}
 

@@ -106,7 +106,7 @@ def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]
 def _fixed_bytes(job: PlannedJob, gpu: Gpu, rank: int) -> dict[str, int]:
     """The driver's context, of which each SGLang server has one more, and communicators."""
     efficiency = gpu.efficiency
-    served = [getattr(job.config, role) for role in served_roles() if role in job.placement.hosts(rank)]
+    served = [job.config.served(role) for role in served_roles() if role in job.placement.hosts(rank)]
     num_servers = sum(settings.engine == "sglang" for settings in served)
     return {
         COMMUNICATORS: int(job.num_communicators[rank] * efficiency.communicator_mb * MIB),

@@ -111,7 +111,7 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 def _engine_memory_problems(config: Config) -> Iterator[str]:
     for role in served_roles():
-        served = getattr(config, role)
+        served = config.served(role)
         if served.engine == "sglang" and served.kv_cache_gb != "auto":
             yield (
                 f"{role}.kv_cache_gb: got {served.kv_cache_gb} with {role}.engine sglang, whose server decides; "

@@ -19,7 +19,7 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
         return None
     rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
     for role in served_roles():
-        served = getattr(config, role)
+        served = config.served(role)
         if role in grids and served.engine == "sglang" and not served.sglang.heeds_seeds:
             return f"SGLang draws with random numbers of its own ({role}.sglang.args.enable_deterministic_inference)"
     if shape.syncs_in_flight:

@@ -141,7 +141,7 @@ def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, G
         )
     for role in served_roles():
         sharing = _uneven_engine(role, placement, grids, set(device_roles()))
-        if getattr(config, role).engine == "sglang" and sharing:
+        if config.served(role).engine == "sglang" and sharing:
             yield (
                 f"placement.{role}: the engine on ranks {format_ranks(sharing)} shares the devices of some of its "
                 f"ranks, but its server leaves and returns to all of them at once ({role}.engine sglang). Place the "
@@ -181,7 +181,7 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
             "ranks stays; or schedule.in_flight_sync: false"
         )
     for role in served_roles():
-        served = getattr(config, role)
+        served = config.served(role)
         keeps = served.engine != "sglang" or served.sglang.keep_weights
         if not keeps and _leaves(role, served.offload, placement):
             yield (

@@ -43,7 +43,6 @@ class Judge(TellingRole):
     def _site(self) -> EngineSite:
         job, offload = self.job, self.job.offloads
         return EngineSite(
-            role=self.name,
             config=self.config,
             world=job.world,
             ranks=self.grid.replica(self.dp),
@@ -55,6 +54,8 @@ class Judge(TellingRole):
             leaves=self.name in leaving_roles(offload),
             draws_during_syncs=False,
             others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=True,
         )
 
     def _sampling(self) -> SamplingParams:

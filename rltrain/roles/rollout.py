@@ -71,7 +71,6 @@ class Rollout(Role):
     def _site(self) -> EngineSite:
         job, offload = self.job, self.job.offloads
         return EngineSite(
-            role=self.name,
             config=self.config,
             world=job.world,
             ranks=self.engine_ranks,
@@ -83,6 +82,8 @@ class Rollout(Role):
             leaves="rollout" in leaving_roles(offload),
             draws_during_syncs=job.shape.draws_during_syncs,
             others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=True,
         )
 
     def select_groups_by(self, scoring: "GroupScoring") -> None:

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 import numpy as np
 
 from rltrain.cluster.grid import Grid
-from rltrain.config.engines import Served
 from rltrain.config.schema import Config
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
 from rltrain.models.element_types import ITEM_BYTES, ElementType
@@ -78,8 +77,7 @@ class EnginePart:
 
 def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
     """All that a role's engines hold."""
-    served: Served = getattr(config, role)
-    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.served(role).dtype == "fp8")
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
@@ -90,7 +88,7 @@ def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) 
 
 def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> list[EnginePart]:
     """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
-    whole, served = whole_engine(config, architecture, grid, role), getattr(config, role)
+    whole, served = whole_engine(config, architecture, grid, role), config.served(role)
     if served.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)

@@ -64,7 +64,10 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
 
 def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client | None) -> Delivery:
     layouts = [part.layout for part in engine_parts(site.config, site.architecture, site.grid, site.role)]
-    shared = f"the weights of engines of {site.role}"
+    shared = None
+    if site.updates_together:
+        what = f"the weights of engines of {site.role}"
+        shared = NodeCopy.among(site.job_store, what, layouts[0].ranks, layouts[0].parts)
     return Delivery(
         layouts,
         site.world.rank,
@@ -72,7 +75,7 @@ def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client 
         keep=site.settings.sglang.keep_weights,
         group=group,
         call=client.call if client else None,
-        shared=NodeCopy.among(site.job_store, shared, layouts[0].ranks, layouts[0].parts),
+        shared=shared,
         role=site.role,
     )
 
