@@ -103,11 +103,15 @@ def parts_of_server(
         if leaves:
             engine.resume(tags)
 
+    def redeliver() -> None:
+        if leaves:
+            engine.redeliver()
+
     weights = RemotePart(
         release=lambda: release("weights"),
         resume=lambda: resume("weights"),
         num_bytes=lambda: delivery.num_bytes,
-        restore=engine.redeliver,
+        restore=redeliver,
         kept_bytes=lambda: delivery.kept_bytes,
     )
     kv_cache = RemotePart(
