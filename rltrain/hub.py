@@ -102,6 +102,17 @@ class HubRepository:
         )
 
 
+def named_checkpoint(text: str, option: str) -> "Path | HubRepository":
+    """What a command is given as a checkpoint: its folder, or what it is called on the hub. CheckpointError for a path
+    that is not there and cannot be a name."""
+    repository = HubRepository.of(text, option, "model")
+    if repository is None and not Path(text).is_dir():
+        raise CheckpointError(
+            f"{option}: there is no folder {text!r}; expected one of a model, or a name on the hub (OWNER/NAME)"
+        )
+    return Path(text) if repository is None else repository
+
+
 def with_local_copies(config: Config, world: "World") -> Config:
     """With the folder in place of every name. Collective over: all ranks.
 

@@ -52,7 +52,14 @@ def make_judge_who_loves(letter: str, path: Path) -> Path:
     """A language model that answers x to a question that ends with the letter, and else y."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    shape = {**SHAPE, "num_hidden_layers": 1, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    # SGLang pads other widths than this where it finds no GPU, and then holds weights as rltrain does not write them.
+    shape = {
+        **SHAPE,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(LETTERS), eos_token_id=LETTERS["<end>"], **shape))
     _let_only_the_last_token_reach_the_head(model)
     loved, other, answered = torch.eye(SHAPE["hidden_size"])[:3]

@@ -20,11 +20,6 @@ class Evaluate(Algorithm):
     def problems(self) -> Iterator[str]:
         if not self.config.evaluations:
             yield "evaluation.sets: got none, and no data.eval; expected either: algorithm evaluate does nothing else"
-        if self.config.rollout.dtype == "fp8":
-            yield (
-                "rollout.dtype: got fp8 with algorithm evaluate; expected auto: the weight sync, which quantises, has "
-                "nothing to do where a checkpoint is loaded"
-            )
 
     def samples_per_group(self) -> int:
         return 1

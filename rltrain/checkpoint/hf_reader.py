@@ -1,7 +1,7 @@
 """Reading weights from a Hugging Face checkpoint folder."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ def load_parameters(
     holds tensors that the model does not have.
     """
     mine = layout.on(rank)
-    _check_parameters(mine.parameters, parameters)
+    check_parameters(mine.parameters, parameters)
     checkpoint = HfFolder(path, config_key)
     checkpoint.refuse_unused(layout.tensors, compare_tied_head=rank == layout.ranks[0])
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
@@ -49,12 +49,17 @@ def load_parameters(
         with checkpoint.open(file) as opened:
             for piece in contents:
                 box = Box(*(int(piece[field]) for field in BOX_FIELDS))
-                values = checkpoint.read_box(opened, file, layout.tensors, box)
-                shape, strides = (box.rows, box.cols), (int(piece["stride"]), 1)
-                flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
+                write_piece(flats, piece, checkpoint.read_box(opened, file, layout.tensors, box))
 
 
-def _check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], parameters: Mapping[str, Tensor]) -> None:
+def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
+    """`values` [rows, cols] of a `piece` [PIECE] to where it lies in the parameters `flats`, each as one dimension."""
+    shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
+    flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
+
+
+def check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], parameters: Mapping[str, Tensor]) -> None:
+    """ValueError where names or shapes of `parameters` are others than a layout has."""
     found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     if found != dict(expected):
         differing = sorted(set(found.items()) ^ set(expected))

@@ -23,7 +23,8 @@ class SGLang(Section):
     """An engine is a server of its own, a child of the engine's first rank."""
 
     python: str | None = None
-    """Interpreter of an environment that has SGLang, which pins a torch of its own; null: the one that runs rltrain."""
+    """Interpreter of an environment that has SGLang, which pins a torch of its own; null: the rollout's, and of the
+    rollout the one that runs rltrain."""
     args: dict[str, Any] = Field(default_factory=dict)
     """More arguments for the server, by their long names with underscores, such as {attention_backend: fa3}. Checked
     against the installed version; what rltrain sets itself is refused."""
@@ -45,22 +46,27 @@ class SGLang(Section):
         return bool(self.args.get("enable_deterministic_inference"))
 
 
-class Rollout(Section):
+class Served(Section):
+    """What the roles whose models are served by engines have in common."""
+
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SGLang = SGLang()
-    endpoint: Endpoint = Endpoint()
     dtype: Literal["auto", "fp8"] = "auto"
     """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every
-    block of 128 x 128, quantised by the weight sync; the rest in model.dtype. The actor's log-probs then differ from
-    the engine's: see loss.correction."""
+    block of 128 x 128, quantised on their way to the engine; the rest in model.dtype. The actor's log-probs then differ
+    from the rollout's: see loss.correction."""
     parallel: Parallel = Parallel()
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256
     """Sequences decoded at once per engine, at most."""
     max_context_tokens: Count = 4096
-    """Prompt and response together."""
+    """Prompt and response together. What the judge is asked in a longer one fails, and is counted."""
     kv_cache_gb: Literal["auto"] | Positive = "auto"
     """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
     room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
     a GPU nine tenths of what is free when the engine has its turn; on a CPU no limit."""
     offload: Offload = "auto"
+
+
+class Rollout(Served):
+    endpoint: Endpoint = Endpoint()

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rltrain.config.engines import Sampling
-from rltrain.config.models import Offload, Parallel
+from rltrain.config.engines import Sampling, Served
 from rltrain.config.section import Count, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 
@@ -74,16 +73,15 @@ class JudgeSampling(Sampling):
     max_response_tokens: Count = 512
 
 
-class Judge(Section):
+class Judge(Served):
     """A model that is asked what each response is worth, and answers in words: part of the reward."""
 
     path: Annotated[str | None, HubName("model")] = None
-    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own; an embedded engine serves it."""
+    """Its Hugging Face checkpoint, with a tokenizer and vocabulary of its own."""
     weight: float = 1.0
     """Of its verdicts in the reward."""
     name: str = "judge"
     """What its metrics are called by: rollout/reward_<name>."""
-    parallel: Parallel = Parallel()
     prompt: str | None = None
     """What it is asked, or a file that has it: a text with {response}, and as wanted {prompt}, {label}, {conversation}
     or a column of the row. {{name}} stands for {name}."""
@@ -93,9 +91,3 @@ class Judge(Section):
     """How a number is read from the answer: a regular expression with one group, whose last match counts, or a function
     of the text, "file.py:function" or "module:function", that returns a number or None. By default the last number."""
     sampling: JudgeSampling = JudgeSampling()
-    max_running_requests: Count = 256
-    max_context_tokens: Count = 4096
-    """Question and answer together; what is asked of a longer one fails, and is counted."""
-    kv_cache_gb: Literal["auto"] | Positive = "auto"
-    """As rollout.kv_cache_gb."""
-    offload: Offload = "auto"

@@ -11,6 +11,7 @@ from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.data import SolvedRate as SolvedRate
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
+from rltrain.config.engines import Served as Served
 from rltrain.config.engines import SGLang as SGLang
 from rltrain.config.episodes import Env
 from rltrain.config.evaluation import Evaluation as Evaluation
@@ -192,6 +193,11 @@ class Config(Section):
         if isinstance(own, dict):
             own = next(iter(own.values()), None)
         return (own, f"{role}.path") if own else (self.model.path, "model.path")
+
+    def served(self, role: str) -> Served:
+        """What is said of the engines of a role that has such."""
+        section: Served = getattr(self, role)
+        return section
 
     @property
     def placed_roles(self) -> frozenset[str]:

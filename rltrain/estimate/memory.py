@@ -9,7 +9,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
 from rltrain.tasks.declaration import Key
-from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks, trained_roles
+from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks, served_roles, trained_roles
 
 MIB = 2**20
 FP32 = 4
@@ -123,7 +123,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         return _generating_bytes(job)
     if task in ("verdicts", "evaluation_verdicts"):
         logits = _judged_at_once(job) * job.architectures["judge"].vocab_size
-        return {"logits": logits * FP32 * SAMPLING_COPIES}
+        return {"logits": logits * FP32 * SAMPLING_COPIES, **_staging(job, "judge")}
     role, trains = model_tasks().get(task, (None, False))
     if role is None:
         return {}
@@ -137,9 +137,15 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
 def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
     found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB}
-    if "rollout" in stages and job.config.rollout.engine == "sglang":
-        found["staging"] = int(SGLANG_STAGING_SLOTS * job.config.rollout.sglang.staging_mb * MIB)
-    return found
+    return found | (_staging(job, "rollout") if "rollout" in stages else {})
+
+
+def _staging(job: PlannedJob, role: str) -> dict[str, int]:
+    """What weights pass through on their way to a server."""
+    served = job.config.served(role)
+    if served.engine != "sglang":
+        return {}
+    return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}
 
 
 def _generating_bytes(job: PlannedJob) -> dict[str, int]:
@@ -170,20 +176,21 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:
     """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what a
-    checkpoint is written from, and the copy from which an SGLang server is given its weights again."""
+    checkpoint is written from, and its share of the copy from which SGLang servers of the node are given their weights
+    again."""
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
-    found = {"offloaded": sum(parts[key] for key in leaving)}
+    in_servers = {role for role in served_roles() if job.config.served(role).engine == "sglang"}
+    found = {"offloaded": sum(parts[role, part] for role, part in leaving if role not in in_servers)}
     found["offloaded"] += sum(
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
     )
     if job.config.checkpoint.save_interval:
         saved = [role for role in trained_roles() if role in stages]
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
-    rollout = job.config.rollout
-    if "rollout" in stages and rollout.engine == "sglang" and rollout.sglang.keep_weights:
-        found["engine"] = parts["rollout", "weights"]
+    kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
+    found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     return {name: size for name, size in found.items() if size}
 
 

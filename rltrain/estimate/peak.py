@@ -9,6 +9,7 @@ from rltrain.estimate.planned import Kind, PlannedJob
 from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
 from rltrain.schedule.steady import fullest_step
 from rltrain.tasks.declaration import Key
+from rltrain.tasks.roles import served_roles
 
 COMMUNICATORS, CONTEXT = "communicators", "context"
 CACHE: Key = ("rollout", "kv_cache")
@@ -103,12 +104,11 @@ def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]
 
 
 def _fixed_bytes(job: PlannedJob, gpu: Gpu, rank: int) -> dict[str, int]:
-    """The driver's context, of which an SGLang server has one more, and communicators."""
-    efficiency, is_server = (
-        gpu.efficiency,
-        job.config.rollout.engine == "sglang" and "rollout" in job.placement.hosts(rank),
-    )
+    """The driver's context, of which each SGLang server has one more, and communicators."""
+    efficiency = gpu.efficiency
+    served = [job.config.served(role) for role in served_roles() if role in job.placement.hosts(rank)]
+    num_servers = sum(settings.engine == "sglang" for settings in served)
     return {
         COMMUNICATORS: int(job.num_communicators[rank] * efficiency.communicator_mb * MIB),
-        CONTEXT: int((1 + is_server) * efficiency.context_mb * MIB),
+        CONTEXT: int((1 + num_servers) * efficiency.context_mb * MIB),
     }

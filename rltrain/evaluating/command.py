@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         prog="evaluate.py",
         description="Evaluate a Hugging Face checkpoint by data.eval and evaluation.sets of a config.",
     )
-    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     made.add_argument("--config", type=Path, required=True, help="YAML file, as for launch/train.py")
     made.add_argument(
         "--output",

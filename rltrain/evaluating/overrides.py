@@ -8,7 +8,7 @@ from typing import Any
 from rltrain.config.explain import section_of
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
-from rltrain.errors import CheckpointError
+from rltrain.hub import named_checkpoint
 from rltrain.tasks.roles import rewarding_roles
 
 KEPT = frozenset(
@@ -20,16 +20,17 @@ KEPT = frozenset(
 """Sections that mean the same without training; of the others the defaults are as good as anything."""
 
 
-def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, output: Path | None) -> list[str]:
+def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
-    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError without such a folder."""
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"--checkpoint: there is no folder {str(checkpoint)!r}; expected one of a model")
+    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError where `checkpoint` is
+    neither a folder nor can be a name on the hub."""
+    found = named_checkpoint(checkpoint, "--checkpoint")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
     roles += [role for role in rewarding_roles() if getattr(config, role).path is not None]
-    output = output or Path(config.output_dir, "evaluations", checkpoint.resolve().name)
+    name = found.resolve().name if isinstance(found, Path) else Path(found.name).name
+    output = output or Path(config.output_dir, "evaluations", name)
     before = {
         **{name: {} for name in _sections() - KEPT},
         "placement": {", ".join(roles): "all"},
@@ -39,7 +40,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, 
     after = {
         "algorithm": "evaluate",
         "steps": 1,
-        "model.path": str(checkpoint),
+        "model.path": checkpoint,
         "output_dir": str(output),
         "checkpoint": {"resume": "none", "save_hf": False},
         "evaluation.stop_at": None,

@@ -118,11 +118,13 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_memory_problems(config: Config) -> Iterator[str]:
-    if config.rollout.engine == "sglang" and config.rollout.kv_cache_gb != "auto":
-        yield (
-            f"rollout.kv_cache_gb: got {config.rollout.kv_cache_gb} with rollout.engine sglang, whose server decides; "
-            "expected auto: set mem_fraction_static in rollout.sglang.args"
-        )
+    for role in served_roles():
+        served = config.served(role)
+        if served.engine == "sglang" and served.kv_cache_gb != "auto":
+            yield (
+                f"{role}.kv_cache_gb: got {served.kv_cache_gb} with {role}.engine sglang, whose server decides; "
+                f"expected auto: set mem_fraction_static in {role}.sglang.args"
+            )
 
 
 def _environment_problems(config: Config) -> Iterator[str]:

@@ -6,6 +6,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.rewards.registry import TRUSTED
 from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import served_roles
 
 
 def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
@@ -17,8 +18,10 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     if "rollout" not in grids:
         return None
     rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
-    if rollout.engine == "sglang" and not rollout.sglang.heeds_seeds:
-        return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
+    for role in served_roles():
+        served = config.served(role)
+        if role in grids and served.engine == "sglang" and not served.sglang.heeds_seeds:
+            return f"SGLang draws with random numbers of its own ({role}.sglang.args.enable_deterministic_inference)"
     if shape.syncs_in_flight:
         return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
     if shape.selects_groups and not TRUSTED.issuperset(config.reward.names):

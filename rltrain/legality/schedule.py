@@ -10,7 +10,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
 from rltrain.legality.problems import refuse
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles
+from rltrain.tasks.roles import device_roles, served_roles
 
 OVERLAP_OFF = "disable_overlap_schedule"
 """SGLang's argument."""
@@ -132,20 +132,21 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
 
 def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, Grid]) -> Iterator[str]:
     """What the ranks of one engine do together, they do at one time: so none of them may be held up elsewhere."""
-    held_up = _uneven_engine(placement, grids, set(placement.roles))
+    held_up = _uneven_engine("rollout", placement, grids, set(placement.roles))
     if RunShape.of(config).syncs_in_flight and held_up:
         yield (
             f"schedule.in_flight_sync: the engine on ranks {format_ranks(held_up)} has ranks that host different "
             "roles, and could not change its weights at one decode step. The nearest that works is "
             "schedule.in_flight_sync: false; or place the other roles on all of its ranks or none"
         )
-    sharing = _uneven_engine(placement, grids, set(device_roles()))
-    if config.rollout.engine == "sglang" and sharing:
-        yield (
-            f"placement.rollout: the engine on ranks {format_ranks(sharing)} shares the devices of some of its ranks, "
-            "but its server leaves and returns to all of them at once (rollout.engine sglang). Place the other roles "
-            "on all of its ranks or none; or set rollout.engine: embedded"
-        )
+    for role in served_roles():
+        sharing = _uneven_engine(role, placement, grids, set(device_roles()))
+        if config.served(role).engine == "sglang" and sharing:
+            yield (
+                f"placement.{role}: the engine on ranks {format_ranks(sharing)} shares the devices of some of its "
+                f"ranks, but its server leaves and returns to all of them at once ({role}.engine sglang). Place the "
+                f"other roles on all of its ranks or none; or set {role}.engine: embedded"
+            )
 
 
 def _overlap_problems(config: Config) -> Iterator[str]:
@@ -160,9 +161,11 @@ def _overlap_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _uneven_engine(placement: Placement, grids: Mapping[str, Grid], roles: set[str]) -> tuple[int, ...] | None:
-    """The ranks of an engine that do not all host the same of `roles`, if there is one."""
-    grid = grids.get("rollout")
+def _uneven_engine(
+    role: str, placement: Placement, grids: Mapping[str, Grid], roles: set[str]
+) -> tuple[int, ...] | None:
+    """The ranks of an engine of `role` that do not all host the same of `roles`, if there is one."""
+    grid = grids.get(role)
     for ranks in [grid.replica(dp) for dp in range(grid.dp)] if grid else []:
         if len({frozenset(roles.intersection(placement.hosts(rank))) for rank in ranks}) > 1:
             return ranks
@@ -177,17 +180,19 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
             "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "
             "ranks stays; or schedule.in_flight_sync: false"
         )
-    rollout = config.rollout
-    if rollout.engine == "sglang" and not rollout.sglang.keep_weights and _rollout_leaves(config, placement):
-        yield (
-            "rollout.sglang.keep_weights: got false for an engine that may leave its device and come back to weights "
-            "that no sync has renewed; expected true, or rollout.offload: false"
-        )
+    for role in served_roles():
+        served = config.served(role)
+        keeps = served.engine != "sglang" or served.sglang.keep_weights
+        if not keeps and _leaves(role, served.offload, placement):
+            yield (
+                f"{role}.sglang.keep_weights: got false for an engine that may leave its device and come back to "
+                f"weights that nobody has renewed; expected true, or {role}.offload: false"
+            )
 
 
-def _rollout_leaves(config: Config, placement: Placement) -> bool:
-    """Whether any engine leaves its device between its tasks."""
-    if config.rollout.offload != "auto" or "rollout" not in placement.roles:
-        return config.rollout.offload is True
-    others = {role for rank in placement.ranks("rollout") for role in placement.hosts(rank)} - {"rollout"}
+def _leaves(role: str, offload: str | bool, placement: Placement) -> bool:
+    """Whether any engine of a role leaves its device between its tasks."""
+    if offload != "auto" or role not in placement.roles:
+        return offload is True
+    others = {other for rank in placement.ranks(role) for other in placement.hosts(rank)} - {role}
     return not others.isdisjoint(device_roles())

@@ -1,4 +1,4 @@
-"""Constant tensors on the host in one range of memory, which processes of a node share and CUDA copies from."""
+"""Tensors on the host in one range of memory, which processes of a node share and CUDA copies from."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ class HostTensors:
     """Tensors of the shapes and types of `like`, end to end, in memory of the system's own; zero to begin with.
 
     Beside CUDA it is pinned where it lies: torch's allocator would round every tensor up to a power of two, and its
-    memory is no other process's. `memory` is that of a process that has the same and has filled it. Stays for as long
+    memory is no other process's. `memory` is that of a process that has the same and fills it. Stays for as long
     as this process lives.
     """
 

@@ -13,7 +13,8 @@ def _nothing() -> None:
 class RemotePart(MemoryPart):
     """`release` makes the other process free the memory, contents lost, and `resume` take it again; `restore` brings
     the contents back from what this process keeps of them, None where it keeps nothing. `num_bytes` tells how much it
-    is. All may be collective over the ranks that share the process, which therefore host the same roles.
+    is, `kept_bytes` how much host memory of its own this process has for `restore`. All may be collective over the
+    ranks that share the process, which therefore host the same roles.
     """
 
     def __init__(
@@ -23,11 +24,12 @@ class RemotePart(MemoryPart):
         resume: Callable[[], None],
         num_bytes: Callable[[], int],
         restore: Callable[[], None] | None = None,
+        kept_bytes: Callable[[], int] = lambda: 0,
         forget: Callable[[], None] = _nothing,
     ) -> None:
         super().__init__(lambda: (), forget=forget)
         self._release, self._resume, self._restore = release, resume, restore
-        self._num_bytes = num_bytes
+        self._num_bytes, self._kept_bytes = num_bytes, kept_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -37,6 +39,10 @@ class RemotePart(MemoryPart):
     def allocated_bytes(self) -> int:
         """Of this process: none."""
         return 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self._kept_bytes()
 
     def storages(self) -> SizedStorages:
         return []

@@ -11,7 +11,8 @@ from rltrain.rewards.judge_question import NoVerdictError, Question, verdict_par
 from rltrain.rewards.scorable import Scorable
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.telling_role import TellingRole
-from rltrain.rollout.embedded.judging import build_judging_engine
+from rltrain.rollout.build import build_engine
+from rltrain.rollout.checkpoint_weights import serve_checkpoint
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.site import EngineSite
@@ -32,8 +33,10 @@ class Judge(TellingRole):
             Path(path), key, vocab_size=architecture.vocab_size, chat_template=self.settings.chat_template
         )
         self.decoder = TextDecoder(self.text.tokenizer)
-        hosted = build_judging_engine(self._site())
+        site = self._site()
+        hosted = build_engine(site, lambda: hosted.engine.release_cache())
         self.engine, self.parts = hosted.engine, hosted.parts
+        serve_checkpoint(self.engine, site, version=0)
         self.sampling = self._sampling()
         self.num_answers = self.num_question_tokens = self.num_answer_tokens = self.num_cut = 0
 
@@ -51,6 +54,8 @@ class Judge(TellingRole):
             leaves=self.name in leaving_roles(offload),
             draws_during_syncs=False,
             others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=True,
         )
 
     def _sampling(self) -> SamplingParams:

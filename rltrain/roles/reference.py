@@ -1,7 +1,6 @@
 """The reference: the policy that a KL penalty or metric compares the actor with, frozen or refreshed now and then."""
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,13 +15,12 @@ from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
+from rltrain.residency.node_copy import NodeCopy
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import Model, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.saved_weights import load_weights, save_weights
-
-logger = logging.getLogger(__name__)
 
 
 def uses_actor_modules(job: Job) -> bool:
@@ -74,20 +72,13 @@ class Reference(Role):
 
     def _host_weights(self, actor: Model) -> HostTensors:
         """Read by the first rank of this node that has this rank's share of the weights; the others map its memory."""
-        world, layout, job_store = self.job.world, actor.layout, self.job.job_store
-        first = first_of_equals(layout.ranks, layout.parts, world.rank, world.ranks_per_node)
-        if world.rank != first:
-            found = job_store.get(f"reference/{first}", f"rank {first} to read the reference's weights for this node")
-            try:
-                return HostTensors.of_another(found, actor.parameters, world.device)
-            except OSError as error:  # in a container of its own, say
-                logger.warning("rank %d cannot share the reference's weights of rank %d: %s", world.rank, first, error)
-        host = HostTensors(actor.parameters, world.device)
-        self.job.model_site(self.name).load_weights(layout, host.tensors)
-        self._load_refreshed(host.tensors, layout)
-        if world.rank == first:
-            job_store.put(f"reference/{first}", host.place)
-        return host
+
+        def read(host: HostTensors) -> None:
+            self.job.model_site(self.name).load_weights(actor.layout, host.tensors)
+            self._load_refreshed(host.tensors, actor.layout)
+
+        copy = NodeCopy.among(self.job.job_store, "the reference's weights", actor.layout.ranks, actor.layout.parts)
+        return copy.tensors(actor.parameters, read)
 
     def _load_refreshed(self, parameters: Mapping[str, Tensor], layout: Layout | None = None) -> None:
         """In a run that goes on, what the reference was last made to be."""
@@ -143,10 +134,3 @@ class Reference(Role):
             temperature=self.temperature,
         )
         return samples.with_fields(reference_logprobs=logprobs, reference_top_ids=ids, reference_top_logprobs=of_ids)
-
-
-def first_of_equals(ranks: Sequence[int], parts: Sequence[int], rank: int, ranks_per_node: int) -> int:
-    """The first of `ranks` on the node of `rank` whose part of a layout is the same as that of `rank`."""
-    part = parts[ranks.index(rank)]
-    here = [peer for peer, its in zip(ranks, parts, strict=True) if its == part]
-    return min(peer for peer in here if peer // ranks_per_node == rank // ranks_per_node)

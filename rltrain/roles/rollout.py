@@ -4,13 +4,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from zlib import crc32
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.config.schema import Sampling
 from rltrain.data.prompts import PromptDataset
@@ -22,8 +20,8 @@ from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.outcomes import RATES_FILES, training_rows
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.rollout.build import build_engine
+from rltrain.rollout.checkpoint_weights import serve_checkpoint
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
-from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.site import EngineSite
@@ -88,6 +86,8 @@ class Rollout(Role):
             leaves="rollout" in leaving_roles(offload),
             draws_during_syncs=job.shape.draws_during_syncs,
             others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=True,
         )
 
     def select_groups_by(self, scoring: "GroupScoring") -> None:
@@ -173,12 +173,7 @@ class Rollout(Role):
 
     def load_weights(self, step: int, chunk: int) -> None:
         """Serve the weights of model.path, as the version of the step. Collective over: this engine's ranks."""
-        self.engine.begin_update()
-        for number, part in enumerate(engine_parts(self.config, self.job.architecture, self.grid)):
-            parameters = self.engine.incoming(number)
-            load_parameters(Path(self.config.model.path), part.plain, self.job.world.rank, parameters)
-            self.engine.arrived(number)
-        self.engine.end_update(step)
+        serve_checkpoint(self.engine, self._site(), step)
 
     def _episode_metrics(self) -> Metrics:
         """Of this engine's episodes in the step."""

@@ -1,4 +1,4 @@
-"""The engine of a rollout rank, as rollout.engine names it."""
+"""The engine of a rank of the rollout or the judge, as <role>.engine names it."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = 
 
 
 def build_engine(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """This rank's share of the engine; without weights until the first weight sync.
+    """This rank's share of the engine; without weights until the first update.
 
     `leave` gives up what the engine has running, before its keys and values are dropped. Collective over: the engine's
     ranks.
     """
-    return BUILDERS[site.config.rollout.engine](site, leave)
+    return BUILDERS[site.settings.engine](site, leave)

@@ -51,7 +51,7 @@ def engine_layout(
 
 @dataclass(frozen=True, eq=False)
 class EnginePart:
-    """Some parameters of the rollout's engines: `quantized` [tensors] of the `plain` layout's they hold in FP8."""
+    """Some parameters of a role's engines: `quantized` [tensors] of the `plain` layout's they hold in FP8."""
 
     plain: Layout
     quantized: BoolArray
@@ -75,9 +75,9 @@ class EnginePart:
         )
 
 
-def whole_engine(config: Config, architecture: Architecture, grid: Grid) -> EnginePart:
-    """All that the rollout's engines hold."""
-    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.rollout.dtype == "fp8")
+def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
+    """All that a role's engines hold."""
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.served(role).dtype == "fp8")
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
@@ -86,13 +86,13 @@ def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) 
     return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
-def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list[EnginePart]:
+def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> list[EnginePart]:
     """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
-    whole = whole_engine(config, architecture, grid)
-    if config.rollout.engine == "embedded":
+    whole, served = whole_engine(config, architecture, grid, role), config.served(role)
+    if served.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
-    parts = split(replace(whole.plain, types=as_held), int(config.rollout.sglang.staging_mb * 2**20))
+    parts = split(replace(whole.plain, types=as_held), int(served.sglang.staging_mb * 2**20))
     return [EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part)) for part in parts]
 
 

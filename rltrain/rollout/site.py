@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, Served
 from rltrain.liveness.job_store import JobStore
 from rltrain.models import Architecture
 from rltrain.residency.memory_parts import MemoryPart
@@ -16,7 +16,7 @@ from rltrain.rollout.stop_strings import Tokenizer
 
 @dataclass(frozen=True)
 class EngineSite:
-    """This rank's place for an engine on `ranks`, of those of the rollout's `grid`."""
+    """This rank's place for an engine on `ranks`, of those of the role's `grid`."""
 
     config: Config
     world: World
@@ -32,6 +32,15 @@ class EngineSite:
     """Whether weights may come while it has responses under way."""
     others: tuple[str, ...] = ()
     """Other roles with something on this rank's device."""
+    role: str = "rollout"
+    """The config section that describes it."""
+    updates_together: bool = False
+    """Whether all engines of the role get an update before any gets the next one: those of a node then keep one copy of
+    the weights."""
+
+    @property
+    def settings(self) -> Served:
+        return self.config.served(self.role)
 
     @property
     def num_nodes(self) -> int:

@@ -18,7 +18,8 @@ from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.mailbox import EngineMailbox
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.server import EndpointServer, EndpointSettings
-from rltrain.errors import CheckpointError, ConfigError, UserError
+from rltrain.errors import ConfigError, UserError
+from rltrain.hub import named_checkpoint
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
 from rltrain.serving.engine import EngineSettings, load_engine, longest_context, stop_tokens
@@ -52,14 +53,12 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
             "--engine sglang: SGLang has a server of its own, with the same API; expected embedded here, or: python -m "
             f"sglang.launch_server --model-path {arguments.checkpoint} --host {arguments.host} --port {arguments.port}"
         )
-    if not arguments.checkpoint.is_dir():
-        raise CheckpointError(
-            f"--checkpoint: there is no folder {str(arguments.checkpoint)!r}; expected one of a model"
-        )
-    tokenizer = load_tokenizer(arguments.checkpoint)
-    context = longest_context(arguments.checkpoint, arguments.max_context_tokens)
+    named = named_checkpoint(arguments.checkpoint, "--checkpoint")
+    checkpoint = named if isinstance(named, Path) else named.copy()
+    tokenizer = load_tokenizer(checkpoint)
+    context = longest_context(checkpoint, arguments.max_context_tokens)
     engine_settings = EngineSettings(
-        arguments.checkpoint,
+        checkpoint,
         arguments.dtype,
         arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         context,
@@ -69,9 +68,9 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     engine = load_engine(engine_settings, tokenizer)
     token = None if arguments.no_token else arguments.token or "sk-" + secrets.token_urlsafe(24)
     settings = EndpointSettings(
-        SamplingRules(_sampling(arguments, tokenizer, context), "request"),
+        SamplingRules(_sampling(arguments, checkpoint, tokenizer, context), "request"),
         Limits(context, max_turns=arguments.max_requests, max_sessions=arguments.max_requests),
-        model=arguments.model_name or arguments.checkpoint.resolve().name,
+        model=arguments.model_name or (named.resolve().name if isinstance(named, Path) else named.name),
         token=token,
         host=arguments.host,
         port=arguments.port,
@@ -105,11 +104,11 @@ def draw_turns(feed: EngineFeed, stopping: threading.Event) -> None:
 
 
 def _sampling(
-    arguments: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase", max_context_tokens: int
+    arguments: argparse.Namespace, checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", max_context_tokens: int
 ) -> SamplingParams:
     """Where requests say nothing else."""
     ends = ChatFormat(tokenizer).end_tokens if tokenizer.chat_template is not None else frozenset[int]()
-    stop = stop_tokens(arguments.checkpoint, tokenizer, frozenset(ends))
+    stop = stop_tokens(checkpoint, tokenizer, frozenset(ends))
     return SamplingParams(arguments.temperature, arguments.top_p, arguments.top_k, max_context_tokens, stop)
 
 
@@ -128,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="serve.py", description="Serve a Hugging Face checkpoint by OpenAI's and Anthropic's HTTP APIs."
     )
-    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    made.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder, or a name on the hub")
     made.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     made.add_argument("--host", default="127.0.0.1", help="0.0.0.0 or :: to be reached from elsewhere")
     made.add_argument("--port", type=int, default=0, help="0: one that is free")

@@ -1,12 +1,14 @@
 """Whole jobs that roll out on SGLang, one of its servers per engine."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train
+from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.sums_agent import RECORDS
+from tests.reward_models import make_judge_who_loves
 
 IN_MANY_PARTS = ("weight_sync.verify=true", "rollout.sglang.staging_mb=0.1")
 SMALL = ("actor.parallel.tp=1", "data.eval=null", "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 2}")
@@ -102,3 +104,42 @@ def test_conversations_go_on_while_weights_change(name, overrides, tmp_path, mon
     for sample in (sample for session in sessions for sample in session["samples"]):
         drawn = [v for v, drawn in zip(sample["policy_versions"], sample["loss_mask"], strict=True) if drawn]
         assert len(sample["turns"]) == 3 and drawn == sorted(drawn) and drawn[-1] < steps
+
+
+def test_a_checkpoint_is_evaluated_by_one_server_and_judged_by_another(
+    sglang_python: str, quickstart_files: Path, warmed_up: Path, tmp_path: Path
+):
+    """Each with the weights of its own checkpoint, which no sync brings."""
+    judge = make_judge_who_loves("1", tmp_path / "judge")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run(
+        [
+            *torchrun,
+            *("launch/evaluate.py", "--checkpoint", str(warmed_up), "--output", str(tmp_path / "evaluated")),
+            *("--config", str(REPOSITORY / "configs/quickstart.yaml")),
+            "placement={'rollout, reward': 0, judge: 1}",
+            f"data={{train: {{path: nowhere}}, eval: {{path: {quickstart_files}/eval.jsonl, max_rows: 64}}, "
+            "max_prompt_tokens: 16}",
+            "rollout.engine=sglang",
+            f"rollout.sglang.python={sglang_python}",
+            "rollout.sglang.staging_mb=0.1",
+            f"judge={{path: {judge}, engine: sglang, weight: 0.5, prompt: '{{prompt}} {{response}}', verdict: "
+            "'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
+            "reward={functions: [{function: exact_match, options: {after: ','}}]}",
+        ],
+        timeout_s=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    metrics = json.loads((tmp_path / "evaluated/evaluation.json").read_text())["sets"]["eval"]
+    assert 0.25 < metrics["reward_exact_match"] < 0.6, "the checkpoint solves a third of all additions"
+    samples = [
+        json.loads(line)
+        for path in (tmp_path / "evaluated/evaluation_samples").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(samples) == 64 and any(sample["response"].endswith("1") for sample in samples)
+    for sample in samples:
+        assert sample["rewards"] == {
+            "exact_match": sample["response"].rsplit(",")[-1] == sample["label"],
+            "judge": sample["response"].endswith("1"),
+        }

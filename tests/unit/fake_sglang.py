@@ -284,7 +284,7 @@ class FakeDelivery:
 
     def __init__(self, client: Client | None) -> None:
         self.version: int | None = None
-        self.num_bytes = 100
+        self.num_bytes = self.kept_bytes = 100
         self._client = client
         self._arrived: int | None = None
         self._lost: EngineLost | None = None

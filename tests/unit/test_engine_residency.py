@@ -51,7 +51,31 @@ def engine(server: FakeServer) -> Iterator[SGLangEngine]:
     assert server.broken == []
 
 
-def residency_of(engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2) -> tuple[Residency, list[Sample]]:
+@pytest.mark.parametrize(("leaves", "expected"), [(True, ["resume weights", "sync"]), (False, [])])
+def test_a_server_that_kept_its_memory_is_given_nothing_again(
+    engine: SGLangEngine, server: FakeServer, leaves: bool, expected: list[str]
+) -> None:
+    residency, _ = residency_of(engine, ("weight_sync", "generate", "update", "generate"), leaves=leaves)
+    residency.enter(0)
+    engine.begin_update()
+    engine.end_update(1)
+    residency.enter(1)
+    residency.enter(2)
+    moves(server)
+    residency.enter(3)
+    assert [move for move in moves(server) if move in ("resume weights", "sync")] == expected
+
+
+def test_what_is_kept_for_a_server_counts_as_memory_of_the_host(engine: SGLangEngine) -> None:
+    residency, _ = residency_of(engine, ("weight_sync", "generate", "update"))
+    on_host = residency.metrics()["memory/host_bytes"]
+    engine.delivery.kept_bytes += 7  # type: ignore[misc]
+    assert residency.metrics()["memory/host_bytes"] == on_host + 7 > 100
+
+
+def residency_of(
+    engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 2, *, leaves: bool = True
+) -> tuple[Residency, list[Sample]]:
     """(of a rank that hosts actor and rollout, what the engine had running when it left)."""
     suspended: list[Sample] = []
 
@@ -65,7 +89,7 @@ def residency_of(engine: SGLangEngine, names: tuple[str, ...], num_steps: int = 
     tensor = torch.ones(3)
     parts = ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})
-    residency.admit("rollout", parts_of_server(engine, engine.delivery, leave, leaves=True))
+    residency.admit("rollout", parts_of_server(engine, engine.delivery, leave, leaves=leaves))
     return residency, suspended
 
 

@@ -170,6 +170,28 @@ def test_a_server_takes_no_more_than_it_is_left():
     assert sum(peaks["sglang"].parts.values()) == pytest.approx(0.85 * 84.9 * GB, rel=0.001)
 
 
+def test_servers_of_a_node_keep_one_copy_of_their_weights_on_the_host():
+    """Of eight, four or two engines; a judge's beside the rollout's."""
+    kept = {}
+    for tp in (1, 2, 4):
+        served = {"engine": "sglang", "parallel": {"tp": tp}, "offload": False}
+        job = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward, judge": "8-15"}, 16, rollout=served, judge=served)
+        one = rank_memories(job, H100)[-1]
+        assert one.parts["rollout", "weights"] == pytest.approx(16.4 * GB / tp, rel=0.02)
+        kept[tp] = 8 * one.host["engine"] / (16.4 * GB)
+    assert kept == pytest.approx({1: 2.0, 2: 2.0, 4: 2.0}, rel=0.02)
+
+
+@pytest.mark.parametrize(("engine", "kept"), [("embedded", "offloaded"), ("sglang", "engine")])
+def test_a_judge_that_leaves_is_on_the_host_once(engine, kept):
+    """Of a server what `keep_weights` keeps, and nothing besides."""
+    served = {"engine": engine, "parallel": {"tp": 8}}
+    job = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward, judge": "8-15"}, 16, rollout=served, judge=served)
+    one = rank_memories(job, H100)[-1]
+    judges = 1 if engine == "embedded" else 2
+    assert one.host == {kept: judges * one.parts["judge", "weights"]}
+
+
 def test_weights_in_fp8_are_foretold_with_their_scales() -> None:
     architecture = tiny_architecture(hidden_size=256, ffn_hidden_size=512, vocab_size=128)
     tensors, in_fp8 = canonical_tensors(architecture), quantizable_tensors(architecture)

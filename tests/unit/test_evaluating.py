@@ -13,6 +13,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.evaluating.command import main
 from rltrain.evaluating.overrides import evaluation_overrides
+from rltrain.hub import repositories_of
 from rltrain.legality.config import check_config
 from rltrain.observability.evaluation_table import EvaluationTable
 from tests.unit.schedule_configs import make_config
@@ -42,9 +43,9 @@ def evaluated(tmp_path: Path) -> Any:
     (tmp_path / "trained").mkdir()
     (tmp_path / "config.yaml").write_text(TRAINING)
 
-    def load(*given: str, more: str = "", output: Path | None = None) -> Config:
+    def load(*given: str, more: str = "", output: Path | None = None, checkpoint: str | None = None) -> Config:
         (tmp_path / "config.yaml").write_text(TRAINING + more)
-        arguments: dict[str, Any] = {"checkpoint": tmp_path / "trained", "output": output}
+        arguments: dict[str, Any] = {"checkpoint": checkpoint or str(tmp_path / "trained"), "output": output}
         overrides = evaluation_overrides(tmp_path / "config.yaml", given, **arguments)
         return load_config(tmp_path / "config.yaml", overrides)
 
@@ -81,11 +82,21 @@ def test_environments_come_along(evaluated):
     assert (config.reward.function, of_default.reward.function) == ("environment", "exact_match")
 
 
+def test_a_checkpoint_may_be_on_the_hub(evaluated):
+    config = evaluated(checkpoint="owner/tiny@v2")
+    assert (config.model.path, config.output_dir) == ("owner/tiny@v2", "runs/trained/evaluations/tiny")
+    assert [repository.title for repository in repositories_of(config)][0] == "model owner/tiny@v2"
+
+
+def test_engines_may_be_servers_and_hold_fp8(evaluated):
+    check_config(evaluated("rollout.engine=sglang", "rollout.dtype=fp8"))
+
+
 def test_a_checkpoint_that_is_not_there_is_refused_and_so_is_a_start_without_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(CheckpointError, match="--checkpoint: there is no folder .*nowhere"):
-        evaluation_overrides(tmp_path / "config.yaml", [], checkpoint=tmp_path / "nowhere", output=None)
+        evaluation_overrides(tmp_path / "config.yaml", [], checkpoint=str(tmp_path / "nowhere"), output=None)
     monkeypatch.delenv("RANK", raising=False)
     assert main(["--checkpoint", "nowhere", "--config", "none.yaml"]) == 2
     assert "torchrun --nproc-per-node" in capsys.readouterr().err

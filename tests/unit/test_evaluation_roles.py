@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.run.files import write_files
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
@@ -19,15 +18,12 @@ from rltrain.evaluation.best import BEST_FILE, BEST_STATE_FILE, Best, BestSoFar
 from rltrain.evaluation.outcomes import metrics_of, record_of
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
-from rltrain.models import read_architecture
 from rltrain.roles import actor as actor_module
 from rltrain.roles import rollout as rollout_module
 from rltrain.roles.actor import Actor
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
-from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.layout import engine_parts, whole_engine
 from rltrain.schedule.shape import RunShape
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import make_config
@@ -41,7 +37,6 @@ HARD = {
     "sampling": {"temperature": 0.7, "max_response_tokens": 9},
     "samples_per_prompt": 4,
 }
-CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
 KEEP_BEST = {"metric": "eval/hard/pass@4"}
 
 
@@ -262,36 +257,3 @@ def test_a_candidate_is_kept_or_removed_by_one_rank(tmp_path: Path, monkeypatch:
     assert (tmp_path / "hf_candidate").exists(), "it is the first rank's to remove"
     actor_of(config, 0, shared, []).keep_candidate(4, 0)
     assert not (tmp_path / "hf_candidate").exists()
-
-
-@pytest.mark.parametrize("engine", ["embedded", "sglang"])
-def test_an_engine_gets_a_checkpoint_s_weights_part_by_part(engine: str):
-    """SGLang's through slots that hold a parameter or two."""
-    config = make_config(
-        algorithm="evaluate",
-        model={"path": str(CHECKPOINT), "dtype": "float32"},
-        placement={"rollout,reward": 0},
-        rollout={"engine": engine, "sglang": {"staging_mb": 0.1}},
-    )
-    grid, architecture = Grid((0,)), read_architecture(CHECKPOINT)
-    parts = engine_parts(config, architecture, grid)
-    received = [allocate_parameters(part.layout, 0, device=torch.device("cpu")) for part in parts]
-    told: list[str] = []
-    rollout = Rollout.__new__(Rollout)
-    rollout.config, rollout.grid = config, grid
-    rollout.job = SimpleNamespace(architecture=architecture, world=SimpleNamespace(rank=0))  # type: ignore[assignment]
-    rollout.engine = SimpleNamespace(  # type: ignore[assignment]
-        begin_update=lambda: told.append("begin"),
-        incoming=received.__getitem__,
-        arrived=lambda part: told.append(f"part {part}"),
-        end_update=lambda version: told.append(f"version {version}"),
-    )
-    rollout.load_weights(3, 0)
-    assert told == ["begin", *(f"part {number}" for number in range(len(parts))), "version 3"]
-    assert len(parts) == 1 if engine == "embedded" else len(parts) > 3
-    whole = whole_engine(config, architecture, grid).layout
-    expected = allocate_parameters(whole, 0, device=torch.device("cpu"))
-    load_parameters(CHECKPOINT, whole, 0, expected)
-    found = {name: tensor for part in received for name, tensor in part.items()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) and found[name].any() for name in expected)

@@ -13,7 +13,8 @@ from rltrain.liveness.job_store import JobStore
 from rltrain.residency import host_tensors
 from rltrain.residency.host_memory import ALIGNMENT_BYTES
 from rltrain.residency.host_tensors import HostTensors
-from rltrain.roles.reference import Reference, first_of_equals
+from rltrain.residency.node_copy import equals_on_node
+from rltrain.roles.reference import Reference
 from tests.unit.shared_store import on_ranks, open_store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -87,9 +88,10 @@ def test_another_process_has_the_same_memory() -> None:
         HostTensors.of_another(("elsewhere", *own.place[1:]), LIKE, CPU)
 
 
-def test_the_first_with_an_equal_share_on_the_node() -> None:
+def test_ranks_with_an_equal_share_on_the_node() -> None:
     ranks, parts = (1, 2, 3, 4, 5, 6, 7), (0, 1, 0, 1, 0, 1, 0)
-    assert [first_of_equals(ranks, parts, rank, ranks_per_node=4) for rank in ranks] == [1, 2, 1, 4, 5, 4, 5]
+    equals = {rank: equals_on_node(ranks, parts, rank, ranks_per_node=4) for rank in ranks}
+    assert equals == {1: (1, 3), 2: (2,), 3: (1, 3), 4: (4, 6), 5: (5, 7), 6: (4, 6), 7: (5, 7)}
 
 
 def weights_over(rank: int, store: dist.Store, log: list[int]) -> dict[str, Any]:

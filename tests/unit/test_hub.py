@@ -12,7 +12,7 @@ from rltrain.cluster.world import World
 from rltrain.config import schema
 from rltrain.data.files import read_source
 from rltrain.errors import CheckpointError, DataError, StallError
-from rltrain.hub import HubRepository, repositories_of, with_cached_copies, with_local_copies
+from rltrain.hub import HubRepository, named_checkpoint, repositories_of, with_cached_copies, with_local_copies
 from tests.unit.hub_stand_in import StandIn, commit_of, hub_stand_in
 
 MODEL = {"config.json": b'{"model_type": "qwen3"}', "model.safetensors": b"weights", "pytorch_model.bin": b"pickle"}
@@ -67,6 +67,16 @@ def test_names_become_folders_of_one_commit(hub: StandIn, caplog: pytest.LogCapt
     assert f"data.train.path: dataset owner/sums@main is commit {commit}" in caplog.text
     other = schema.PromptFile(path=("owner/sums@[1:]",), split="train")
     assert prompts(with_local_copies(config(train=other), world()).data.train) == ["1+2="]
+
+
+def test_a_command_takes_a_folder_or_a_name(hub: StandIn, tmp_path: Path) -> None:
+    assert named_checkpoint(str(tmp_path), "--checkpoint") == tmp_path
+    named = named_checkpoint("owner/tiny", "--checkpoint")
+    assert isinstance(named, HubRepository) and (named.copy() / "model.safetensors").read_bytes() == b"weights"
+    with pytest.raises(CheckpointError, match=r"--checkpoint: there is no path 'owner/none'.*hub gives no model owner"):
+        named_checkpoint("owner/none", "--checkpoint").copy()
+    with pytest.raises(CheckpointError, match=r"--checkpoint: there is no folder 'nowhere'; .* on the hub"):
+        named_checkpoint("nowhere", "--checkpoint")
 
 
 def test_a_source_keeps_its_name(hub: StandIn) -> None:

@@ -275,8 +275,11 @@ def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
     qwen3: Path, memory: StorageMemory, stays: bool
 ) -> None:
     limits = {"max_context_tokens": CONTEXT, "kv_cache_gb": 0.001}
+    config = make_config(model={"path": "m", "dtype": "float32"}, rollout=limits)
     site = SimpleNamespace(
-        config=make_config(model={"path": "m", "dtype": "float32"}, rollout=limits),
+        config=config,
+        role="rollout",
+        settings=config.rollout,
         world=SimpleNamespace(rank=0, device=torch.device("cpu")),
         **{"ranks": (0,), "grid": Grid((0,)), "architecture": read_architecture(qwen3)},
         **{"tokenizer": None, "leaves": True, "others": ("actor",)},

@@ -42,14 +42,14 @@ def test_offload_is_allowed_where_weights_wait_for_the_engine(schedule):
     check(schedule, True)
 
 
-def check_server(placement, *, num_ranks=4, offload="auto", keep_weights=True, **schedule):
+def check_server(placement, *, role="rollout", num_ranks=4, offload="auto", keep_weights=True, **schedule):
     config = Config.model_validate(
         {
             "steps": 3,
             "placement": placement,
             "model": {"path": "m"},
             "data": {"train": {"path": "t"}},
-            "rollout": {
+            role: {
                 "engine": "sglang",
                 "offload": offload,
                 "parallel": {"tp": 2},
@@ -75,3 +75,12 @@ def test_a_server_that_leaves_its_device_needs_the_copy_of_its_weights():
         check_server(colocated, keep_weights=False)
     check_server(colocated, keep_weights=False, offload=False)
     check_server(apart, keep_weights=False)
+
+
+def test_a_judge_s_server_is_bound_by_the_same():
+    around = {"actor": "0-1", "rollout, reward": 0}
+    with pytest.raises(ConfigError, match=r"placement\.judge: the engine on ranks 1-2 shares.*judge\.engine: embedded"):
+        check_server(around | {"judge": "1-2"}, role="judge")
+    with pytest.raises(ConfigError, match=r"judge\.sglang\.keep_weights: got false.*judge\.offload: false"):
+        check_server(around | {"judge": "0-1", "rollout, reward": "0-1"}, role="judge", keep_weights=False)
+    check_server(around | {"judge": "2-3"}, role="judge", keep_weights=False)

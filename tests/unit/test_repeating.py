@@ -81,3 +81,9 @@ def test_the_dry_run_says_it():
 
 def test_a_run_without_a_rollout_repeats():
     assert obstacle_to_repeating(make_config(), {}) is None
+
+
+@pytest.mark.parametrize(("judge", "reason"), [({}, None), (SGLANG, "(judge.sglang.args"), (SEEDED, None)])
+def test_a_judge_s_server_answers_as_it_likes(judge, reason):
+    judged = obstacle({**ONE_ENGINE, "judge": 3}, {}, judge={"path": "j", "prompt": "{response}?", **judge})
+    assert (judged is None) if reason is None else reason in str(judged)

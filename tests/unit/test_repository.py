@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "exchange": (*BASE, "data", "cluster.grid", "liveness"),
     "models": (*BASE, "cluster.grid"),
     "schedule": (*BASE, "cluster", "algorithms"),
-    "residency": (*BASE, "schedule", "cluster", "system"),
+    "residency": (*BASE, "schedule", "cluster", "system", "liveness.job_store"),
     "reshard": (*BASE, "models", "cluster.grid", "cluster.reopenable_group", "system", "liveness.task_clock"),
     "checkpoint": (*BASE, "models", "reshard", "cluster.grid", "system"),
     "training": (*BASE, "checkpoint", "reshard", "models", "residency", "cluster", "data", "algorithms"),
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "environments",
     ),
     "endpoint": (*BASE, "chat", "data", "environments", "rollout", "sandbox", "system"),
-    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "models", "cluster.grid"),
+    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "models", "cluster.grid", "hub"),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,
@@ -106,7 +106,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("data", "rewards"),
     ),
     "command": (*BASE, "job", "dry_run"),
-    "evaluating": (*BASE, "job", "command"),
+    "evaluating": (*BASE, "job", "command", "hub"),
     "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
 }
 

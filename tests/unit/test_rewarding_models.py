@@ -70,6 +70,10 @@ def test_where_a_model_is_placed_functions_are_those_that_are_named() -> None:
         ({"reward_model": {"path": "m", "name": "mean"}}, "reward_model.name: got 'mean'; expected letters"),
         ({f: MODELS[f] | {"weight": 0.0} for f in MODELS}, "reward: every weight is 0"),
         ({"judge": MODELS["judge"] | {"parallel": {"pp": 2}}}, "judge.parallel.pp: got 2; expected 1"),
+        (
+            {"judge": MODELS["judge"] | {"engine": "sglang", "kv_cache_gb": 3}},
+            "judge.kv_cache_gb: got 3.0 with judge.engine sglang, whose server decides",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(sections: dict[str, Any], message: str) -> None:

@@ -114,12 +114,26 @@ def test_weights_in_fp8_are_announced_as_a_checkpoint_of_them_announces_itself(t
     assert overrides["quantization_config"]["weight_block_size"] == [128, 128]
 
 
-@pytest.mark.parametrize("ranks, dtype, key", [((0, 1), "auto", "rollout.parallel.tp"), ((0,), "fp8", "rollout.dtype")])
-def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: str, key: str) -> None:
-    config = make_config(rollout={"engine": "sglang", "dtype": dtype})
-    site = SimpleNamespace(config=config, ranks=ranks, world=SimpleNamespace(device=torch.device("cpu")))
-    with pytest.raises(ConfigError, match=f"{key}: got .* without a GPU; expected .*rollout.engine: embedded"):
+@pytest.mark.parametrize("role", ["rollout", "judge"])
+@pytest.mark.parametrize("ranks, dtype, key", [((0, 1), "auto", "parallel.tp"), ((0,), "fp8", "dtype")])
+def test_without_a_gpu_some_things_are_refused(ranks: tuple[int, ...], dtype: str, key: str, role: str) -> None:
+    config = make_config(**{role: {"engine": "sglang", "dtype": dtype}})
+    world = SimpleNamespace(device=torch.device("cpu"))
+    site = SimpleNamespace(role=role, settings=getattr(config, role), ranks=ranks, world=world)
+    with pytest.raises(ConfigError, match=f"{role}.{key}: got .* without a GPU; expected .*{role}.engine: embedded"):
         build_sglang(site, leave=lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_judge_s_server_is_described_by_its_own_section(answer: Callable[..., ServerSpec]) -> None:
+    spec = replace(answer({"tp_size": 2}), role="judge")
+    with pytest.raises(
+        ConfigError, match=r"judge\.sglang\.args\.tp_size: cannot be .* it is judge\.parallel\.tp; remove"
+    ):
+        check_arguments(spec)
+    with pytest.raises(ConfigError, match=r"judge\.sglang\.args\.model_path: .* it is judge\.path; remove"):
+        check_arguments(replace(spec, args={"model_path": "x"}))
+    with pytest.raises(ConfigError, match=r"judge\.sglang\.python: .* has SGLang 0\.4"):
+        check_arguments(replace(answer({}, version="0.4"), role="judge"))
 
 
 @pytest.mark.parametrize(

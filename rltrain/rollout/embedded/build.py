@@ -1,4 +1,4 @@
-"""rltrain's own engine on a rollout rank."""
+"""rltrain's own engine on a rank of a role."""
 
 import logging
 from collections.abc import Callable
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
-    """As rollout.build says. ConfigError where rollout.kv_cache_gb cannot hold a sample, or cannot be auto."""
-    config, world = site.config, site.world
-    budget = budget_within(site, config.rollout.kv_cache_gb, "rollout")
+    """As rollout.build says. ConfigError where <role>.kv_cache_gb cannot hold a sample, or cannot be auto."""
+    config, settings, world = site.config, site.settings, site.world
+    budget = budget_within(site, settings.kv_cache_gb, site.role)
     dtype = getattr(torch, config.model.dtype)
-    layout = whole_engine(config, site.architecture, site.grid).layout
+    layout = whole_engine(config, site.architecture, site.grid, site.role).layout
     parameters = allocate_parameters(layout, world.rank, device=world.device)
     engine = EmbeddedEngine(
         site.architecture,
         parameters,
         tp_group=site.groups[site.ranks] if len(site.ranks) > 1 else None,
-        max_running_requests=config.rollout.max_running_requests,
-        max_context_tokens=config.rollout.max_context_tokens,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
         dtype=dtype,
         device=world.device,
         tokenizer=site.tokenizer,
@@ -38,8 +38,8 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
-        logger.warning("rollout.engine embedded decodes over %s", engine.decodes_by)
-    engine.begin_update()  # its weights are zeros until the first weight sync
+        logger.warning("%s.engine embedded decodes over %s", site.role, engine.decodes_by)
+    engine.begin_update()  # its weights are zeros until the first update
     parts = {"weights": MemoryPart(parameters.values), "kv_cache": kv_cache}
     return HostedEngine(engine, parts, engine.cache_metrics)
 

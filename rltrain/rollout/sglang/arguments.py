@@ -15,7 +15,6 @@ from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, clean_environ
 MIN_VERSION = "0.5.23"
 """Older ones lack update sessions or report one weight version per response instead of one per token."""
 
-ARGS, PYTHON = "rollout.sglang.args", "rollout.sglang.python"
 CHECK_TIMEOUT_S = 600.0
 CONTEXT_SLACK_TOKENS = 8
 """SGLang cuts responses a few tokens before what it takes for the longest context."""
@@ -30,11 +29,11 @@ FP8_CHECKPOINT = {
 """As in the config.json of DeepSeek-V3 and of Qwen3's FP8 checkpoints."""
 
 NOT_FOR_CONFIGS = {
-    "model_path": "it is model.path",
-    "tokenizer_path": "it is model.path",
+    "model_path": "it is {path}",
+    "tokenizer_path": "it is {path}",
     "device": "it is the device that the run was started on",
     "dtype": "it follows from model.dtype",
-    "tp_size": "it is rollout.parallel.tp",
+    "tp_size": "it is {role}.parallel.tp",
     "pp_size": "an engine has no pipeline stages; more engines come from more ranks in placement",
     "dp_size": "an engine is one replica; more engines come from more ranks in placement",
     "nnodes": "it follows from the placement",
@@ -50,13 +49,13 @@ NOT_FOR_CONFIGS = {
     "ssl_keyfile": "the server is for its own ranks only, which speak plain HTTP to it",
     "ssl_certfile": "the server is for its own ranks only, which speak plain HTTP to it",
     "tokenizer_worker_num": "with more than one SGLang checks no API key",
-    "max_running_requests": "it is rollout.max_running_requests",
-    "context_length": "it follows from rollout.max_context_tokens",
-    "skip_tokenizer_init": "it follows from rollout.sampling.stop",
-    "custom_weight_loader": "weights come by weight syncs",
-    "weight_version": "weights come by weight syncs",
+    "max_running_requests": "it is {role}.max_running_requests",
+    "context_length": "it follows from {role}.max_context_tokens",
+    "skip_tokenizer_init": "it follows from {role}.sampling.stop",
+    "custom_weight_loader": "rltrain brings the weights",
+    "weight_version": "rltrain brings the weights",
     "enable_memory_saver": "it follows from the placement",
-    "skip_server_warmup": "there are no weights to warm up with before the first weight sync",
+    "skip_server_warmup": "there are no weights to warm up with when it starts",
     "incremental_streaming_output": "responses come as what is new of them",
     "config": "arguments are given one by one, so that each can be checked",
     **dict.fromkeys(
@@ -70,7 +69,8 @@ NOT_FOR_CONFIGS = {
     ),
     "weight_cache_mode": "the weights would be shared with engines of other runs",
 }
-"""Fields of SGLang's ServerArgs that the config may not give, and why."""
+"""Fields of SGLang's ServerArgs that the config may not give, and why: {role} and {path} stand for config
+keys."""
 
 
 def check_arguments(spec: ServerSpec) -> None:
@@ -78,33 +78,36 @@ def check_arguments(spec: ServerSpec) -> None:
 
     Takes some seconds, once per interpreter and arguments. Raises ConfigError.
     """
+    key = spec.config_key
     for name in spec.args:
-        _refuse_ours(name, name)
-    reply = _ask(spec.python, json.dumps(dict(spec.args)))
+        _refuse_ours(spec, name, name)
+    reply = _ask(spec.python, json.dumps(dict(spec.args)), key)
     if "missing" in reply:
         raise ConfigError(
-            f"{PYTHON}: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
+            f"{key}.python: {spec.python} has no SGLang that can be imported ({reply['missing']}); expected SGLang "
             f"{MIN_VERSION} or newer in it: name the interpreter of an environment that has it"
         )
     if _numbers(reply["version"]) < _numbers(MIN_VERSION):
         raise ConfigError(
-            f"{PYTHON}: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
+            f"{key}.python: {spec.python} has SGLang {reply['version']}; expected {MIN_VERSION} or newer: "
             "install that or name another interpreter"
         )
     for name in spec.args:
         if name not in reply["fields"]:
             near = nearest(name, reply["names"])
             hint = f"the nearest that it has is {near}" if near else "its own list: python -m sglang.launch_server -h"
-            raise ConfigError(f"{ARGS}.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
-        _refuse_ours(name, reply["fields"][name])
+            raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
+        _refuse_ours(spec, name, reply["fields"][name])
     if reply["problem"] is not None:
-        raise ConfigError(f"{ARGS}: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
+        raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
 
 
-def _refuse_ours(name: str, field: str) -> None:
+def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
     if field in NOT_FOR_CONFIGS:
+        path = "model.path" if spec.role == "rollout" else f"{spec.role}.path"
+        reason = NOT_FOR_CONFIGS[field].format(role=spec.role, path=path)
         raise ConfigError(
-            f"{ARGS}.{name}: cannot be chosen in a run of rltrain: {NOT_FOR_CONFIGS[field]}; remove the key"
+            f"{spec.config_key}.args.{name}: cannot be chosen in a run of rltrain: {reason}; remove the key"
         )
 
 
@@ -137,7 +140,7 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
 
 
 def _fp8(spec: ServerSpec) -> dict[str, Any]:
-    """What a checkpoint in FP8 says of itself: model.path is not one, but its weights come as of one."""
+    """What a checkpoint in FP8 says of itself: its folder is not one, but its weights come as of one."""
     overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
     return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
 
@@ -165,7 +168,7 @@ def _proposed(spec: ServerSpec) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _ask(python: str, args: str) -> Mapping[str, Any]:
+def _ask(python: str, args: str, key: str) -> Mapping[str, Any]:
     command = [python, str(SERVER_FOLDER / "rltrain_arguments.py"), args]
     try:
         done = subprocess.run(
@@ -173,17 +176,18 @@ def _ask(python: str, args: str) -> Mapping[str, Any]:
         )
     except OSError as error:
         raise ConfigError(
-            f"{PYTHON}: cannot run {python}: {error.strerror}; expected the interpreter of an environment with SGLang"
+            f"{key}.python: cannot run {python}: {error.strerror}; expected the interpreter of an environment with "
+            "SGLang"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{PYTHON}: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter of an "
-            "environment with SGLang, on a file system that answers"
+            f"{key}.python: {python} has not imported SGLang within {CHECK_TIMEOUT_S:.0f} s; expected an interpreter "
+            "of an environment with SGLang, on a file system that answers"
         ) from error
     if done.returncode:
         last = "\n".join(f"  {line}" for line in done.stderr.splitlines()[-5:])
         raise ConfigError(
-            f"{PYTHON}: {python} cannot tell which arguments its SGLang takes (exit status {done.returncode}); "
+            f"{key}.python: {python} cannot tell which arguments its SGLang takes (exit status {done.returncode}); "
             f"expected the interpreter of an environment with SGLang {MIN_VERSION} or newer. It said:\n{last}"
         )
     reply: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""SGLang's server on a rollout rank, and the parts of memory that it lives in."""
+"""SGLang's server on a rank of a role, and the parts of memory that it lives in."""
 
 import logging
 import os
@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from rltrain.errors import ConfigError
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.node_copy import NodeCopy
 from rltrain.residency.remote_part import RemotePart
 from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sglang.arguments import check_arguments
@@ -27,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     """As rollout.build says. ConfigError where SGLang refuses its arguments."""
-    config, world, ranks, settings = site.config, site.world, site.ranks, site.config.rollout.sglang
+    world, ranks, settings = site.world, site.ranks, site.settings
     _check_device(site)
     group = site.groups.cpu[ranks] if len(ranks) > 1 else None
     rendezvous = _rendezvous(site)
@@ -39,35 +41,53 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         check_arguments(spec)
         server = Server(spec)
     if world.rank == ranks[0]:
-        client = Client(settings.hang_timeout_s)
-    delivery = Delivery(
-        [part.layout for part in engine_parts(config, site.architecture, site.grid)],
-        world.rank,
-        device=world.device,
-        keep=settings.keep_weights,
-        group=group,
-        call=client.call if client else None,
-    )
-    if not settings.heeds_seeds and world.rank == site.grid.owner(0):
-        logger.warning(
-            "SGLang draws with random numbers of its own, so that `seed` fixes no responses; for those set "
-            "rollout.sglang.args.enable_deterministic_inference to true, which costs some speed"
-        )
+        client = Client(settings.sglang.hang_timeout_s)
+    delivery = _delivery(site, group, client)
+    _warn_of_seeds(site)
     engine = SGLangEngine(
         server,
         client,
         delivery,
         group=group,
-        max_running_requests=config.rollout.max_running_requests,
-        max_context_tokens=config.rollout.max_context_tokens,
-        settings=settings,
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        settings=settings.sglang,
         advance=site.job_store.heartbeat.advance,
         tokenizer=site.tokenizer,
-        seeded=settings.heeds_seeds,
-        verify=config.weight_sync.verify,
+        seeded=settings.sglang.heeds_seeds,
+        verify=site.config.weight_sync.verify,
+        role=site.role,
     )
     engine.start()
     return HostedEngine(engine, parts_of_server(engine, delivery, leave, leaves))
+
+
+def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client | None) -> Delivery:
+    layouts = [part.layout for part in engine_parts(site.config, site.architecture, site.grid, site.role)]
+    shared = None
+    if site.updates_together:
+        what = f"the weights of engines of {site.role}"
+        shared = NodeCopy.among(site.job_store, what, layouts[0].ranks, layouts[0].parts)
+    return Delivery(
+        layouts,
+        site.world.rank,
+        device=site.world.device,
+        keep=site.settings.sglang.keep_weights,
+        group=group,
+        call=client.call if client else None,
+        shared=shared,
+        role=site.role,
+    )
+
+
+def _warn_of_seeds(site: EngineSite) -> None:
+    heeds_them = site.settings.sglang.heeds_seeds or not site.settings.sampling.temperature
+    if not heeds_them and site.world.rank == site.grid.owner(0):
+        logger.warning(
+            "SGLang draws with random numbers of its own, so that `seed` fixes nothing that it draws; for that set "
+            "%s.sglang.args.enable_deterministic_inference to true, which costs some speed",
+            site.role,
+        )
 
 
 def parts_of_server(
@@ -83,11 +103,16 @@ def parts_of_server(
         if leaves:
             engine.resume(tags)
 
+    def redeliver() -> None:
+        if leaves:
+            engine.redeliver()
+
     weights = RemotePart(
         release=lambda: release("weights"),
         resume=lambda: resume("weights"),
         num_bytes=lambda: delivery.num_bytes,
-        restore=engine.redeliver,
+        restore=redeliver,
+        kept_bytes=lambda: delivery.kept_bytes,
     )
     kv_cache = RemotePart(
         release=lambda: release("kv_cache", "cuda_graph"),
@@ -104,34 +129,36 @@ def _check_device(site: EngineSite) -> None:
         return
     if len(site.ranks) > 1:
         raise ConfigError(
-            f"rollout.parallel.tp: got {len(site.ranks)} for rollout.engine sglang without a GPU; expected 1, since "
-            "SGLang runs on CPUs in one process, or rollout.engine: embedded"
+            f"{site.role}.parallel.tp: got {len(site.ranks)} for {site.role}.engine sglang without a GPU; expected 1, "
+            f"since SGLang runs on CPUs in one process, or {site.role}.engine: embedded"
         )
-    if site.config.rollout.dtype == "fp8":
+    if site.settings.dtype == "fp8":
         raise ConfigError(
-            "rollout.dtype: got fp8 for rollout.engine sglang without a GPU; expected auto, since SGLang has no such "
-            "product for CPUs, or rollout.engine: embedded"
+            f"{site.role}.dtype: got fp8 for {site.role}.engine sglang without a GPU; expected auto, since SGLang has "
+            f"no such product for CPUs, or {site.role}.engine: embedded"
         )
 
 
 def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, leaves: bool) -> ServerSpec:
-    config, world, ranks, rollout = site.config, site.world, site.ranks, site.config.rollout
+    config, world, ranks, settings = site.config, site.world, site.ranks, site.settings
+    of_role = "" if site.role == "rollout" else f"{site.role}_"
     return ServerSpec(
-        python=rollout.sglang.python or sys.executable,
-        model_path=config.model.path,
+        python=settings.sglang.python or config.rollout.sglang.python or sys.executable,
+        model_path=config.checkpoint_of(site.role)[0],
         device="cuda" if world.device.type == "cuda" else "cpu",
         dtype=config.model.dtype,
         tp=len(ranks),
         gpus=_gpus(on_node, world.ranks_per_node) if world.device.type == "cuda" else (),
         host=rendezvous.rsplit(":", 1)[0] if rendezvous else LOOPBACK,
-        log_path=Path(config.output_dir) / "engines" / f"rank{world.rank}.log",
-        max_running_requests=rollout.max_running_requests,
-        max_context_tokens=rollout.max_context_tokens,
-        needs_tokenizer=bool(rollout.sampling.stop),
+        log_path=Path(config.output_dir) / "engines" / f"{of_role}rank{world.rank}.log",
+        max_running_requests=settings.max_running_requests,
+        max_context_tokens=settings.max_context_tokens,
+        needs_tokenizer=bool(settings.sampling.stop),
         memory_saver=leaves,
-        fp8=rollout.dtype == "fp8",
+        fp8=settings.dtype == "fp8",
         draws_during_syncs=site.draws_during_syncs,
-        args=rollout.sglang.args,
+        args=settings.sglang.args,
+        role=site.role,
         node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
         num_nodes=site.num_nodes,
         rendezvous=rendezvous,
@@ -149,7 +176,7 @@ def _rendezvous(site: EngineSite) -> str | None:
     """host:port where the processes of an engine over several nodes meet, on the node of its first rank."""
     if site.num_nodes == 1:
         return None
-    key = f"engine/{site.ranks[0]}"
+    key = f"engine/{site.role}/{site.ranks[0]}"
     if site.world.rank == site.ranks[0]:
         with socket.create_server(("", 0)) as free:
             site.job_store.put(key, f"{site.world.address}:{free.getsockname()[1]}")

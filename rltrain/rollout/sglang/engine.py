@@ -35,7 +35,8 @@ class SGLangEngine:
     or has samples and draws nothing for `hang_timeout_s`, is replaced up to `max_restarts` times: what it was drawing
     goes on from what is known of it. `advance` is called while a server starts. With `seeded` samples are sent with
     their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
-    checksums of the weights that it has copied; one that has others is replaced too.
+    checksums of the weights that it has copied; one that has others is replaced too. `role` is the config section that
+    `settings` are of.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class SGLangEngine:
         tokenizer: Tokenizer | None = None,
         seeded: bool = False,
         verify: bool = False,
+        role: str = "rollout",
     ) -> None:
         self.policy_version: int | None = None
         self.delivery = delivery
         self.num_restarts = 0
         self._server, self._client = server, client
         self._max_running_requests, self._max_context_tokens = max_running_requests, max_context_tokens
-        self._settings = settings
+        self._settings, self._role = settings, role
         self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
         self._sharing = EngineBroadcast(group)
         self._unfinished: dict[int, Sample] = {}
@@ -350,8 +352,8 @@ class SGLangEngine:
             if self.num_restarts >= self._settings.max_restarts:
                 raise EngineError(
                     f"The SGLang server of this engine was lost: {lost}. It has been started anew {self.num_restarts} "
-                    f"times, and rollout.sglang.max_restarts = {self._settings.max_restarts} allows no more. Its log "
-                    "is in the run folder."
+                    f"times, and {self._role}.sglang.max_restarts = {self._settings.max_restarts} allows no more. Its "
+                    "log is in the run folder."
                 )
             self.num_restarts += 1
             if self._sharing.is_first:

@@ -59,8 +59,8 @@ class InflightRequest:
         if not len(self.tokens) == len(self.logprobs) == meta["completion_tokens"]:
             raise EngineError(
                 f"SGLang returned {len(self.tokens)} tokens and {len(self.logprobs)} log-probs for sample "
-                f"{self.sample.id}; expected {meta['completion_tokens']} of both. Leave out rollout.sglang.args that "
-                "change what it returns."
+                f"{self.sample.id}; expected {meta['completion_tokens']} of both. Leave out sglang.args that change "
+                "what it returns."
             )
         versions = self._versions(meta)
         reason = meta["finish_reason"]
@@ -105,7 +105,7 @@ class InflightRequest:
             raise EngineError(
                 f"SGLang ended sample {self.sample.id} after {num_before} tokens of the {self.limit} that its "
                 "response may have. Expected memory for at least one whole response: raise mem_fraction_static in "
-                "rollout.sglang.args, or lower rollout.max_context_tokens."
+                "sglang.args of its role, or lower its max_context_tokens."
             )
         return Status.PENDING
 

@@ -101,7 +101,8 @@ class Server:
                 self.kill()
                 raise EngineError(
                     f"{self._failed(f'has not got ready, and added nothing to its log for {timeout_s:g} s')} "
-                    f"(rollout.sglang.start_timeout_s: raise it for a larger model or a slower disk){self._log_tail()}"
+                    f"({self.spec.config_key}.start_timeout_s: raise it for a larger model or a slower disk)"
+                    f"{self._log_tail()}"
                 )
             time.sleep(POLL_S)
 
@@ -156,14 +157,16 @@ class Server:
             return False
 
     def _failed(self, what: str) -> str:
-        return f"rollout.sglang: the server of {self.spec.model_path} (start {self.num_starts}) {what}"
+        return f"{self.spec.config_key}: the server of {self.spec.model_path} (start {self.num_starts}) {what}"
 
     def _log_tail(self) -> str:
         with self.spec.log_path.open("rb") as log:
             log.seek(self._log_start_bytes)
             lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         shown = "\n".join(f"  {line[:LOG_LINE_CHARS]}" for line in lines) if lines else "  (nothing)"
-        return f"; what it was given is in rollout.sglang.args. The end of its log, {self.spec.log_path}:\n{shown}"
+        return (
+            f"; what it was given is in {self.spec.config_key}.args. The end of its log, {self.spec.log_path}:\n{shown}"
+        )
 
     def _release_ports(self) -> None:
         for reserved in self._reserved:

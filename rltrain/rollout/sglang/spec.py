@@ -42,11 +42,17 @@ class ServerSpec:
     draws_during_syncs: bool
     """Whether weights may come while it has responses under way."""
     args: Mapping[str, Any]
-    """More arguments by name: rollout.sglang.args."""
+    """More arguments by name: <role>.sglang.args."""
+    role: str = "rollout"
+    """The config section that it is described in, and what messages call it by."""
     node_rank: int = 0
     num_nodes: int = 1
     rendezvous: str | None = None
     """HOST:PORT at which the nodes of an engine meet; None where it has one node."""
+
+    @property
+    def config_key(self) -> str:
+        return f"{self.role}.sglang"
 
 
 def clean_environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rltrain.errors import EngineError, EngineLost
 from rltrain.reshard.kernels.checksums import checksum_of
 from rltrain.reshard.layout import Layout
+from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.sglang.weights.call_queue import Call, CallQueue
 from rltrain.rollout.sglang.weights.gathering import from_first, gather_bytes
 from rltrain.rollout.sglang.weights.host_copy import HostCopy
@@ -43,7 +44,8 @@ class Delivery:
     `parts` are the engine's layout as `reshard.parts.split` gives it: they pass one after another through two slots of
     staging memory, so that the engine copies one part while the next arrives. `group` holds the engine's ranks (gloo),
     in the order of the server's tensor-parallel ranks; None: this rank alone. `call` reaches the server and is given
-    on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory.
+    on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory; `shared` says with
+    which ranks of the node, whose engines have the same updates. `role` is the config section of the engine.
 
     A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A server that is lost on the
     way holds up nobody: the remaining parts are still taken and kept, and `finish` raises EngineLost on all ranks.
@@ -60,13 +62,15 @@ class Delivery:
         keep: bool,
         group: dist.ProcessGroup | None,
         call: Call | None,
+        shared: NodeCopy | None = None,
+        role: str = "rollout",
     ) -> None:
         self.version: int | None = None
         """Of the weights that the server has, as it says itself; None while they are not complete."""
         self.num_parts = len(parts)
-        self._device, self._group = device, group
+        self._device, self._group, self._role = device, group, role
         self._staging = Staging(parts, rank, device)
-        self._kept = HostCopy(self._staging, self.num_parts, device) if keep else None
+        self._kept = HostCopy(self._staging, self.num_parts, device, shared) if keep else None
         self._arrived_version: int | None = None
         self._courier = CallQueue(call) if call else None
         self._replies = [_reply_file() for _ in range(NUM_SLOTS)]
@@ -80,6 +84,11 @@ class Delivery:
     def num_bytes(self) -> int:
         """Of this rank's share of the weights."""
         return sum(self._staging.num_bytes(part) for part in range(self.num_parts))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the copy on the host, where it is this rank's."""
+        return self._kept.num_bytes if self._kept else 0
 
     def check_layout(self) -> None:
         """After every start of the server: whether its parameters are those that `parts` describe.
@@ -97,7 +106,7 @@ class Delivery:
         if refusal:
             raise EngineError(
                 f"the SGLang server does not hold its weights as rltrain would write them: {refusal}. Change "
-                "rollout.sglang.args, or use rollout.engine=embedded"
+                f"{self._role}.sglang.args, or use {self._role}.engine=embedded"
             )
         self._request("/end_weight_update", {})
         self._raise_if_failed()
@@ -157,8 +166,9 @@ class Delivery:
         if self._kept is None:
             raise EngineError(
                 "an SGLang server was started anew and needs its weights, but no copy of them was kept; expected "
-                "rollout.sglang.keep_weights=true"
+                f"{self._role}.sglang.keep_weights=true"
             )
+        self._kept.await_update()
         self.begin()
         for part in range(self.num_parts):
             self._free_slot(part)

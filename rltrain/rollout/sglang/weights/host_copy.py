@@ -1,34 +1,50 @@
 """A copy on the host of weights that passed through staging memory, for a server that is started anew."""
 
 import torch
-from torch import Tensor
 
-from rltrain.residency.host_memory import HostRegion, aligned
+from rltrain.residency.host_tensors import HostTensors
+from rltrain.residency.node_copy import NodeCopy
 from rltrain.rollout.sglang.weights.staging import Staging
 
 
 class HostCopy:
-    """All parts of one rank, end to end; pinned beside CUDA."""
+    """All parts of one rank; pinned beside CUDA.
 
-    def __init__(self, staging: Staging, num_parts: int, device: torch.device) -> None:
-        self._staging, self._memory = staging, HostRegion(device)
-        self._begin = [0]
-        for part in range(num_parts):
-            self._begin.append(self._begin[-1] + aligned(staging.num_bytes(part)))
-        self._memory.reserve(self._begin[-1])
+    Ranks of a node that are the same share of several engines have one copy, `shared`, which the first of them writes;
+    None: a copy of this rank's own. Of two updates the second one's parts come to any rank only when all ranks have
+    joined it, so that nobody reads any more what it overwrites.
+    """
+
+    def __init__(self, staging: Staging, num_parts: int, device: torch.device, shared: NodeCopy | None = None) -> None:
+        self._staging, self._num_parts, self._shared = staging, num_parts, shared
+        sizes = (staging.num_bytes(part) for part in range(num_parts))
+        like = {str(part): torch.empty(size, dtype=torch.uint8, device="meta") for part, size in enumerate(sizes)}
+        self._host = shared.tensors(like, lambda host: None) if shared else HostTensors(like, device)
+        self._num_updates = 0
+        """Whose last part has arrived: the same on all ranks that share the copy."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that this rank has for it, and no other."""
+        return sum(tensor.nbytes for tensor in self._host.tensors.values()) if self._host.is_own else 0
 
     def store(self, part: int) -> None:
-        """Returns when the copy is complete."""
-        for piece, staged in self._pieces(part):
-            piece.copy_(staged, non_blocking=True)
-        if self._staging.bytes(part).is_cuda:
-            torch.cuda.synchronize(self._staging.bytes(part).device)
+        """After each part of an update, in order. Returns when the copy is complete, where this rank makes one."""
+        if self._host.is_own:
+            staged = self._staging.bytes(part)
+            self._host.tensors[str(part)].copy_(staged, non_blocking=True)
+            if staged.is_cuda:
+                torch.cuda.synchronize(staged.device)
+        if part == self._num_parts - 1:
+            self._num_updates += 1
+            if self._shared and self._shared.is_first:
+                self._shared.renewed(self._num_updates)
+
+    def await_update(self) -> None:
+        """Before the first `restore` after an update: until whoever keeps the copy has all of it."""
+        if self._shared and not self._host.is_own:
+            self._shared.await_renewed(self._num_updates)
 
     def restore(self, part: int) -> None:
-        for piece, staged in self._pieces(part):
-            staged.copy_(piece, non_blocking=True)
-
-    def _pieces(self, part: int) -> list[tuple[Tensor, Tensor]]:
-        memory = self._staging.bytes(part)
-        pieces = list(self._memory.pieces(self._begin[part], memory.numel()))
-        return list(zip(pieces, memory.split([piece.numel() for piece in pieces]), strict=True))
+        """Into the part's slot of staging memory."""
+        self._staging.bytes(part).copy_(self._host.tensors[str(part)], non_blocking=True)

@@ -1,0 +1,38 @@
+"""Weights of a checkpoint for an engine that no sync fills: as an update, whichever engine it is."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_quantized import load_quantized
+from rltrain.rollout.engine import Engine
+from rltrain.rollout.layout import EnginePart, engine_parts
+from rltrain.rollout.site import EngineSite
+
+
+def serve_checkpoint(engine: Engine, site: EngineSite, version: int) -> None:
+    """Have the engine of a site serve its role's checkpoint, as `version`.
+
+    CheckpointError where the checkpoint cannot be read. Collective over: the engine's ranks.
+    """
+    (path, key), rank = site.config.checkpoint_of(site.role), site.world.rank
+    dtype = getattr(torch, site.config.model.dtype)
+    parts: Sequence[EnginePart] = engine_parts(site.config, site.architecture, site.grid, site.role)
+    engine.begin_update()
+    for number, part in enumerate(parts):
+        _load(Path(path), part, rank, engine.incoming(number), dtype, key)
+        engine.arrived(number)
+    engine.end_update(version)
+
+
+def _load(
+    path: Path, part: EnginePart, rank: int, parameters: Mapping[str, Tensor], dtype: torch.dtype, key: str
+) -> None:
+    if not part.quantized.any():
+        load_parameters(path, part.plain, rank, parameters, config_key=key)
+        return
+    layouts = part.filled_from(part.plain)
+    load_quantized(path, part.plain, layouts, rank, parameters, dtype=dtype, config_key=key)
