@@ -24,10 +24,24 @@ class Model(Section):
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
     OWNER/NAME@REVISION; with hf: before it also where a folder has that name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    residual_dtype: Literal["float32"] | None = None
+    """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md has what it costs and gives."""
+    head_dtype: Literal["float32"] | None = None
+    """Of the product that makes logits; null: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
+
+    @property
+    def residual(self) -> str:
+        """The type of the residual stream."""
+        return self.residual_dtype or self.dtype
+
+    @property
+    def head(self) -> str:
+        """The type in which logits are made."""
+        return self.head_dtype or self.dtype
 
 
 class Optimizer(Section):

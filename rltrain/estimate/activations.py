@@ -2,7 +2,7 @@
 
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
 or latent attention by a fused kernel, no dropout. Per token, in elements: the inputs of both norms and of both blocks
-(4 hidden), queries, keys and values, what attention puts out, and what the MLP's matrices put out.
+(4 hidden, the former in the type of the residual stream), queries, keys and values, what attention puts out, and what the MLP's matrices put out.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Activations:
         whole = [self.layer(sparse) * tokens for sparse in layers]
         ends = self._ends() * tokens
         if self.job.config.model.recompute == "full":
-            return under_way * (len(layers) * self._hidden() * tokens + ends) + max(whole, default=0)
+            return under_way * (len(layers) * self._hidden(self.job.residual_bytes) * tokens + ends) + max(whole, default=0)
         return under_way * (sum(whole) + ends)
 
     def evaluating(self, tokens: int) -> int:
@@ -49,16 +49,20 @@ class Activations:
 
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
-        return 4 * self._hidden() + self._attention() + (self._experts() if sparse else self._mlp())
+        return 2 * self._normed() + self._attention() + (self._experts() if sparse else self._mlp())
 
-    def _hidden(self) -> int:
+    def _hidden(self, item_bytes: int) -> int:
         """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
         parallel = self.job.config.parallel_of(self.role)[0]
-        return self.architecture.hidden_size * self.job.item_bytes // (parallel.tp if parallel.sequence_parallel else 1)
+        return self.architecture.hidden_size * item_bytes // (parallel.tp if parallel.sequence_parallel else 1)
+
+    def _normed(self) -> int:
+        """A norm's input and output."""
+        return self._hidden(self.job.residual_bytes) + self._hidden(self.job.item_bytes)
 
     def _ends(self) -> int:
-        """The final norm's input and output."""
-        return 2 * self._hidden() if self.has_head else 0
+        """The final norm's."""
+        return self._normed() if self.has_head else 0
 
     def _attention(self) -> int:
         a, item, config = self.architecture, self.job.item_bytes, self.job.config

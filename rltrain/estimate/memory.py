@@ -151,7 +151,7 @@ def _generating_bytes(job: PlannedJob) -> dict[str, int]:
     tokens = prompts * config.data.max_prompt_tokens
     if config.rollout.engine == "sglang":
         tokens = min(tokens, SGLANG_PREFILL_TOKENS)
-    hidden = tokens * (2 * architecture.hidden_size + widest) * job.item_bytes
+    hidden = tokens * (architecture.hidden_size * job.residual_bytes + (architecture.hidden_size + widest) * job.item_bytes)
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
 
 
@@ -162,7 +162,7 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
         return tokens * FP32 * (1 + trains)
     elements = tokens * -(-architecture.vocab_size // job.grids[role].tp)
     chunk = min(elements, LOGPROB_CHUNK_ELEMENTS)
-    return elements * job.item_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES
+    return elements * job.logit_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:

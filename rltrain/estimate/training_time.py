@@ -157,5 +157,5 @@ class TrainingTime:
             sent = self.architecture.moe.top_k * hidden / self.grid.tp * self.gpu.efficiency.expert_imbalance
             seconds += 2 * sum(layers) * ep.scattered(sent)  # there and back
         if self.grid.pp > 1:
-            seconds += hidden / self.links.pp
+            seconds += self.architecture.hidden_size * self.job.residual_bytes / self.links.pp
         return seconds

@@ -27,6 +27,12 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
             f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
             "the longer it is; expected sequence_mean, which its paper has"
         )
+    if config.model.residual != config.model.dtype and config.rollout.engine == "sglang":
+        yield (
+            f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what its "
+            f"layers add up to model.dtype {config.model.dtype}: only the trainer heeds it; expected null, or "
+            "rollout.engine: embedded"
+        )
     if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:
         yield (
             "rollout.dtype: got fp8 with loss.correction.high null, so samples that the rounded weights drew count as "

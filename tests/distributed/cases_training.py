@@ -45,6 +45,7 @@ GRIDS = {
     "pp2_dp2": Grid((0, 1, 2, 3), pp=2),
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
+WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
 """Tokens in each: all samples of a replica together, or two to four parts of them."""
@@ -94,6 +95,8 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             )
     for layout in ("tp2_dp2", "tp2_pp2"):
         yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
+    for layout in ("tp2_dp2_sp", "tp2_pp2"):
+        yield f"bfloat16/wide_{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, **WIDE)
     yield (
         "bfloat16/plain_optimizer",
         _train(paths["qwen3"], "tp2_dp2", groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16", distributed_optimizer=False),
@@ -156,10 +159,9 @@ def _train(
     max_tokens: int,
     *,
     distributed_optimizer: bool = True,
-    recompute: str = "none",
-    dtype: str = "float32",
+    **settings: str,
 ) -> dict[str, Any]:
-    model = load_model(path, layout, groups, recompute=recompute, dtype=dtype)
+    model = load_model(path, layout, groups, **settings)
     experience = share_of(load_experience(path), layout)
     expected = load_file(path / "expected.safetensors")
     start = EvaluableModel(model).evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)

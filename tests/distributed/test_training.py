@@ -98,7 +98,7 @@ def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, 
     assert max(differences.values()) < 1e-4, differences
 
 
-@pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer"])
+@pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"])
 def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
     (single,) = reports(ranks, BASELINE)
     for report in reports(ranks, f"bfloat16/{variant}"):

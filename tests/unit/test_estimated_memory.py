@@ -111,6 +111,15 @@ def test_recomputation_keeps_less():
     assert kept["full"] < kept["selective"] / 5 < kept["none"] / 5
 
 
+def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():
+    placement, wide = {"actor": "0-7", "rollout, reward": "8-15"}, {"residual_dtype": "float32", "head_dtype": "float32"}
+    jobs = [job_of(qwen3_8b(), placement, 16, model={"path": "m", **types}) for types in ({}, wide)]
+    plain, more = (rank_memories(job, H100)[0].peak.bytes_of for job in jobs)
+    hidden = jobs[0].micro_batch_tokens("actor") * qwen3_8b().hidden_size
+    assert more["activations"] - plain["activations"] == 2 * hidden * (2 * qwen3_8b().num_layers + 1)
+    assert more["logits"] - plain["logits"] == 2 * 2 * jobs[0].micro_batch_tokens("actor") * qwen3_8b().vocab_size
+
+
 def test_roles_that_take_turns_do_not_add_up():
     together = {"actor, rollout, reward": "0-7"}
     turns = largest(rank_memories(job_of(qwen3_8b(), together, 8), H100))

@@ -43,6 +43,8 @@ class ServerSpec:
     """Whether weights may come while it has responses under way."""
     args: Mapping[str, Any]
     """More arguments by name: rollout.sglang.args."""
+    wide_head: bool = False
+    """Whether logits are made in fp32."""
     node_rank: int = 0
     num_nodes: int = 1
     rendezvous: str | None = None

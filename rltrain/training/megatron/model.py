@@ -31,6 +31,7 @@ from rltrain.training.megatron.layers import (
     uses_transformer_engine,
 )
 from rltrain.training.megatron.platform import adapt_to_platform
+from rltrain.training.megatron.precision import widen_projection
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 ROUTER_BIAS = ".router.expert_bias"
@@ -57,6 +58,7 @@ class LanguageModel(GPTModel):
         layout: Layout,
         transformer_engine: bool,
         device: torch.device,
+        wide_head: bool = False,
     ) -> None:
         collection = process_group_collection(grid, groups)
         stage = collection.pp.rank()
@@ -78,6 +80,8 @@ class LanguageModel(GPTModel):
             self.post_process = True
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
+        elif last_stage and wide_head:
+            widen_projection(self.output_layer)
         self.architecture = architecture
         self.layout = layout
         self.device = device
@@ -132,7 +136,14 @@ def build_model(
     )
     layout = layout_of_model(architecture, grid, model=model, device=device)
     return LanguageModel(
-        architecture, config, grid, groups, layout=layout, transformer_engine=transformer_engine, device=device
+        architecture,
+        config,
+        grid,
+        groups,
+        layout=layout,
+        transformer_engine=transformer_engine,
+        device=device,
+        wide_head=model.head != model.dtype,
     )
 
 
@@ -183,7 +194,8 @@ def transformer_config(
         pipeline_model_parallel_size=grid.pp,
         sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=getattr(torch, model.residual),
+        fp32_residual_connection=model.residual != model.dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
