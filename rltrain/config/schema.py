@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rltrain.config.checks import Checks as Checks
 from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
@@ -155,6 +156,7 @@ class Config(Section):
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
     on_divergence: OnDivergence = OnDivergence()
+    checks: Checks = Checks()
     preference: Preference = Preference()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()

@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
@@ -31,6 +32,7 @@ def check_config(config: Config) -> None:
         *learning_problems(config),
         *reward_problems(config),
         *evaluation_problems(config),
+        *check_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
