@@ -23,13 +23,14 @@ class Model(Section):
     path: Annotated[str, HubName("model")]
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
     OWNER/NAME@REVISION; with hf: before it also where a folder has that name."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights and activations. In float16 losses are scaled, see optimizer.loss_scale."""
     residual_dtype: Literal["float32"] | None = None
     """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md has what it costs and gives."""
     head_dtype: Literal["float32"] | None = None
     """Of the product that makes logits; null: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
+    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is not float32."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
 
@@ -42,6 +43,20 @@ class Model(Section):
     def head(self) -> str:
         """The type in which logits are made."""
         return self.head_dtype or self.dtype
+
+
+class LossScale(Section):
+    """What losses are multiplied by with model.dtype float16, so that small gradients do not become zero. Optimizer
+    steps whose gradients overflow are skipped, and halve it. Losses are sums over tokens here, whose gradients are as
+    many times larger than those of means: it is small where other frameworks begin with 65536 and more."""
+
+    initial: Positive = 128.0
+    window: Count = 200
+    """Optimizer steps without an overflow after which it is doubled."""
+    hysteresis: Count = 1
+    """Overflows before it is halved."""
+    minimum: Positive = 2.0**-10
+    """Gradients that overflow at this one count as a step that diverged (on_divergence)."""
 
 
 class Optimizer(Section):
@@ -57,6 +72,7 @@ class Optimizer(Section):
     beta2: Fraction = 0.95
     eps: Positive = 1e-8
     clip_grad: NonNegative = 1.0
+    loss_scale: LossScale = LossScale()
 
 
 class Trained(Section):

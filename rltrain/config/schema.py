@@ -35,6 +35,7 @@ from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Inference as Inference
+from rltrain.config.models import LossScale as LossScale
 from rltrain.config.models import Model as Model
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer

@@ -46,6 +46,8 @@ GRIDS = {
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
+TOO_LARGE = schema.LossScale(initial=2.0**24, window=3)
+TOO_SMALL = schema.LossScale(initial=1.0, minimum=1.0)
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
 """Tokens in each: all samples of a replica together, or two to four parts of them."""
@@ -57,7 +59,7 @@ def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
-    for case in (_layouts, _variants, _families, _names_and_shapes, _failures):
+    for case in (_layouts, _variants, _families, _names_and_shapes, _failures, _loss_scales):
         for name, result in case(paths, groups):
             results[name] = result
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
@@ -95,6 +97,8 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             )
     for layout in ("tp2_dp2", "tp2_pp2"):
         yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
+    for layout in ("tp2_dp2", "tp2_pp2"):
+        yield f"float16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="float16")
     for layout in ("tp2_dp2_sp", "tp2_pp2"):
         yield f"bfloat16/wide_{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, **WIDE)
     yield (
@@ -142,6 +146,22 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             f"weights_kept/{layout}",
             all(torch.equal(a, b) for a, b in zip(before, trainable.model.parameters(), strict=True)),
         )
+
+
+def _loss_scales(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """A loss scale that is far too large at first, over a run that goes on from its state in the middle."""
+    for layout in ("tp2_dp2", "tp2_pp2"):
+        experience = share_of(load_experience(paths["qwen3"]), layout)
+        first = make_trainable(load_model(paths["qwen3"], layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
+        before = [parameter.detach().clone() for parameter in first.model.parameters()]
+        steps = [first.train_batch(experience, negative_log_likelihood) for _ in range(6)]
+        kept = all(torch.equal(a, b) for a, b in zip(before, first.model.parameters(), strict=True))
+        second = make_trainable(load_model(paths["qwen3"], layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
+        second.loss_scale.load(first.loss_scale.state())
+        steps += [second.train_batch(experience, negative_log_likelihood) for _ in range(14)]
+        yield f"loss_scale/{layout}", {"steps": steps, "kept": kept}
+        smallest = make_trainable(load_model(paths["qwen3"], layout, groups, dtype="float16"), loss_scale=TOO_SMALL)
+        yield f"loss_scale_at_its_minimum/{layout}", error_of(smallest, experience, _steep)
 
 
 def error_of(trainable: TrainableModel, experience: Experience, loss: Callable[..., LossOutput]) -> str:
@@ -218,10 +238,15 @@ def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: str) 
 
 
 def make_trainable(
-    model: LanguageModel, max_tokens: int = 10_000, distributed_optimizer: bool = True
+    model: LanguageModel,
+    max_tokens: int = 10_000,
+    distributed_optimizer: bool = True,
+    loss_scale: schema.LossScale = schema.LossScale(),
 ) -> TrainableModel:
     settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        optimizer=schema.Optimizer(
+            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, loss_scale=loss_scale
+        ),
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed_optimizer,
     )

@@ -108,6 +108,39 @@ def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant:
             assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
 
 
+@pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_pp2"])
+def test_float16_training_follows_float32(ranks: list[dict[str, Any]], layout: str) -> None:
+    (single,) = reports(ranks, BASELINE)
+    for report in reports(ranks, f"float16/{layout}"):
+        assert report["dtypes"] == ["torch.float16"]
+        for values, wanted in zip(report["steps"], single["steps"], strict=True):
+            assert values["loss"] == pytest.approx(wanted["loss"], rel=0.005)
+            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.02)
+            assert (values["loss_scale"], values["overflowed_updates"]) == (128, 0)
+
+
+@pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_pp2"])
+def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(
+    ranks: list[dict[str, Any]], layout: str
+) -> None:
+    first, *others = reports(ranks, f"loss_scale/{layout}")
+    assert all(other == first for other in others), "ranks agree"
+    assert first["kept"], "the first six steps overflow"
+    steps = first["steps"]
+    overflowed = [step["overflowed_updates"] for step in steps]
+    assert overflowed == [step["skipped_updates"] for step in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
+    assert [step["loss_scale"] for step in steps[:7]] == [2.0 ** (23 - index) for index in range(7)], "also when resumed"
+    assert not all(overflowed)
+    made = overflowed.index(0)
+    assert [s["loss_scale"] / steps[made]["loss_scale"] for s in steps[made : made + 3]] == [1, 1, 2], "after a window"
+
+
+@pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_pp2"])
+def test_an_overflow_at_the_smallest_loss_scale_is_a_divergence(ranks: list[dict[str, Any]], layout: str) -> None:
+    for rank in ranks:
+        assert rank[f"loss_scale_at_its_minimum/{layout}"].startswith("DivergenceError: the actor's gradient norm is")
+
+
 @pytest.mark.parametrize("layout", ["tp1", "tp2_pp2", "tp4"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_tied", "llama3"])
 def test_parameters_are_those_of_the_layout(ranks: list[dict[str, Any]], name: str, layout: str) -> None:

@@ -23,3 +23,18 @@ def test_a_run_ends_where_trainer_and_engine_part(warmed_up, data_overrides, tmp
     done = try_to_train(quickstart, *job, f"checks.max_logprob_diff={differences[0] / 2}", num_ranks=2)
     assert done.returncode
     assert "step 0: the trainer's log-probs are far" in done.stderr and "checks.max_logprob_diff" in done.stderr
+
+
+def test_a_run_in_float16_tells_of_its_loss_scale(warmed_up, data_overrides, tmp_path):
+    """It begins too large; the run goes on from a checkpoint with what became of it."""
+    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
+    scale = "actor.optimizer.loss_scale={initial: 16777216.0}"
+    job = (*paths, *TWO_RANKS, *SHORT, "model.dtype=float16", "batch.mini_batches=4", scale, "checkpoint.save_interval=2")
+    quickstart = REPOSITORY / "configs/quickstart.yaml"
+    records = train(quickstart, *job, "steps=2", num_ranks=2)
+    overflowed, scales = (column(records, f"train/{name}") for name in ("overflowed_updates", "loss_scale"))
+    assert overflowed == column(records, "train/skipped_updates") and overflowed[0] == 4
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 0.05
+    later = train(quickstart, *job, "steps=4", num_ranks=2)[2:]
+    assert column(later, "train/loss_scale")[0] <= scales[1] < 2**21
+    assert column(later, "train/skipped_updates")[1] < 4 and "train/grad_norm" in later[1]

@@ -35,7 +35,6 @@ from rltrain.training.megatron.precision import widen_projection
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 ROUTER_BIAS = ".router.expert_bias"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LanguageModel(GPTModel):
@@ -174,7 +173,7 @@ def transformer_config(
     device: torch.device,
     transformer_engine: bool,
 ) -> TransformerConfig:
-    dtype, cuda = DTYPES[model.dtype], device.type == "cuda"
+    dtype, cuda = getattr(torch, model.dtype), device.type == "cuda"
     recompute_layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if model.recompute == "full" else {}
     return config_class(architecture)(
         num_layers=architecture.num_layers,
@@ -197,6 +196,7 @@ def transformer_config(
         pipeline_dtype=getattr(torch, model.residual),
         fp32_residual_connection=model.residual != model.dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         bias_activation_fusion=cuda,
