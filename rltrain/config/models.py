@@ -2,8 +2,11 @@
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
@@ -19,6 +22,25 @@ class Parallel(Section):
     sequence_parallel: bool = False
 
 
+class Recompute(Section):
+    granularity: Literal["none", "selective", "full"] = "full"
+    """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
+    layers: Count | None = None
+    """full: so many layers, the first ones of every pipeline stage; null: all."""
+    modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
+    """selective: which parts. core_attn: what attention puts out. layernorm: what norms put out. mlp: the inside of
+    dense MLPs. moe: the inside of layers of experts, shared ones among them. shared_experts: of these alone.
+    mla_up_proj: queries, keys and values of latent attention."""
+
+    def full_layers(self, count: int) -> int:
+        """Of a stage's `count` layers, how many are computed anew as a whole."""
+        return min(self.layers or count, count) if self.granularity == "full" else 0
+
+    def repeats(self, module: RecomputedModule) -> bool:
+        """Whether this part of every layer is computed anew on its own."""
+        return self.granularity == "selective" and module in self.modules
+
+
 class Model(Section):
     path: Annotated[str, HubName("model")]
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
@@ -31,8 +53,14 @@ class Model(Section):
     """Of the product that makes logits; null: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is not float32."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation, in Megatron's terms."""
+    recompute: Literal["none", "selective", "full"] | Recompute = "none"
+    """Activations that backward computes anew, in Megatron's terms. selective: {granularity: selective}; full:
+    {granularity: full}."""
+
+    @property
+    def recomputed(self) -> Recompute:
+        given = self.recompute
+        return Recompute(granularity=given) if isinstance(given, str) else given
 
     @property
     def residual(self) -> str:

@@ -40,6 +40,7 @@ from rltrain.config.models import Model as Model
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
+from rltrain.config.models import Recompute as Recompute
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher

@@ -32,15 +32,16 @@ class Activations:
 
     def training(self, tokens: int) -> int:
         """At most at once, with micro-batches of `tokens` tokens: a stage has as many under way as follow it, itself
-        among them (1F1B). With full recomputation a layer keeps its input, and one layer at a time keeps all."""
+        among them (1F1B). A layer that is recomputed keeps its input, one whose parts are what is left without them,
+        and one layer at a time has all that it computes anew."""
         pp = self.job.grids[self.role].pp
         under_way = min(self.job.num_micro_batches(self.role), pp - self.stage)
         layers = layers_of_stage(self.architecture, pp, self.stage)
-        whole = [self.layer(sparse) * tokens for sparse in layers]
-        ends = self._ends() * tokens
-        if self.job.config.model.recompute == "full":
-            return under_way * (len(layers) * self._hidden(self.job.residual_bytes) * tokens + ends) + max(whole, default=0)
-        return under_way * (sum(whole) + ends)
+        whole = self.job.config.model.recomputed.full_layers(len(layers))
+        again = [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
+        kept = whole * self._hidden(self.job.residual_bytes)
+        kept += sum(self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:])
+        return tokens * (under_way * (kept + self._ends()) + max(again, default=0))
 
     def evaluating(self, tokens: int) -> int:
         """Without gradients: those of the layer that is being computed."""
@@ -50,6 +51,18 @@ class Activations:
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
         return 2 * self._normed() + self._attention() + (self._experts() if sparse else self._mlp())
+
+    def _recomputed(self, sparse: bool) -> int:
+        """Of `layer`, what parts of it that are computed anew do not keep."""
+        repeats, a = self.job.config.model.recomputed.repeats, self.architecture
+        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * self.job.item_bytes
+        parts = (
+            (repeats("core_attn"), values // self.job.grids[self.role].tp),
+            (repeats("layernorm"), 2 * self._hidden(self.job.item_bytes)),
+            (repeats("mlp") and not sparse, self._mlp()),
+            (repeats("moe") and sparse, self._experts() if sparse else 0),
+        )
+        return sum(size for is_repeated, size in parts if is_repeated)
 
     def _hidden(self, item_bytes: int) -> int:
         """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
@@ -74,9 +87,8 @@ class Activations:
             latents = 2 * ((a.mla.q_rank or 0) + a.mla.kv_rank + a.mla.rope_head_dim)
         kept_values = values if a.mla else a.kv_size
         inputs = queries + keys + kept_values + (queries + keys if a.qk_norm else 0)
-        output = 0 if config.model.recompute == "selective" else values
         copies = queries + keys + kept_values + values if config.model.transformer_impl == "local" else 0
-        split = (inputs + values + output + copies) * item + a.num_heads * FP32
+        split = (inputs + 2 * values + copies) * item + a.num_heads * FP32
         return split // self.job.grids[self.role].tp + latents * item
 
     def _mlp(self) -> int:

@@ -13,7 +13,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
-from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops
+from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops, mlp_flops
 
 FP32 = 4
 EXPERT_TILE = 128
@@ -122,17 +122,22 @@ class TrainingTime:
         return max(per_token for per_token, _ in costs), max(each for _, each in costs)
 
     def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
-        a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recompute
+        a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recomputed
         layers = layers_of_stage(a, self.grid.pp, stage)
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
         attention = len(layers) * attention_flops(a) * self.workload.sample / 2
         times = 1 + BACKWARD if backward else 1
-        repeated = backward and recompute == "full"
+        repeated = backward * recompute.full_layers(len(layers)) / (len(layers) or 1)
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
-        of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
+        attended = times + (backward if recompute.repeats("core_attn") else repeated)
+        of_attention = attended * attention / gpu.efficiency.attention
         at_peak = (times + repeated) * of_layers + times * head / gpu.efficiency.matmul + of_attention
+        if backward and recompute.repeats("mlp"):
+            at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul
+        if backward and recompute.repeats("moe"):
+            at_peak += experts * self._unevenness() / gpu.efficiency.experts
         per_token = at_peak / (gpu.flops(self.job.config.model.dtype) * self.grid.tp)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)

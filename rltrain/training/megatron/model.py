@@ -18,7 +18,12 @@ from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
-from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
+from rltrain.training.megatron.architecture_settings import (
+    attention_settings,
+    config_class,
+    expert_settings,
+    recompute_settings,
+)
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.latent_attention import rotate_by_position
@@ -174,7 +179,6 @@ def transformer_config(
     transformer_engine: bool,
 ) -> TransformerConfig:
     dtype, cuda = getattr(torch, model.dtype), device.type == "cuda"
-    recompute_layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if model.recompute == "full" else {}
     return config_class(architecture)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -203,12 +207,11 @@ def transformer_config(
         bias_dropout_fusion=cuda,
         apply_rope_fusion=transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        recompute_granularity=None if model.recompute == "none" else model.recompute,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
         calculate_per_token_loss=True,
-        **recompute_layers,
+        **recompute_settings(model.recomputed),
         **attention_settings(architecture),
         **expert_settings(architecture, grid, grouped=transformer_engine),
     )
