@@ -36,7 +36,9 @@ TRAINER, ENGINE, TRANSFORMERS = "trainer", "engine", "transformers"
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    made.add_argument("--engine-checkpoint", type=Path, metavar="DIR", help="another for the engine (default: the same)")
+    made.add_argument(
+        "--engine-checkpoint", type=Path, metavar="DIR", help="another for the engine (default: the same)"
+    )
     made.add_argument("--texts", type=Path, metavar="FILE", help="one text per line (default: random tokens)")
     made.add_argument("--samples", type=int, default=8, help="of random tokens")
     made.add_argument("--tokens", type=int, default=64, help="of a random sample; the most of a text")
@@ -85,9 +87,7 @@ def _run_of(name: str) -> Run:
     return run
 
 
-def _print(
-    console: Console, name: str, found: list[Difference], logprobs: LogprobDifference, threshold: float
-) -> None:
+def _print(console: Console, name: str, found: list[Difference], logprobs: LogprobDifference, threshold: float) -> None:
     table = Table(title=f"trainer and {name}", title_justify="left")
     table.add_column("stage")
     for column in ("relative", "largest", "at token"):

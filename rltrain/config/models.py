@@ -48,7 +48,8 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of weights and activations. In float16 losses are scaled, see optimizer.loss_scale."""
     residual_dtype: Literal["float32"] | None = None
-    """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md has what it costs and gives."""
+    """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md says what it costs and
+    gives."""
     head_dtype: Literal["float32"] | None = None
     """Of the product that makes logits; null: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"

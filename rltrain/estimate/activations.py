@@ -1,8 +1,9 @@
 """Bytes of activations that a forward pass keeps for its backward pass.
 
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
-or latent attention by a fused kernel, no dropout. Per token, in elements: the inputs of both norms and of both blocks
-(4 hidden, the former in the type of the residual stream), queries, keys and values, what attention puts out, and what the MLP's matrices put out.
+or latent attention by a fused kernel, no dropout. Per token, in elements: the inputs of both norms, which have the type
+of the residual stream, and of both blocks (4 hidden), queries, keys and values, what attention puts out, and what the
+MLP's matrices put out.
 """
 
 from dataclasses import dataclass

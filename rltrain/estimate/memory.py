@@ -151,7 +151,9 @@ def _generating_bytes(job: PlannedJob) -> dict[str, int]:
     tokens = prompts * config.data.max_prompt_tokens
     if config.rollout.engine == "sglang":
         tokens = min(tokens, SGLANG_PREFILL_TOKENS)
-    hidden = tokens * (architecture.hidden_size * job.residual_bytes + (architecture.hidden_size + widest) * job.item_bytes)
+    hidden = tokens * (
+        architecture.hidden_size * job.residual_bytes + (architecture.hidden_size + widest) * job.item_bytes
+    )
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
 
 

@@ -167,13 +167,13 @@ def _recompute_problems(config: Config) -> Iterator[str]:
     given, granularity = config.model.recomputed, config.model.recomputed.granularity
     if given.layers is not None and granularity != "full":
         yield (
-            f"model.recompute.layers: got {given.layers} with granularity {granularity}, which is of all layers; expected "
-            "null, or granularity: full"
+            f"model.recompute.layers: got {given.layers} with granularity {granularity}, which is of all layers; "
+            "expected null, or granularity: full"
         )
     if "modules" in given.model_fields_set and granularity != "selective":
         yield (
-            f"model.recompute.modules: got {', '.join(given.modules) or 'none'} with granularity {granularity}, which is "
-            "of whole layers; expected the key to be left out, or granularity: selective"
+            f"model.recompute.modules: got {', '.join(given.modules) or 'none'} with granularity {granularity}, which "
+            "is of whole layers; expected the key to be left out, or granularity: selective"
         )
     elif granularity == "selective" and not given.modules:
         yield "model.recompute.modules: got none; expected some, such as [core_attn, mlp], or model.recompute: none"

@@ -31,14 +31,14 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
     if any(limits.values()) and config.schedule.mode == "asynchronous" and not config.schedule.in_flight_sync:
         key = next(key for key, limit in limits.items() if limit)
         yield (
-            f"checks.{key}: got {limits[key]} with schedule.mode asynchronous and schedule.in_flight_sync false, so every "
-            "token is of older weights than those that it is compared under, and none is checked; expected "
+            f"checks.{key}: got {limits[key]} with schedule.mode asynchronous and schedule.in_flight_sync false, so "
+            "every token is of older weights than those that it is compared under, and none is checked; expected "
             "in_flight_sync: true, or null"
         )
     if config.model.residual != config.model.dtype and config.rollout.engine == "sglang":
         yield (
-            f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what its "
-            f"layers add up to model.dtype {config.model.dtype}: only the trainer heeds it; expected null, or "
+            f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what "
+            f"its layers add up to model.dtype {config.model.dtype}: only the trainer heeds it; expected null, or "
             "rollout.engine: embedded"
         )
     if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:

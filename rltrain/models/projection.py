@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Of a matrix that are converted at a time where there is no such product: few enough to stay in a processor's cache."""
+"""Of a matrix that are converted at a time where there is no such product: few enough for a processor's cache."""
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:

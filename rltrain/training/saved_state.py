@@ -126,8 +126,8 @@ class SavedState:
         pieces = np.empty(len(table), dtype=PIECE)
         for column, field in enumerate(FIELDS):
             pieces[field] = table[:, column]
-        numbers = (int(metadata[name]) for name in ("num_updates", "optimizer_steps"))
-        return pieces, Counts(*numbers, metadata.get("loss_scale", ""))
+        num_updates, optimizer_steps = (int(metadata[name]) for name in ("num_updates", "optimizer_steps"))
+        return pieces, Counts(num_updates, optimizer_steps, metadata.get("loss_scale", ""))
 
     def _agreed(self, numbers: Sequence[int], counts: Sequence[Counts]) -> Counts:
         """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""

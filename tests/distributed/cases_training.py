@@ -139,7 +139,7 @@ def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
 
 
 def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
-    """A loss that is not finite on one rank ends the update on all of them; what needs Transformer Engine is refused."""
+    """A loss that is not finite on one rank ends the update on all; what needs Transformer Engine is refused."""
     norms = {"granularity": "selective", "modules": ["layernorm", "mlp"]}
     yield "norms", error_of_loading(paths["qwen3"], groups, norms)
     for layout in ("tp2_dp2", "pp2_dp2"):
@@ -256,11 +256,11 @@ def make_trainable(
     model: LanguageModel,
     max_tokens: int = 10_000,
     distributed_optimizer: bool = True,
-    loss_scale: schema.LossScale = schema.LossScale(),
+    loss_scale: schema.LossScale | None = None,
 ) -> TrainableModel:
     settings = schema.Actor(
         optimizer=schema.Optimizer(
-            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, loss_scale=loss_scale
+            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, loss_scale=loss_scale or schema.LossScale()
         ),
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed_optimizer,

@@ -124,8 +124,12 @@ def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks:
     assert all(report["kept"] for report in (first, *others)), "the first three steps overflow"
     steps = first["steps"]
     overflowed = [step["overflowed_updates"] for step in steps]
-    assert overflowed == [step["skipped_updates"] for step in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
-    assert [step["loss_scale"] for step in steps[:5]] == [2.0 ** (16 - index) for index in range(5)], "also when resumed"
+    assert (
+        overflowed == [step["skipped_updates"] for step in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
+    )
+    assert [step["loss_scale"] for step in steps[:5]] == [2.0 ** (16 - index) for index in range(5)], (
+        "also when resumed"
+    )
     assert not all(overflowed)
     made = overflowed.index(0)
     assert [s["loss_scale"] / steps[made]["loss_scale"] for s in steps[made : made + 2]] == [1, 2], "after a window"

@@ -29,7 +29,15 @@ def test_a_run_in_float16_tells_of_its_loss_scale(warmed_up, data_overrides, tmp
     """It begins too large; the run goes on from a checkpoint with what became of it."""
     paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
     scale = "actor.optimizer.loss_scale={initial: 16777216.0}"
-    job = (*paths, *TWO_RANKS, *SHORT, "model.dtype=float16", "batch.mini_batches=4", scale, "checkpoint.save_interval=2")
+    job = (
+        *paths,
+        *TWO_RANKS,
+        *SHORT,
+        "model.dtype=float16",
+        "batch.mini_batches=4",
+        scale,
+        "checkpoint.save_interval=2",
+    )
     quickstart = REPOSITORY / "configs/quickstart.yaml"
     records = train(quickstart, *job, "steps=2", num_ranks=2)
     overflowed, scales = (column(records, f"train/{name}") for name in ("overflowed_updates", "loss_scale"))

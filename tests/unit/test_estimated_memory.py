@@ -127,7 +127,10 @@ def test_recomputation_keeps_less():
 
 
 def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():
-    placement, wide = {"actor": "0-7", "rollout, reward": "8-15"}, {"residual_dtype": "float32", "head_dtype": "float32"}
+    placement, wide = (
+        {"actor": "0-7", "rollout, reward": "8-15"},
+        {"residual_dtype": "float32", "head_dtype": "float32"},
+    )
     jobs = [job_of(qwen3_8b(), placement, 16, model={"path": "m", **types}) for types in ({}, wide)]
     plain, more = (rank_memories(job, H100)[0].peak.bytes_of for job in jobs)
     hidden = jobs[0].micro_batch_tokens("actor") * qwen3_8b().hidden_size

@@ -62,7 +62,9 @@ def gate(**checks: Any) -> ParityGate:
     "key, metric", [("max_logprob_diff", "fresh_logprob_abs_diff"), ("max_kl", "fresh_kl")], ids=["difference", "kl"]
 )
 def test_beyond_a_limit_the_run_ends_with_step_value_limit_and_key(key: str, metric: str, value: float) -> None:
-    with pytest.raises(ParityError, match=rf"^step 12: .*: train/{metric} is {value:.3g}, checks\.{key} 0\.1\..*tools/parity.py"):
+    with pytest.raises(
+        ParityError, match=rf"^step 12: .*: train/{metric} is {value:.3g}, checks\.{key} 0\.1\..*tools/parity.py"
+    ):
         gate(**{key: 0.1}).check(12, {metric: value})
 
 

@@ -23,7 +23,9 @@ def read_samples(file: Path, checkpoint: Path, limit: int) -> Samples:
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
-        raise DataError(f"--texts {file}: cannot read it: {error.strerror}; expected a file of one text per line") from error
+        raise DataError(
+            f"--texts {file}: cannot read it: {error.strerror}; expected a file of one text per line"
+        ) from error
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     encoded = (tuple(tokenizer(line)["input_ids"][:limit]) for line in lines)
     samples = tuple(ids for ids in encoded if len(ids) >= SHORTEST)

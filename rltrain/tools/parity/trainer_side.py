@@ -22,7 +22,8 @@ TIMEOUT_S = 60.0
 
 
 def run_trainer(checked: Checked, samples: Samples) -> States:
-    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint cannot be read or trained."""
+    """All samples packed into one micro-batch, as in training, in a world of one rank. UserError where the checkpoint
+    cannot be read or trained."""
     device = torch.device(checked.device)
     architecture = read_architecture(checked.path)
     with _world_of_one(device) as backend:

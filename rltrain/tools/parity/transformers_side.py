@@ -13,8 +13,8 @@ def run_transformers(checked: Checked, samples: Samples) -> States:
     """In model.dtype throughout: it knows no wider residual stream."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checked.path, dtype=getattr(torch, checked.model.dtype))
-    model = model.to(checked.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checked.path, dtype=getattr(torch, checked.model.dtype))
+    model.to(checked.device).eval()
     steps: dict[str, list[Tensor]] = {}
 
     def note(stage: str, hidden: Any) -> None:

@@ -178,8 +178,8 @@ class GroupedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """As Megatron has them, but that queries and keys are fp32 where they are rotated by other means than Transformer
-        Engine's, which rounds once: in half precision each of three operations would round."""
+        """As Megatron has them, but that queries and keys are fp32 where Transformer Engine does not rotate them, which
+        rounds once: in half precision each of three operations would round."""
         query, key, value = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
         return (query, key, value) if self.config.apply_rope_fusion else (query.float(), key.float(), value)
 
