@@ -161,6 +161,12 @@ def _training_problems(config: Config) -> Iterator[str]:
             yield (
                 f"{role}.optimizer.min_lr: got {optimizer.min_lr}; expected at most {role}.optimizer.lr {optimizer.lr}"
             )
+        scale = optimizer.loss_scale
+        if scale.minimum > scale.initial:
+            yield (
+                f"{role}.optimizer.loss_scale.minimum: got {scale.minimum}; expected at most "
+                f"{role}.optimizer.loss_scale.initial {scale.initial}"
+            )
 
 
 def _recompute_problems(config: Config) -> Iterator[str]:

@@ -115,11 +115,11 @@ class TrainedModel(Model, Protocol):
         """The optimizer step on what was accumulated. Collective over: the role's ranks.
 
         Returns loss, grad_norm (before clipping), lr, SKIPPED, with fp16 LOSS_SCALE and OVERFLOWED, and the metrics of
-        the loss function over the whole mini-batch, equal on all ranks. A mini-batch of samples without response tokens counts as
-        a step and leaves the weights as they are; so does, with the state of the optimizer, one whose loss or gradient
-        norm is not finite, which is skipped. Raises on all ranks, before any weight changes, DivergenceError where more
-        in a row would be skipped than `on_divergence` has, and ConfigError when no rank had a sample. What was
-        accumulated is used up in any case.
+        the loss function over the whole mini-batch, equal on all ranks. A mini-batch of samples without response tokens
+        counts as a step and leaves the weights as they are; so does, with the state of the optimizer, one whose loss or
+        gradient norm is not finite, which is skipped. Raises on all ranks, before any weight changes, DivergenceError
+        where more in a row would be skipped than `on_divergence` has, and ConfigError when no rank had a sample. What
+        was accumulated is used up in any case.
         """
         ...
 

@@ -140,6 +140,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             {"model": {"path": "m", "recompute": {"granularity": "selective", "modules": []}}},
             "model.recompute.modules: got none; expected some, such as [core_attn, mlp]",
         ),
+        (
+            {"actor": {"optimizer": {"loss_scale": {"initial": 0.5, "minimum": 1.0}}}},
+            "actor.optimizer.loss_scale.minimum: got 1.0; expected at most actor.optimizer.loss_scale.initial 0.5",
+        ),
         ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
         ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
