@@ -58,6 +58,10 @@ class DivergenceError(UserError):
     """A loss or gradient is not finite, or ranks that must agree do not."""
 
 
+class ParityError(UserError):
+    """Trainer and engine compute different things from the same weights."""
+
+
 class SyncError(UserError):
     """A weight sync cannot go on: ranks disagree about what moves, or a rank is gone."""
 

@@ -2,8 +2,11 @@
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
@@ -26,15 +29,41 @@ class Parallel(Section):
     sequence_parallel: bool = False
 
 
+class Recompute(Section):
+    granularity: Literal["none", "selective", "full"] = "full"
+    """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
+    layers: Count | None = None
+    """full: so many layers, the first ones of every pipeline stage; null: all."""
+    modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
+    """selective: which parts. core_attn: what attention puts out. layernorm: what norms put out. mlp: the inside of
+    dense MLPs. moe: the inside of layers of experts, shared ones among them. shared_experts: of these alone.
+    mla_up_proj: queries, keys and values of latent attention."""
+
+    def full_layers(self, count: int) -> int:
+        """Of a stage's `count` layers, how many are computed anew as a whole."""
+        return min(self.layers or count, count) if self.granularity == "full" else 0
+
+    def repeats(self, module: RecomputedModule) -> bool:
+        """Whether this part of every layer is computed anew on its own."""
+        return self.granularity == "selective" and module in self.modules
+
+
 class Model(Section):
     path: Annotated[str, HubName("model")]
     """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer. Or its name on the hub: OWNER/NAME,
     OWNER/NAME@REVISION; with hf: before it also where a folder has that name."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights and activations. In float16 losses are scaled, see optimizer.loss_scale."""
+    residual_dtype: Literal["float32"] | None = None
+    """Of what every layer adds to, in trainer and engine; null: dtype. docs/precision.md says what it costs and
+    gives."""
+    head_dtype: Literal["float32"] | None = None
+    """Of the product that makes logits; null: dtype."""
     transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation, in Megatron's terms."""
+    """auto takes Transformer Engine where it is installed, a GPU is present and dtype is not float32."""
+    recompute: Literal["none", "selective", "full"] | Recompute = "none"
+    """Activations that backward computes anew, in Megatron's terms. selective: {granularity: selective}; full:
+    {granularity: full}."""
     logits_chunk_tokens: Count | None = None
     """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
     memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""
@@ -42,6 +71,35 @@ class Model(Section):
     """With context parallelism. auto: keys and values of all ranks go to each of them, with Transformer Engine round a
     ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
     Transformer Engine must be new enough to do so with packed sequences."""
+
+    @property
+    def recomputed(self) -> Recompute:
+        given = self.recompute
+        return Recompute(granularity=given) if isinstance(given, str) else given
+
+    @property
+    def residual(self) -> str:
+        """The type of the residual stream."""
+        return self.residual_dtype or self.dtype
+
+    @property
+    def head(self) -> str:
+        """The type in which logits are made."""
+        return self.head_dtype or self.dtype
+
+
+class LossScale(Section):
+    """What losses are multiplied by with model.dtype float16, so that small gradients do not become zero. Optimizer
+    steps whose gradients overflow are skipped, and halve it. Losses are sums over tokens here, whose gradients are as
+    many times larger than those of means: it is small where other frameworks begin with 65536 and more."""
+
+    initial: Positive = 128.0
+    window: Count = 200
+    """Optimizer steps without an overflow after which it is doubled."""
+    hysteresis: Count = 1
+    """Overflows before it is halved."""
+    minimum: Positive = 2.0**-10
+    """Gradients that overflow at this one count as a step that diverged (on_divergence)."""
 
 
 class Optimizer(Section):
@@ -57,6 +115,7 @@ class Optimizer(Section):
     beta2: Fraction = 0.95
     eps: Positive = 1e-8
     clip_grad: NonNegative = 1.0
+    loss_scale: LossScale = LossScale()
 
 
 class Trained(Section):

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rltrain.config.checks import Checks as Checks
 from rltrain.config.data import Curriculum as Curriculum
 from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
@@ -36,10 +37,12 @@ from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Inference as Inference
+from rltrain.config.models import LossScale as LossScale
 from rltrain.config.models import Model as Model
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel
+from rltrain.config.models import Recompute as Recompute
 from rltrain.config.models import Reference as Reference
 from rltrain.config.models import RewardModel as RewardModel
 from rltrain.config.models import Teacher as Teacher
@@ -157,6 +160,7 @@ class Config(Section):
     loss: Loss = Loss()
     advantages: Advantages = Advantages()
     on_divergence: OnDivergence = OnDivergence()
+    checks: Checks = Checks()
     preference: Preference = Preference()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()

@@ -2,8 +2,8 @@
 
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
 or latent attention by a fused kernel, no dropout. Per token that the rank computes, in elements: the inputs of both
-norms and of both blocks (4 hidden), queries, keys and values, what attention puts out, and what the MLP's matrices put
-out.
+norms, which have the type of the residual stream, and of both blocks (4 hidden), queries, keys and values, what
+attention puts out, and what the MLP's matrices put out.
 """
 
 from dataclasses import dataclass
@@ -32,15 +32,14 @@ class Activations:
         return self.stage == self.job.grids[self.role].pp - 1
 
     def training(self, tokens: int) -> int:
-        """At most at once, with micro-batches of `tokens` tokens. With full recomputation a layer keeps its input, and
-        one layer at a time keeps all."""
-        under_way = self._under_way()
+        """At most at once, with micro-batches of `tokens` tokens. A layer that is recomputed keeps its input, one whose
+        parts are what is left without them, and one layer at a time has all that it computes anew."""
         layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
-        whole = [self.layer(sparse) * tokens for sparse in layers]
-        ends = self._ends() * tokens
-        if self.job.config.model.recompute == "full":
-            return int(under_way * (len(layers) * self._hidden() * tokens + ends)) + max(whole, default=0)
-        return int(under_way * (sum(whole) + ends))
+        whole = self.job.config.model.recomputed.full_layers(len(layers))
+        again = [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
+        kept = whole * self._hidden(self.job.residual_bytes)
+        kept += sum(self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:])
+        return tokens * (int(self._under_way() * (kept + self._ends())) + max(again, default=0))
 
     def _under_way(self) -> float:
         """Micro-batches whose activations the stage has at once. By 1F1B as many as there are stages from it on; of
@@ -57,16 +56,32 @@ class Activations:
 
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
-        return 4 * self._hidden() + self._attention() + (self._experts() if sparse else self._mlp())
+        return 2 * self._normed() + self._attention() + (self._experts() if sparse else self._mlp())
 
-    def _hidden(self) -> int:
+    def _recomputed(self, sparse: bool) -> int:
+        """Of `layer`, what parts of it that are computed anew do not keep."""
+        repeats, a = self.job.config.model.recomputed.repeats, self.architecture
+        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * self.job.item_bytes
+        parts = (
+            (repeats("core_attn"), values // self.job.grids[self.role].tp),
+            (repeats("layernorm"), 2 * self._hidden(self.job.item_bytes)),
+            (repeats("mlp") and not sparse, self._mlp()),
+            (repeats("moe") and sparse, self._experts() if sparse else 0),
+        )
+        return sum(size for is_repeated, size in parts if is_repeated)
+
+    def _hidden(self, item_bytes: int) -> int:
         """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
         parallel = self.job.config.parallel_of(self.role)[0]
-        return self.architecture.hidden_size * self.job.item_bytes // (parallel.tp if parallel.sequence_parallel else 1)
+        return self.architecture.hidden_size * item_bytes // (parallel.tp if parallel.sequence_parallel else 1)
+
+    def _normed(self) -> int:
+        """A norm's input and output."""
+        return self._hidden(self.job.residual_bytes) + self._hidden(self.job.item_bytes)
 
     def _ends(self) -> int:
-        """The final norm's input and output."""
-        return 2 * self._hidden() if self.has_head else 0
+        """The final norm's."""
+        return self._normed() if self.has_head else 0
 
     def _attention(self) -> int:
         a, item, config = self.architecture, self.job.item_bytes, self.job.config
@@ -78,12 +93,11 @@ class Activations:
             latents = 2 * ((a.mla.q_rank or 0) + a.mla.kv_rank + a.mla.rope_head_dim)
         kept_values = values if a.mla else a.kv_size
         inputs = queries + keys + kept_values + (queries + keys if a.qk_norm else 0)
-        output = 0 if config.model.recompute == "selective" else values
         copies = 0
         if config.model.transformer_impl == "local":
             all_ranks = 1 if config.model.cp_communication == "all_to_all" else self.job.grids[self.role].cp
             copies = queries + (keys + kept_values) * all_ranks + values
-        split = (inputs + values + output + copies) * item + a.num_heads * FP32
+        split = (inputs + 2 * values + copies) * item + a.num_heads * FP32
         return split // self.job.grids[self.role].tp + latents * item
 
     def _mlp(self) -> int:

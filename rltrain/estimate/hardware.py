@@ -66,7 +66,7 @@ class Gpu(Section):
     memory_gb: Positive
     """1e9 bytes."""
     tflops: dict[str, Positive]
-    """Dense, by dtype: bfloat16, float32, float8."""
+    """Dense, by dtype: bfloat16, float32, float8; float16 counts as bfloat16 where it is not given."""
     memory_gb_per_s: Positive
     node_gb_per_s: Positive
     """To the other devices of its node."""
@@ -80,6 +80,7 @@ class Gpu(Section):
 
     def flops(self, dtype: str) -> float:
         """Operations per second at the peak. ConfigError for a dtype that it has no figure for."""
+        dtype = "bfloat16" if dtype == "float16" and dtype not in self.tflops else dtype
         if dtype not in self.tflops:
             raise ConfigError(f"model.dtype: {dtype}: the --gpu has no figure for it in tflops: {sorted(self.tflops)}")
         return self.tflops[dtype] * 1e12

@@ -157,7 +157,9 @@ def _generating_bytes(job: PlannedJob) -> dict[str, int]:
     tokens = prompts * config.data.max_prompt_tokens
     if config.rollout.engine == "sglang":
         tokens = min(tokens, SGLANG_PREFILL_TOKENS)
-    hidden = tokens * (2 * architecture.hidden_size + widest) * job.item_bytes
+    hidden = tokens * (
+        architecture.hidden_size * job.residual_bytes + (architecture.hidden_size + widest) * job.item_bytes
+    )
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
 
 
@@ -171,7 +173,7 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
     elements = min(tokens, at_once or tokens) * columns
     chunk = min(elements, LOGPROB_CHUNK_ELEMENTS)
     summed = columns * architecture.hidden_size * FP32 if at_once and trains else 0
-    return elements * job.item_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES + summed
+    return elements * job.logit_bytes * (1 + trains) + chunk * FP32 * LOGPROB_COPIES + summed
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:

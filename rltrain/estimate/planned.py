@@ -86,7 +86,16 @@ class PlannedJob:
     @property
     def item_bytes(self) -> int:
         """Of an element of the weights."""
-        return int(ITEM_BYTES[ElementType[self.config.model.dtype.upper()]])
+        return _item_bytes(self.config.model.dtype)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of an element of the residual stream."""
+        return _item_bytes(self.config.model.residual)
+
+    @property
+    def logit_bytes(self) -> int:
+        return _item_bytes(self.config.model.head)
 
     @property
     def served_bytes(self) -> int:
@@ -139,3 +148,7 @@ def plan_job(
 ) -> PlannedJob:
     """PlacementError where a role's sizes do not divide its ranks."""
     return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)
+
+
+def _item_bytes(dtype: str) -> int:
+    return int(ITEM_BYTES[ElementType[dtype.upper()]])

@@ -13,7 +13,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
-from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops
+from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops, mlp_flops
 
 FP32 = 4
 EXPERT_TILE = 128
@@ -122,20 +122,25 @@ class TrainingTime:
         return max(per_token for per_token, _ in costs), max(each for _, each in costs)
 
     def _stage(self, stage: int, backward: bool) -> tuple[float, float]:
-        a, gpu, recompute = self.architecture, self.gpu, self.job.config.model.recompute
-        layers = layers_of_stage(a, self.grid, stage)
+        a, gpu, model = self.architecture, self.gpu, self.job.config.model
+        recompute, layers = model.recomputed, layers_of_stage(a, self.grid, stage)
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
         attention = len(layers) * attention_flops(a) * self.workload.sample / 2
         times = 1 + BACKWARD if backward else 1
-        repeated = backward and recompute == "full"
+        repeated = backward * recompute.full_layers(len(layers)) / (len(layers) or 1)
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
-        of_attention = (times + (backward and recompute != "none")) * attention / gpu.efficiency.attention
-        of_head = (times + (backward and self.job.config.model.logits_chunk_tokens is not None)) * head
+        attended = times + (backward if recompute.repeats("core_attn") else repeated)
+        of_attention = attended * attention / gpu.efficiency.attention
+        of_head = (times + (backward and model.logits_chunk_tokens is not None)) * head
         at_peak = (times + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
-        flops = gpu.flops(self.job.config.model.dtype) * self.grid.tp * self.grid.cp
-        passes = len(layers) * (1 + backward + (backward and recompute != "none"))
+        if backward and recompute.repeats("mlp"):
+            at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul
+        if backward and recompute.repeats("moe"):
+            at_peak += experts * self._unevenness() / gpu.efficiency.experts
+        flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
+        passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
@@ -145,7 +150,7 @@ class TrainingTime:
         each = walks * len(layers) * gpu.efficiency.layer_s + latencies
         return per_token + walks * self._moved(layers) / self.grid.cp, each
 
-    def _moved_by_attention(self, passes: int, attention_s: float) -> float:
+    def _moved_by_attention(self, passes: float, attention_s: float) -> float:
         """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
         passes through attention: on a ring as far as it takes longer than the attention beside it, else all of it."""
         a, model, link = self.architecture, self.job.config.model, self.links.cp
@@ -176,5 +181,5 @@ class TrainingTime:
             sent = self.architecture.moe.top_k * hidden / self.grid.tp * self.gpu.efficiency.expert_imbalance
             seconds += 2 * sum(layers) * ep.scattered(sent)  # there and back
         if self.grid.pp > 1:
-            seconds += self.grid.vpp * hidden / self.links.pp
+            seconds += self.grid.vpp * self.architecture.hidden_size * self.job.residual_bytes / self.links.pp
         return seconds

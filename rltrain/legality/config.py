@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
@@ -29,10 +30,12 @@ def check_config(config: Config) -> None:
         *_environment_problems(config),
         *algorithm_of(config).problems(),
         *_training_problems(config),
+        *_recompute_problems(config),
         *_teacher_problems(config),
         *learning_problems(config),
         *reward_problems(config),
         *evaluation_problems(config),
+        *check_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
@@ -168,6 +171,28 @@ def _training_problems(config: Config) -> Iterator[str]:
             yield (
                 f"{role}.optimizer.min_lr: got {optimizer.min_lr}; expected at most {role}.optimizer.lr {optimizer.lr}"
             )
+        scale = optimizer.loss_scale
+        if scale.minimum > scale.initial:
+            yield (
+                f"{role}.optimizer.loss_scale.minimum: got {scale.minimum}; expected at most "
+                f"{role}.optimizer.loss_scale.initial {scale.initial}"
+            )
+
+
+def _recompute_problems(config: Config) -> Iterator[str]:
+    given, granularity = config.model.recomputed, config.model.recomputed.granularity
+    if given.layers is not None and granularity != "full":
+        yield (
+            f"model.recompute.layers: got {given.layers} with granularity {granularity}, which is of all layers; "
+            "expected null, or granularity: full"
+        )
+    if "modules" in given.model_fields_set and granularity != "selective":
+        yield (
+            f"model.recompute.modules: got {', '.join(given.modules) or 'none'} with granularity {granularity}, which "
+            "is of whole layers; expected the key to be left out, or granularity: selective"
+        )
+    elif granularity == "selective" and not given.modules:
+        yield "model.recompute.modules: got none; expected some, such as [core_attn, mlp], or model.recompute: none"
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:

@@ -27,6 +27,20 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
             f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
             "the longer it is; expected sequence_mean, which its paper has"
         )
+    limits = {key: getattr(config.checks, key) for key in ("max_logprob_diff", "max_kl")}
+    if any(limits.values()) and config.schedule.mode == "asynchronous" and not config.schedule.in_flight_sync:
+        key = next(key for key, limit in limits.items() if limit)
+        yield (
+            f"checks.{key}: got {limits[key]} with schedule.mode asynchronous and schedule.in_flight_sync false, so "
+            "every token is of older weights than those that it is compared under, and none is checked; expected "
+            "in_flight_sync: true, or null"
+        )
+    if config.model.residual != config.model.dtype and config.rollout.engine == "sglang":
+        yield (
+            f"model.residual_dtype: got {config.model.residual_dtype} with rollout.engine sglang, which rounds what "
+            f"its layers add up to model.dtype {config.model.dtype}: only the trainer heeds it; expected null, or "
+            "rollout.engine: embedded"
+        )
     if config.rollout.dtype == "fp8" and config.loss.old_logprobs == "actor" and config.loss.correction.high is None:
         yield (
             "rollout.dtype: got fp8 with loss.correction.high null, so samples that the rounded weights drew count as "

@@ -74,6 +74,11 @@ def expert_flops(architecture: Architecture) -> int:
     return 2 * moe.top_k * _elements(architecture, layer_of(architecture, sparse=True).experts) if moe else 0
 
 
+def mlp_flops(architecture: Architecture) -> int:
+    """Of one token in the MLP of a layer without experts: gate, up and down."""
+    return 2 * 3 * architecture.hidden_size * architecture.ffn_hidden_size
+
+
 def attention_flops(architecture: Architecture) -> int:
     """Of one token in one layer for each position that it attends to: a score and a weighted value of every head."""
     value_head_dim = architecture.mla.value_head_dim if architecture.mla else architecture.head_dim

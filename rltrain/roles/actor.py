@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rltrain.algorithms import correction
+from rltrain.algorithms import correction, parity
+from rltrain.algorithms.losses import LossFunction
+from rltrain.algorithms.parity import measuring_parity
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.staleness import apply_staleness_limit
 from rltrain.checkpoint.hf import NO_NOTES, replace_checkpoint, save_checkpoint
@@ -21,6 +23,7 @@ from rltrain.evaluation.best import BEST_FILE, Best
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.advantage_estimation import AdvantageEstimation
+from rltrain.roles.parity_gate import ParityGate
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
@@ -30,7 +33,7 @@ from rltrain.tasks.roles import informing
 
 BEST, CANDIDATE = "hf_best", "hf_candidate"
 """Folders of output_dir."""
-ON_POLICY_METRICS = frozenset({"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"})
+ON_POLICY_METRICS = parity.METRICS | {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
 KL_COEF = "kl_coef"
@@ -46,6 +49,7 @@ class Actor(TrainedRole):
         self.algorithm = algorithm_of(config)
         self.loss_function = self.algorithm.loss_function()
         self.temperature = self.algorithm.temperature()
+        self.parity_gate = ParityGate(config.checks, speaks=job.world.rank == self.leader)
         self.training_data = job.training_data
         if self.training_data is not None and job.world.rank == self.leader:
             for key, dataset in self.training_data.datasets.items():
@@ -114,7 +118,7 @@ class Actor(TrainedRole):
     def accumulate(self, step: int, chunk: int) -> None:
         """Gradients of a chunk, while others still decode. Collective over: this replica."""
         start = time.perf_counter()
-        self.model.accumulate(self.batch.chunks[chunk], self.loss_function, temperature=self.temperature)
+        self.model.accumulate(self.batch.chunks[chunk], self._loss_of(step), temperature=self.temperature)
         self.accumulate_s += time.perf_counter() - start
 
     def update(self, step: int, chunk: int) -> Metrics:
@@ -125,11 +129,13 @@ class Actor(TrainedRole):
             updates = [self.model.step()]
         else:
             mini_batches = self.batch.mini_batches(experience)
-            updates = self.model.train_batches(mini_batches, self.loss_function, temperature=self.temperature)
+            updates = self.model.train_batches(mini_batches, self._loss_of(step), temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         self.warn_of_skipped(step, updates)
         updates = [correction.summarize(update) for update in updates]
-        metrics = {f"train/{name}": value for name, value in summarize(updates, ON_POLICY_METRICS).items()}
+        summary = parity.summarize(summarize(updates, ON_POLICY_METRICS))
+        self.parity_gate.check(step, summary)
+        metrics = {f"train/{name}": value for name, value in summary.items()}
         num_tokens = float(self._total(torch.tensor(experience.num_tokens)))
         tokens_per_s = num_tokens * self.config.batch.epochs / seconds
         metrics |= {
@@ -142,6 +148,10 @@ class Actor(TrainedRole):
             shaping = self.estimation.end_step(self._total)
             metrics |= {f"train/{name}": value for name, value in shaping.items()}
         return metrics
+
+    def _loss_of(self, step: int) -> LossFunction:
+        """The algorithm's, which also compares the actor with the engine, where there is one."""
+        return measuring_parity(self.loss_function, step) if self.algorithm.generates else self.loss_function
 
     def _staleness_metrics(self) -> Metrics:
         totals = self._total(self.staleness.sums())

@@ -6,7 +6,7 @@ from rltrain.config.schema import Config
 from rltrain.data.assignment import mini_batch_of
 from rltrain.data.experience import Experience, join
 from rltrain.schedule.shape import RunShape
-from rltrain.training.backend import SKIPPED
+from rltrain.training.backend import OVERFLOWED, SKIPPED
 
 
 class StepBatch:
@@ -58,4 +58,5 @@ def summarize(updates: list[dict[str, float]], first_only: frozenset[str] = froz
         summary[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         if name in first_only:
             summary[name] = values[0]
-    return summary | {SKIPPED: sum(update[SKIPPED] for update in updates)}
+    counts = (name for name in (SKIPPED, OVERFLOWED) if name in made[0])
+    return summary | {name: sum(update[name] for update in updates) for name in counts}

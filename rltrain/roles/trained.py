@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.roles.role import Job, Role
-from rltrain.training.backend import SKIPPED
+from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED
 from rltrain.training.build import training_backend
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,22 @@ class TrainedRole(Role):
 
     def warn_of_skipped(self, step: int, updates: Sequence[Mapping[str, float]]) -> None:
         """On the role's leader, where optimizer steps have changed nothing."""
-        skipped = sum(bool(update[SKIPPED]) for update in updates)
-        if skipped and self.job.world.rank == self.leader:
+        if self.job.world.rank != self.leader:
+            return
+        overflowed = sum(bool(update.get(OVERFLOWED)) for update in updates)
+        if overflowed:
+            logger.warning(
+                "step %d: gradients of %d of the %s's %d optimizer steps overflowed in float16; they changed nothing "
+                "but the loss scale, which is %g now (%s.optimizer.loss_scale)",
+                step,
+                overflowed,
+                self.name,
+                len(updates),
+                updates[-1][LOSS_SCALE],
+                self.name,
+            )
+        skipped = sum(bool(update[SKIPPED]) for update in updates) - overflowed
+        if skipped:
             logger.warning(
                 "step %d: %d of the %s's %d optimizer steps had a loss or a gradient norm that was not finite, and "
                 "changed nothing (on_divergence.max_skipped %d)",

@@ -23,6 +23,8 @@ OF_PAIRS = (
 )
 """(name, unit, meaning) of what is told of pairs, in training and in evaluations."""
 
+OF_SKIPPING = ("skipped_updates", "loss_scale", "overflowed_updates")
+
 UPDATE = (
     Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
     Metric(
@@ -42,9 +44,14 @@ UPDATE = (
     Metric("train/entropy", "nats", "mean entropy of the policy over response tokens"),
     Metric("train/train_rollout_logprob_abs_diff", "nats", "mean |actor - engine| log-prob before the first update"),
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "the largest such difference"),
+    Metric("train/fresh_tokens", "fraction", "response tokens that the weights drew which the step began with"),
+    Metric("train/fresh_logprob_abs_diff", "nats", "mean |actor - engine| log-prob of these; checks.max_logprob_diff"),
+    Metric("train/fresh_kl", "nats", "KL of the actor from the engine on these, estimator k3; checks.max_kl"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/lr", "", "learning rate"),
     Metric("train/skipped_updates", "", "optimizer steps left out because loss or gradient norm was not finite"),
+    Metric("train/loss_scale", "", "of actor.optimizer.loss_scale after the step, with model.dtype float16"),
+    Metric("train/overflowed_updates", "", "those of the skipped ones whose gradients a smaller loss scale may save"),
     Metric("train/tokens", "tokens", "tokens (prompt and response) that the step trained on"),
     Metric("train/reward_kl", "nats", "mean over responses of their KL per token, with loss.kl.where: reward"),
     Metric("train/kl_coef", "", "coefficient by which it was taken off the rewards"),
@@ -84,7 +91,7 @@ UPDATE_CRITIC = (
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return); null if all returns are equal"),
     Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
     Metric("critic/lr", "", "the critic's learning rate"),
-    Metric("critic/skipped_updates", "", "as train/skipped_updates, of the critic"),
+    *(Metric(f"critic/{name}", "", f"as train/{name}, of the critic") for name in OF_SKIPPING),
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),

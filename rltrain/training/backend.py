@@ -23,6 +23,9 @@ from rltrain.residency.memory_parts import MemoryPart
 SKIPPED = "skipped_updates"
 """The metric of an optimizer step that is 1 where it changed nothing because its loss or gradient norm was not finite,
 else 0."""
+LOSS_SCALE, OVERFLOWED = "loss_scale", "overflowed_updates"
+"""Metrics of an optimizer step of a model in fp16: its loss scale afterwards, and 1 where the step is among the SKIPPED
+because gradients overflowed that a smaller scale may save, else 0."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,12 @@ class TrainedModel(Model, Protocol):
     def step(self) -> dict[str, float]:
         """The optimizer step on what was accumulated. Collective over: the role's ranks.
 
-        Returns loss, grad_norm (before clipping), lr, SKIPPED, and the loss function's metrics over the whole
-        mini-batch, equal on all ranks. A mini-batch of samples without response tokens counts as a step and leaves the
-        weights as they are; so does, with the state of the optimizer, one whose loss or gradient norm is not finite,
-        which is skipped. Raises on all ranks, before any weight changes, DivergenceError where more in a row would be
-        skipped than `on_divergence` has, and ConfigError when no rank had a sample. What was accumulated is used up in
-        any case.
+        Returns loss, grad_norm (before clipping), lr, SKIPPED, with fp16 LOSS_SCALE and OVERFLOWED, and the metrics of
+        the loss function over the whole mini-batch, equal on all ranks. A mini-batch of samples without response tokens
+        counts as a step and leaves the weights as they are; so does, with the state of the optimizer, one whose loss or
+        gradient norm is not finite, which is skipped. Raises on all ranks, before any weight changes, DivergenceError
+        where more in a row would be skipped than `on_divergence` has, and ConfigError when no rank had a sample. What
+        was accumulated is used up in any case.
         """
         ...
 

@@ -31,6 +31,8 @@ class Counts:
 
     num_updates: int
     optimizer_steps: int
+    loss_scale: str = ""
+    """Of a model in fp16, as its backend has it."""
 
 
 def contents(
@@ -44,6 +46,7 @@ def contents(
         "parameters": json.dumps(parameters),
         "num_updates": str(counts.num_updates),
         "optimizer_steps": str(counts.optimizer_steps),
+        "loss_scale": counts.loss_scale,
     }
     return Contents({PIECES: torch.from_numpy(table), **flats}, metadata)
 
@@ -123,7 +126,8 @@ class SavedState:
         pieces = np.empty(len(table), dtype=PIECE)
         for column, field in enumerate(FIELDS):
             pieces[field] = table[:, column]
-        return pieces, Counts(int(metadata["num_updates"]), int(metadata["optimizer_steps"]))
+        num_updates, optimizer_steps = (int(metadata[name]) for name in ("num_updates", "optimizer_steps"))
+        return pieces, Counts(num_updates, optimizer_steps, metadata.get("loss_scale", ""))
 
     def _agreed(self, numbers: Sequence[int], counts: Sequence[Counts]) -> Counts:
         """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""

@@ -51,6 +51,15 @@ TIED = ("tp1", "pp2", "tp2_pp2", "pp3", "pp3_vpp2")
 """Of four layers; the others have two."""
 UNTIED = GRIDS.keys() - {"pp3", "pp3_vpp2"}
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen3", "tp4"), ("qwen2_tied", "tp1"), ("qwen2_tied", "tp2_pp2"))
+WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
+RECOMPUTED: dict[str, Any] = {
+    "full": "full",
+    "selective": "selective",
+    "one_layer": {"granularity": "full", "layers": 1},
+    "modules": {"granularity": "selective", "modules": ["core_attn", "mlp"]},
+}
+TOO_LARGE = schema.LossScale(initial=2.0**17, window=2)
+TOO_SMALL = schema.LossScale(initial=1.0, minimum=1.0)
 NUM_STEPS = 3
 ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 110
 """Tokens in each: all samples of a replica together, or two to four parts of them."""
@@ -62,7 +71,7 @@ def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
-    for case in (_layouts, _variants, _families, _names_and_shapes, _failures):
+    for case in (_layouts, _variants, _families, _names_and_shapes, _failures, _loss_scales):
         for name, result in case(paths, groups):
             results[name] = result
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
@@ -93,9 +102,9 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             _train(paths["qwen3"], "dp2", groups, SEVERAL_MICRO_BATCHES, distributed_optimizer=False),
         )
     if rank in GRIDS["tp2_sp"].ranks:
-        for recompute in ("full", "selective"):
+        for name, recompute in RECOMPUTED.items():
             yield (
-                f"recompute_{recompute}",
+                f"recompute_{name}",
                 _train(paths["qwen3"], "tp2_sp", groups, SEVERAL_MICRO_BATCHES, recompute=recompute),
             )
     for layout in ("tp1", "pp3_vpp2"):
@@ -109,6 +118,11 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             yield f"chunked_logits/{checkpoint}/{layout}", chunked
     for layout in ("tp2_dp2", "tp2_pp2"):
         yield f"bfloat16/{layout}", _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16")
+    yield "float16/tp2_pp2", _train(paths["qwen3"], "tp2_pp2", groups, ONE_MICRO_BATCH, dtype="float16")
+    for layout in ("tp2_dp2_sp", "tp2_pp2"):
+        chunk = 37 if layout == "tp2_pp2" else None
+        trained = _train(paths["qwen3"], layout, groups, SEVERAL_MICRO_BATCHES, logits_chunk_tokens=chunk, **WIDE)
+        yield f"bfloat16/wide_{layout}", trained
     yield (
         "bfloat16/plain_optimizer",
         _train(paths["qwen3"], "tp2_dp2", groups, SEVERAL_MICRO_BATCHES, dtype="bfloat16", distributed_optimizer=False),
@@ -142,7 +156,9 @@ def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
 
 
 def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
-    """A loss that is not finite on one rank ends the update on all of them."""
+    """A loss that is not finite on one rank ends the update on all; what needs Transformer Engine is refused."""
+    norms = {"granularity": "selective", "modules": ["layernorm", "mlp"]}
+    yield "norms", error_of_loading(paths["qwen3"], groups, norms)
     for layout in ("tp2_dp2", "pp2_dp2"):
         trainable = make_trainable(load_model(paths["qwen3"], layout, groups))
         before = [parameter.detach().clone() for parameter in trainable.model.parameters()]
@@ -154,6 +170,30 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             f"weights_kept/{layout}",
             all(torch.equal(a, b) for a, b in zip(before, trainable.model.parameters(), strict=True)),
         )
+
+
+def _loss_scales(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+    """A loss scale that is far too large at first, over a run that goes on from its state in the middle."""
+    layout, path = "tp2_dp2", paths["qwen3"]
+    experience = share_of(load_experience(path), layout)
+    first = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
+    before = [parameter.detach().clone() for parameter in first.model.parameters()]
+    steps = [first.train_batch(experience, negative_log_likelihood) for _ in range(3)]
+    kept = all(torch.equal(a, b) for a, b in zip(before, first.model.parameters(), strict=True))
+    second = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_LARGE)
+    second.loss_scale.load(first.loss_scale.state())
+    steps += [second.train_batch(experience, negative_log_likelihood) for _ in range(7)]
+    yield "loss_scale", {"steps": steps, "kept": kept}
+    smallest = make_trainable(load_model(path, layout, groups, dtype="float16"), loss_scale=TOO_SMALL)
+    yield "loss_scale_at_its_minimum", error_of(smallest, experience, _steep)
+
+
+def error_of_loading(path: Path, groups: ProcessGroups, recompute: dict[str, Any]) -> str:
+    try:
+        load_model(path, f"rank{dist.get_rank()}", groups, recompute=recompute)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
 
 
 def error_of(trainable: TrainableModel, experience: Experience, loss: Callable[..., LossOutput]) -> str:
@@ -171,11 +211,9 @@ def _train(
     max_tokens: int,
     *,
     distributed_optimizer: bool = True,
-    recompute: str = "none",
-    dtype: str = "float32",
     **settings: Any,
 ) -> dict[str, Any]:
-    model = load_model(path, layout, groups, recompute=recompute, dtype=dtype, **settings)
+    model = load_model(path, layout, groups, **settings)
     experience = share_of(load_experience(path), layout)
     expected = load_file(path / "expected.safetensors")
     start = EvaluableModel(model).evaluate(experience, temperature=TEMPERATURE, max_tokens=max_tokens)
@@ -232,10 +270,15 @@ def load_model(path: Path, layout: str, groups: ProcessGroups, **settings: Any) 
 
 
 def make_trainable(
-    model: LanguageModel, max_tokens: int = 10_000, distributed_optimizer: bool = True
+    model: LanguageModel,
+    max_tokens: int = 10_000,
+    distributed_optimizer: bool = True,
+    loss_scale: schema.LossScale | None = None,
 ) -> TrainableModel:
     settings = schema.Actor(
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        optimizer=schema.Optimizer(
+            lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, loss_scale=loss_scale or schema.LossScale()
+        ),
         micro_batch_tokens=max_tokens,
         distributed_optimizer=distributed_optimizer,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_training import CHUNKED_LOGITS, ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES
+from tests.distributed.cases_training import CHUNKED_LOGITS, ONE_MICRO_BATCH, RECOMPUTED, SEVERAL_MICRO_BATCHES
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -61,13 +61,15 @@ def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
 
 
-def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(ranks: list[dict[str, Any]]) -> None:
+def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(
+    ranks: list[dict[str, Any]],
+) -> None:
     (expected,) = reports(ranks, "two_samples/tp1")
     for metrics in reports(ranks, "two_samples/pp3_vpp2"):
         assert metrics == pytest.approx(expected, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("variant", ["plain_optimizer", "recompute_full", "recompute_selective"])
+@pytest.mark.parametrize("variant", ["plain_optimizer", *(f"recompute_{name}" for name in RECOMPUTED)])
 def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)
 
@@ -112,7 +114,7 @@ def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, 
     assert max(differences.values()) < 1e-4, differences
 
 
-@pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer"])
+@pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"])
 def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
     (single,) = reports(ranks, BASELINE)
     for report in reports(ranks, f"bfloat16/{variant}"):
@@ -120,6 +122,38 @@ def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant:
         for values, wanted in zip(report["steps"], single["steps"], strict=True):
             assert values["loss"] == pytest.approx(wanted["loss"], rel=0.02)
             assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
+
+
+def test_float16_training_follows_float32(ranks: list[dict[str, Any]]) -> None:
+    (single,) = reports(ranks, BASELINE)
+    for report in reports(ranks, "float16/tp2_pp2"):
+        assert report["dtypes"] == ["torch.float16"]
+        for values, wanted in zip(report["steps"], single["steps"], strict=True):
+            assert values["loss"] == pytest.approx(wanted["loss"], rel=0.005)
+            assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.02)
+            assert (values["loss_scale"], values["overflowed_updates"]) == (128, 0)
+
+
+def test_steps_that_overflow_halve_the_loss_scale_and_change_nothing_else(ranks: list[dict[str, Any]]) -> None:
+    first, *others = reports(ranks, "loss_scale")
+    assert all(other["steps"] == first["steps"] for other in others)
+    assert all(report["kept"] for report in (first, *others)), "the first three steps overflow"
+    steps = first["steps"]
+    overflowed = [step["overflowed_updates"] for step in steps]
+    assert (
+        overflowed == [step["skipped_updates"] for step in steps] == [float(math.isinf(s["grad_norm"])) for s in steps]
+    )
+    assert [step["loss_scale"] for step in steps[:5]] == [2.0 ** (16 - index) for index in range(5)], (
+        "also when resumed"
+    )
+    assert not all(overflowed)
+    made = overflowed.index(0)
+    assert [s["loss_scale"] / steps[made]["loss_scale"] for s in steps[made : made + 2]] == [1, 2], "after a window"
+
+
+def test_an_overflow_at_the_smallest_loss_scale_is_a_divergence(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["loss_scale_at_its_minimum"].startswith("DivergenceError: the actor's gradient norm is")
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2_pp2", "tp4"])
@@ -134,6 +168,11 @@ def test_divergence_on_one_rank_stops_all_before_the_weights_change(ranks: list[
         assert rank[f"nan/{layout}"].startswith("DivergenceError: the actor's loss is nan")
         assert rank[f"nan_gradient/{layout}"].startswith("DivergenceError: the actor's gradient norm is")
         assert rank[f"weights_kept/{layout}"]
+
+
+def test_recomputing_norms_needs_transformer_engine(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["norms"].startswith("model.recompute.modules: got layernorm, which Megatron recomputes with")
 
 
 def test_megatron_global_state_is_never_initialized(ranks: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: int) -> dict[str, str]:
+def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: float) -> dict[str, str]:
     """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
     return {name: str(_make(folder / name, CHECKPOINTS[name][0], CHECKPOINTS[name][1] | shape)) for name in names}
 

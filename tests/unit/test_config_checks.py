@@ -128,6 +128,22 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             {"algorithm": "dpo", "placement": DPO, "batch": {"prompts_per_step": 8, "mini_batches": 3}},
             "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8",
         ),
+        (
+            {"model": {"path": "m", "recompute": {"granularity": "selective", "layers": 2}}},
+            "model.recompute.layers: got 2 with granularity selective, which is of all layers; expected null",
+        ),
+        (
+            {"model": {"path": "m", "recompute": {"layers": 2, "modules": ["mlp"]}}},
+            "model.recompute.modules: got mlp with granularity full, which is of whole layers",
+        ),
+        (
+            {"model": {"path": "m", "recompute": {"granularity": "selective", "modules": []}}},
+            "model.recompute.modules: got none; expected some, such as [core_attn, mlp]",
+        ),
+        (
+            {"actor": {"optimizer": {"loss_scale": {"initial": 0.5, "minimum": 1.0}}}},
+            "actor.optimizer.loss_scale.minimum: got 1.0; expected at most actor.optimizer.loss_scale.initial 0.5",
+        ),
         ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1: only training and evaluation"),

@@ -46,6 +46,20 @@ def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
     assert doubts_about("rollout.dtype=fp8", "loss.old_logprobs=rollout") == []
 
 
+def test_a_residual_stream_that_sglang_rounds_is_doubted() -> None:
+    wide = ("model.dtype=bfloat16", "model.residual_dtype=float32")
+    assert doubts_about(*wide) == []
+    (doubt,) = doubts_about(*wide, "rollout.engine=sglang")
+    assert doubt.startswith("model.residual_dtype: got float32 with rollout.engine sglang, which rounds")
+
+
+def test_checks_that_find_no_token_are_doubted() -> None:
+    asynchronous = ("schedule.mode=asynchronous", "schedule.max_staleness=1", "checks.max_kl=0.1")
+    assert doubts_about(*asynchronous) == []
+    (doubt,) = doubts_about(*asynchronous, "schedule.in_flight_sync=false")
+    assert doubt.startswith("checks.max_kl: got 0.1 with schedule.mode asynchronous and schedule.in_flight_sync false")
+
+
 def test_the_dry_run_ends_with_them() -> None:
     overrides = ["model.path=nowhere", *BOTH_ON, "data.eval=null", "evaluation.interval=5"]
     text = describe_job(SHIPPED, overrides, DryRunOptions(4, 4))

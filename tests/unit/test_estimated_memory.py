@@ -103,6 +103,33 @@ def test_recomputation_keeps_less():
         for recompute in ("none", "selective", "full")
     }
     assert kept["full"] < kept["selective"] / 5 < kept["none"] / 5
+    some = {
+        name: rank_memories(job_of(qwen3_8b(), placement, 16, model={"path": "m", "recompute": recompute}), H100)[
+            0
+        ].peak.bytes_of["activations"]
+        for name, recompute in {
+            "all": {"granularity": "full", "layers": 99},
+            "half": {"granularity": "full", "layers": 18},
+            "core": {"granularity": "selective"},
+            "more": {"granularity": "selective", "modules": ["core_attn", "layernorm", "mlp"]},
+        }.items()
+    }
+    assert (some["all"], some["core"]) == (kept["full"], kept["selective"])
+    layer = (kept["none"] - some["half"]) / 18 + kept["full"] / 100
+    assert some["half"] == pytest.approx((kept["none"] + kept["full"]) / 2, abs=layer)
+    assert kept["full"] < some["more"] < kept["selective"] - kept["none"] / 3
+
+
+def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():
+    placement, wide = (
+        {"actor": "0-7", "rollout, reward": "8-15"},
+        {"residual_dtype": "float32", "head_dtype": "float32"},
+    )
+    jobs = [job_of(qwen3_8b(), placement, 16, model={"path": "m", **types}) for types in ({}, wide)]
+    plain, more = (rank_memories(job, H100)[0].peak.bytes_of for job in jobs)
+    hidden = jobs[0].micro_batch_tokens("actor") * qwen3_8b().hidden_size
+    assert more["activations"] - plain["activations"] == 2 * hidden * (2 * qwen3_8b().num_layers + 1)
+    assert more["logits"] - plain["logits"] == 2 * 2 * jobs[0].micro_batch_tokens("actor") * qwen3_8b().vocab_size
 
 
 def test_context_parallelism_shares_out_the_longest_sequence():

@@ -107,7 +107,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "command": (*BASE, "job", "dry_run"),
     "evaluating": (*BASE, "job", "command", "hub"),
-    "tools": (*BASE, "checkpoint", "schedule", "reshard", "observability", "cluster"),
+    "tools": (
+        *BASE,
+        *("checkpoint", "schedule", "reshard", "observability", "cluster", "models", "rollout", "training"),
+    ),
 }
 
 # Read by --dry-run and by planning on every rank: they start in a moment because they do not load torch.

@@ -51,6 +51,12 @@ def test_an_unknown_argument_is_refused_with_the_nearest(answer: Callable[..., S
         check_arguments(answer({"atention_backend": "fa3"}))
 
 
+def test_the_head_is_as_wide_as_the_trainers(tmp_path: Path) -> None:
+    plain, wide = (replace(make_spec(tmp_path), wide_head=wide) for wide in (False, True))
+    assert "enable_fp32_lm_head" not in server_arguments(plain, 1, 2)["own"]
+    assert server_arguments(wide, 1, 2)["own"]["enable_fp32_lm_head"] is True
+
+
 @pytest.mark.parametrize("name", ["tp_size", "tensor_parallel_size"])
 def test_what_rltrain_sets_is_refused_by_every_name(answer: Callable[..., ServerSpec], name: str) -> None:
     with pytest.raises(ConfigError, match=rf"args\.{name}: cannot be chosen .* is rollout\.parallel\.tp; remove"):

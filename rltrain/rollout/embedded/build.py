@@ -35,6 +35,8 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         matrices=quantized_matrices(layout, world.rank, parameters, dtype),
         kv_budget=budget,
         cache_returns=lambda: keeps_recordings(site, kv_cache),
+        residual_dtype=getattr(torch, config.model.residual),
+        head_dtype=getattr(torch, config.model.head),
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):

@@ -35,7 +35,7 @@ class EmbeddedEngine:
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
     then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
     None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
-    way than as they lie, by name.
+    way than as they lie, by name. `residual_dtype` and `head_dtype` are as in config section model.
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -55,6 +55,8 @@ class EmbeddedEngine:
         matrices: Mapping[str, Matrix] | None = None,
         kv_budget: KvBudget | None = None,
         cache_returns: Callable[[], bool] = lambda: False,
+        residual_dtype: torch.dtype | None = None,
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
@@ -64,7 +66,15 @@ class EmbeddedEngine:
         self._parameters = parameters
         self._tensor_parallel = TensorParallel(tp_group)
         self._model = EngineModel(
-            architecture, parameters, matrices or {}, self._tensor_parallel, max_context_tokens, dtype, self._device
+            architecture,
+            parameters,
+            matrices or {},
+            self._tensor_parallel,
+            max_context_tokens,
+            dtype,
+            self._device,
+            residual_dtype=residual_dtype,
+            head_dtype=head_dtype,
         )
         self._cache_returns = cache_returns
         self.decodes_by = "a slot of its own for each sample"

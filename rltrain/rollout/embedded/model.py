@@ -1,6 +1,6 @@
 """The decoder (Llama, Qwen2, Qwen3) on this rank's shard, reading parameters where the weight sync writes them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.models.projection import wide_product
 from rltrain.models.rotary import inverse_frequencies
+from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.parameters import Matrix, PlainMatrix
@@ -17,6 +19,7 @@ from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, rotate
 
 @dataclass(frozen=True)
 class _Layer:
+    stages: tuple[str, str]
     input_norm: Tensor
     qkv: Matrix
     qkv_bias: Tensor | None
@@ -37,6 +40,7 @@ def _layer(parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], ind
         return matrices.get(name) or PlainMatrix(parameters[name])
 
     return _Layer(
+        stages=stages_of_layer(index),
         input_norm=parameters[f"{prefix}.input_layernorm.weight"],
         qkv=matrix("self_attn.qkv_proj"),
         qkv_bias=parameters.get(f"{prefix}.self_attn.qkv_proj.bias"),
@@ -62,8 +66,11 @@ class EngineModel:
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        residual_dtype: torch.dtype | None = None,
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         self._tp = tensor_parallel
+        self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._eps = architecture.norm_eps
         self._vocab_size = architecture.vocab_size
         self.head_dim = architecture.head_dim
@@ -76,7 +83,9 @@ class EngineModel:
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
         frequencies = inverse_frequencies(architecture)
-        self._rotary = RotaryEmbedding(frequencies, max_positions, dtype, device)
+        self._rotary = RotaryEmbedding(frequencies, max_positions, device)
+        self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
+        """Called with what `forward` and `logits` have come to at each stage, as tools/parity.py names them."""
 
     def addresses(self) -> tuple[int, ...]:
         """Where each parameter lies now: memory that is offloaded comes back elsewhere."""
@@ -88,6 +97,7 @@ class EngineModel:
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
+        self.observe(EMBEDDING, hidden)
         rotation = self._rotary.at(positions)
         for index in range(self.num_layers):
             self._apply_layer(index, hidden, rotation, attention)
@@ -115,20 +125,27 @@ class EngineModel:
         self._add_projected(hidden, attention(index, queries, keys, values), layer.output)
         if layer.output_bias is not None:
             hidden.add_(layer.output_bias)
+        self.observe(layer.stages[0], hidden)
         gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up.read()).chunk(2, dim=-1)
         self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
+        self.observe(layer.stages[1], hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, padded vocab_size] float32, -inf in the padded columns, equal on every rank.
 
         Collective over: the engine's tensor-parallel group.
         """
-        shard = F.linear(self._norm(hidden, self._final_norm), self._head)
+        final = self._norm(hidden, self._final_norm)
+        self.observe(FINAL_NORM, final)
+        shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
         logits = self._tp.all_gather_columns(shard).float()
         logits[:, self._vocab_size :].fill_(float("-inf"))
         return logits
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        return self._embedded(tokens).to(self._residual_dtype)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
         if self._tp.size == 1:
             return F.embedding(tokens, self._embedding)
         num_rows = len(self._embedding)
@@ -136,7 +153,8 @@ class EngineModel:
         return self._tp.all_reduce(F.embedding(local, self._embedding).masked_fill_(outside[:, None], 0))
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+        """In the weights' type, rounded once, also where `hidden` is wider."""
+        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), self._eps).to(weight.dtype)
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
@@ -146,15 +164,16 @@ class EngineModel:
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = fused[:, :num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
-            rotated = F.rms_norm(rotated, (self.head_dim,), None, self._eps)
-            rotated[:, : self.num_heads].mul_(layer.q_norm)
-            rotated[:, self.num_heads :].mul_(layer.k_norm)
+            normed = F.rms_norm(rotated.float(), (self.head_dim,), None, self._eps)  # rounded once, as the trainer's is
+            normed[:, : self.num_heads].mul_(layer.q_norm)
+            normed[:, self.num_heads :].mul_(layer.k_norm)
+            rotated = normed.to(rotated.dtype)
         rotated = rotate(rotated, rotation)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], fused[:, num_rotated:]
 
     def _add_projected(self, hidden: Tensor, inner: Tensor, matrix: Matrix) -> None:
         """hidden += inner @ matrix.T, where `inner` and `matrix` are split by columns over the group."""
-        if self._tp.size == 1:
+        if self._tp.size == 1 and hidden.dtype == inner.dtype:
             hidden.addmm_(inner, matrix.read().t())
         else:
             hidden.add_(self._tp.all_reduce(F.linear(inner, matrix.read())))

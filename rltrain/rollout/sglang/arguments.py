@@ -33,6 +33,7 @@ NOT_FOR_CONFIGS = {
     "tokenizer_path": "it is {path}",
     "device": "it is the device that the run was started on",
     "dtype": "it follows from model.dtype",
+    "enable_fp32_lm_head": "it follows from model.head_dtype, which the trainer heeds too",
     "tp_size": "it is {role}.parallel.tp",
     "pp_size": "an engine has no pipeline stages; more engines come from more ranks in placement",
     "dp_size": "an engine is one replica; more engines come from more ranks in placement",
@@ -134,6 +135,7 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "nnodes": spec.num_nodes,
             "node_rank": spec.node_rank,
             "dist_init_addr": spec.rendezvous,
+            **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
             **(_fp8(spec) if spec.fp8 else {}),
         },
     }

@@ -147,6 +147,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         model_path=config.checkpoint_of(site.role)[0],
         device="cuda" if world.device.type == "cuda" else "cpu",
         dtype=config.model.dtype,
+        wide_head=config.model.head != config.model.dtype,
         tp=len(ranks),
         gpus=_gpus(on_node, world.ranks_per_node) if world.device.type == "cuda" else (),
         host=rendezvous.rsplit(":", 1)[0] if rendezvous else LOOPBACK,

@@ -45,6 +45,8 @@ class ServerSpec:
     """More arguments by name: <role>.sglang.args."""
     role: str = "rollout"
     """The config section that it is described in, and what messages call it by."""
+    wide_head: bool = False
+    """Whether logits are made in fp32."""
     node_rank: int = 0
     num_nodes: int = 1
     rendezvous: str | None = None

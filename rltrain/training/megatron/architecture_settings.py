@@ -1,11 +1,18 @@
-"""What Megatron's config says of attention and of experts, for an architecture."""
+"""What Megatron's config says of attention and of experts, for an architecture, and of recomputation."""
 
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rltrain.cluster.grid import Grid
+from rltrain.config import schema
+from rltrain.config.models import RecomputedModule
+from rltrain.errors import ConfigError
 from rltrain.models import Architecture, YarnScaling
+
+WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
+"""Modules whose outputs Megatron gives up in the middle of a layer: its function for that asks for the state of FP8."""
 
 
 def config_class(architecture: Architecture) -> type[TransformerConfig]:
@@ -67,3 +74,20 @@ def expert_settings(architecture: Architecture, grid: Grid, *, grouped: bool) ->
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": grid.etp or grid.tp,
     }
+
+
+def recompute_settings(recompute: schema.Recompute) -> dict[str, Any]:
+    """ConfigError where Megatron's way of doing it needs Transformer Engine, which is not there."""
+    lacking = [module for module in WITH_TRANSFORMER_ENGINE if recompute.repeats(module) and not HAVE_TE]
+    if lacking:
+        raise ConfigError(
+            f"model.recompute.modules: got {', '.join(lacking)}, which Megatron recomputes with Transformer Engine's "
+            "help alone, and transformer_engine.pytorch cannot be imported; expected core_attn, mlp, moe, "
+            "shared_experts, or model.recompute: full"
+        )
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": [*recompute.modules]}
+    method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}

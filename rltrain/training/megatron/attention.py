@@ -129,8 +129,10 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """query [tokens, 1, heads, head_dim], key and value [tokens, 1, kv_heads, head_dim]
-        -> [tokens, 1, heads * head_dim of value]. Latent attention leaves out the dimension of size 1."""
+        -> [tokens, 1, heads * head_dim of value]. Latent attention leaves out the dimension of size 1. What comes wider
+        than `value` was rotated so, and is rounded here."""
         packed = packed_seq_params
+        query, key = query.to(value.dtype), key.to(value.dtype)
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
         if attends_packed(query, key, value):
             attended = attend_packed(query, key, value, packed.boundaries, packed.longest, scale=self.softmax_scale)
@@ -175,6 +177,14 @@ class GroupedSelfAttention(SelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
+    ) -> Any:
+        """As Megatron has them, but that queries and keys are fp32 where Transformer Engine does not rotate them, which
+        rounds once: in half precision each of three operations would round."""
+        query, key, value = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
+        return (query, key, value) if self.config.apply_rope_fusion else (query.float(), key.float(), value)
+
+    def _projected(
+        self, hidden_states: Tensor, key_value_states: Tensor | None, output_gate: bool, split_qkv: bool
     ) -> Any:
         num_groups = self.config.num_query_groups
         if num_groups >= self.world_size:

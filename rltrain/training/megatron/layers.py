@@ -35,6 +35,7 @@ from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
+from rltrain.training.megatron.precision import widen_residual_stream
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -48,6 +49,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the weights' type, rounded once, also where `x` is wider."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        weight = self.weight.to(x.dtype)
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
 
 
 class LatentNorm(RMSNorm):
@@ -161,17 +169,18 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The modules of one pipeline stage's layers and of the final norm."""
     sparse = architecture.sparse_layers[layers.start : layers.stop]
-    if not transformer_engine:
-        block = TransformerBlockSubmodules(
-            layer_specs=[_local_layer(architecture, experts) for experts in sparse], layer_norm=RMSNorm
-        )
-        return with_context_parallelism(block, config)
-    from megatron.core.extensions.transformer_engine import TENorm
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
 
-    return TransformerBlockSubmodules(
-        layer_specs=[_transformer_engine_layer(architecture, config, experts) for experts in sparse],
-        layer_norm=TENorm,
-    )
+        specs, norm = [_transformer_engine_layer(architecture, config, experts) for experts in sparse], TENorm
+    else:
+        specs, norm = [_local_layer(architecture, experts) for experts in sparse], RMSNorm
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+    if not transformer_engine:
+        with_context_parallelism(block, config)
+    if config.fp32_residual_connection:
+        widen_residual_stream(block)
+    return block
 
 
 def add_final_norm(block: TransformerBlock) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rltrain.models.projection import wide_product
+
 CHUNK_ELEMENTS = 1 << 26  # fp32 working memory per pass is bounded by this many logits
 ABSENT = -1e30  # maximum of a shard that holds padding columns only; finite, so that 0 * (ABSENT - maximum) is 0
 
@@ -26,6 +28,8 @@ class Logits:
     """[columns, hidden]"""
     rows_at_once: int | None = None
     """Of those that are made. None: all."""
+    wide: bool = False
+    """Whether they are made in fp32, of states and weights in half precision."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -33,7 +37,9 @@ class Logits:
     def __getitem__(self, rows: slice) -> Tensor:
         """[rows, columns]"""
         states = self.states[rows]
-        return states if self.weight is None else torch.nn.functional.linear(states, self.weight)
+        if self.weight is None:
+            return states
+        return (wide_product if self.wide else torch.nn.functional.linear)(states, self.weight)
 
     @property
     def num_columns(self) -> int:
@@ -68,7 +74,7 @@ def vocab_parallel_logprobs(
     first, num_valid = logits.valid_columns(vocab_size, group)
     local = labels - first if labels.dim() == 2 else (labels - first)[:, None]
     logprobs, entropy = _VocabParallelLogprobs.apply(
-        logits.states, logits.weight, logits.rows_at_once, local, num_valid, 1.0 / temperature, group
+        logits.states, logits.weight, logits.rows_at_once, logits.wide, local, num_valid, 1.0 / temperature, group
     )
     return logprobs.view(labels.shape), entropy
 
@@ -105,18 +111,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         states: Tensor,
         weight: Tensor | None,
         rows_at_once: int | None,
+        wide: bool,
         labels: Tensor,
         num_valid: int,
         scale: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        logits = Logits(states, weight, rows_at_once)
+        logits = Logits(states, weight, rows_at_once, wide)
         statistics = _gather(_local_statistics(logits, labels, num_valid, scale), group)
         maximum, exp_sum, weighted_sum, targets = _combine(statistics)
         log_normalizer = maximum + exp_sum.log()
         entropy = log_normalizer - maximum - weighted_sum / exp_sum
         ctx.save_for_backward(states, weight, labels, log_normalizer, entropy)
-        ctx.rows_at_once, ctx.num_valid, ctx.scale = rows_at_once, num_valid, scale
+        ctx.how, ctx.num_valid, ctx.scale = (rows_at_once, wide), num_valid, scale
         return (targets - log_normalizer).T.contiguous(), entropy
 
     @staticmethod
@@ -124,7 +131,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = gradients
         states, weight, labels, log_normalizer, entropy = ctx.saved_tensors
         num_valid, scale = ctx.num_valid, ctx.scale
-        logits = Logits(states, weight, ctx.rows_at_once)
+        logits = Logits(states, weight, *ctx.how)
         is_overwritten = num_valid and (weight is not None or num_valid == logits.num_columns)
         grad = torch.empty_like(states) if is_overwritten else torch.zeros_like(states)
         weight_grad = torch.zeros(() if weight is None else weight.shape, dtype=torch.float32, device=states.device)
@@ -143,7 +150,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             else:
                 grad[rows] = of_logits @ weight[:num_valid]
                 weight_grad[:num_valid] += of_logits.T @ states[rows]
-        return grad, None if weight is None else weight_grad.to(weight.dtype), None, None, None, None, None
+        return grad, None if weight is None else weight_grad.to(weight.dtype), *[None] * 6
 
 
 def _local_statistics(logits: Logits, labels: Tensor, num_valid: int, scale: float) -> Tensor:

@@ -22,7 +22,12 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.context_slices import ContextShare
-from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
+from rltrain.training.megatron.architecture_settings import (
+    attention_settings,
+    config_class,
+    expert_settings,
+    recompute_settings,
+)
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
 from rltrain.training.megatron.groups import process_group_collection
@@ -39,10 +44,10 @@ from rltrain.training.megatron.layers import (
 from rltrain.training.megatron.logprobs import Logits
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
+from rltrain.training.megatron.precision import widen_projection
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 ROUTER_BIAS = ".router.expert_bias"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelChunk(GPTModel):
@@ -69,6 +74,7 @@ class ModelChunk(GPTModel):
         deferred_head: bool,
         transformer_engine: bool,
         device: torch.device,
+        wide_head: bool,
     ) -> None:
         """`number` of this one among the rank's; None where it is alone."""
         value_head = architecture.head == "value"
@@ -91,6 +97,8 @@ class ModelChunk(GPTModel):
             self.output_layer = ValueHead(config, collection.tp)
         elif chunk.head and deferred_head:
             self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
+        elif chunk.head and wide_head:
+            widen_projection(self.output_layer)
         self._set_rotary_embedding(architecture, device, transformer_engine)
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
@@ -128,11 +136,12 @@ class LanguageModel(torch.nn.Module):
         *,
         layout: Layout,
         logits_chunk_tokens: int | None,
+        wide_head: bool,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.logits_chunk_tokens = logits_chunk_tokens
+        self.logits_chunk_tokens, self.wide_head = logits_chunk_tokens, wide_head
         self.architecture = architecture
         self.config = config
         self.pg_collection = collection
@@ -150,6 +159,7 @@ class LanguageModel(torch.nn.Module):
                 collection,
                 number=number if grid.vpp > 1 else None,
                 deferred_head=logits_chunk_tokens is not None,
+                wide_head=wide_head,
                 transformer_engine=transformer_engine,
                 device=device,
             )
@@ -161,7 +171,7 @@ class LanguageModel(torch.nn.Module):
         if self.logits_chunk_tokens is None:
             return Logits(outputs)
         last = cast(ModelChunk, self.chunks[-1])
-        return Logits(outputs, last.vocabulary, self.logits_chunk_tokens)
+        return Logits(outputs, last.vocabulary, self.logits_chunk_tokens, self.wide_head)
 
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
@@ -212,6 +222,7 @@ def build_model(
         collection,
         layout=layout,
         logits_chunk_tokens=model.logits_chunk_tokens,
+        wide_head=model.head != model.dtype,
         transformer_engine=transformer_engine,
         device=device,
     )
@@ -249,8 +260,7 @@ def transformer_config(
     device: torch.device,
     transformer_engine: bool,
 ) -> TransformerConfig:
-    dtype, cuda = DTYPES[model.dtype], device.type == "cuda"
-    recompute_layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if model.recompute == "full" else {}
+    dtype, cuda = getattr(torch, model.dtype), device.type == "cuda"
     return config_class(architecture)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -273,20 +283,21 @@ def transformer_config(
         pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,
         sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=getattr(torch, model.residual),
+        fp32_residual_connection=model.residual != model.dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        recompute_granularity=None if model.recompute == "none" else model.recompute,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
         calculate_per_token_loss=True,
-        **recompute_layers,
+        **recompute_settings(model.recomputed),
         **attention_settings(architecture),
         **expert_settings(architecture, grid, grouped=transformer_engine),
     )

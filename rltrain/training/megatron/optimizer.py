@@ -2,26 +2,25 @@
 
 from collections.abc import Sequence
 
-import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rltrain.config import schema
+from rltrain.training.megatron.loss_scale import scaler_settings
 
 
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """AdamW over the parameters of a model's `chunks`, sharded over data parallelism where these say so; fp32 master
-    weights.
+    weights, and in fp16 a loss scale.
 
-    Weights must be loaded before: bf16 parameters are copied to their masters here. Goes past Megatron's
+    Weights must be loaded before: parameters in half precision are copied to their masters here. Goes past Megatron's
     `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the
     world hold another role.
     """
-    bf16 = chunks[0].config.bf16
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -31,8 +30,10 @@ def build_optimizer(
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=chunks[0].config.bf16,
+        fp16=chunks[0].config.fp16,
+        params_dtype=chunks[0].config.params_dtype,
+        **scaler_settings(settings.loss_scale),
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
     return megatron_optimizer._get_megatron_optimizer_based_on_param_groups(

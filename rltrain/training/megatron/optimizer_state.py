@@ -46,7 +46,7 @@ def _masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
     if isinstance(optimizer, DistributedOptimizer):
         groups += zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
         groups += zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
-    elif optimizer.config.bf16:
+    elif optimizer.config.bf16 or optimizer.config.fp16:
         groups += zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True)
         groups += zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
     else:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import megatron.core.optimizer.clip_grads
+import megatron.core.optimizer.grad_scaler
 import megatron.core.optimizer.optimizer
 import megatron.core.pipeline_parallel.schedules
 import megatron.core.tensor_parallel.random
@@ -27,10 +28,11 @@ def current_device_is_the_cpu() -> None:
 
 
 def cuda_literals_mean_the_cpu() -> None:
-    """Schedules, optimizers and gradient norms make small tensors with a literal device="cuda"."""
+    """Schedules, optimizers, loss scales and gradient norms make small tensors with a literal device="cuda"."""
     stand_in = _torch_with(**{name: _on_cpu(getattr(torch, name)) for name in ("tensor", "zeros")})
     for module in (
         megatron.core.optimizer.clip_grads,
+        megatron.core.optimizer.grad_scaler,
         megatron.core.optimizer.optimizer,
         megatron.core.pipeline_parallel.schedules,
         megatron.core.utils,

@@ -32,6 +32,7 @@ def save_state(
     optimizer: MegatronOptimizer,
     parts: Mapping[str, MemoryPart],
     num_updates: int,
+    loss_scale: str,
     copies: MutableMapping[str, Tensor],
 ) -> Contents:
     """The share of the training state that this rank answers for, read where it lies: on the device or on the host.
@@ -59,11 +60,11 @@ def save_state(
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps))
+    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps, loss_scale))
 
 
-def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> int:
-    """Take over a training state from the files of all ranks that saved it, whatever their layout was; its num_updates.
+def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> Counts:
+    """Take over a training state from the files of all ranks that saved it, whatever their layout was; its counts.
 
     Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the
     files only what this rank needs is read. CheckpointError where one is missing or damaged, where they do not belong
@@ -73,7 +74,7 @@ def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequen
     if saved.counts.optimizer_steps:
         make_states(optimizer, saved.counts.optimizer_steps)
     saved.read(list(_destinations(model, optimizer, with_moments=saved.counts.optimizer_steps > 0)))
-    return saved.counts.num_updates
+    return saved.counts
 
 
 def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_moments: bool) -> Iterator[Destination]:

@@ -19,6 +19,7 @@ from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.loss_scale import LossScale
 from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.optimizer import build_optimizer
@@ -56,6 +57,7 @@ class TrainableModel(EvaluableModel):
         ]
         self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
         self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
+        self.loss_scale = LossScale(self.optimizer, model.config)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
@@ -137,43 +139,51 @@ class TrainableModel(EvaluableModel):
         divisor = metrics.pop(DIVISOR)
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
         is_skipped, grad_norm = self._is_to_skip("loss", metrics["loss"]), math.nan
+        overflowed = False
         if not is_skipped:
-            grad_norm = self._update(divisor, rate) if divisor else 0.0
+            grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
             is_skipped = not math.isfinite(grad_norm)
         self.num_updates += 1
-        self.num_skipped = self.num_skipped + 1 if is_skipped else 0
+        if not overflowed:
+            self.num_skipped = self.num_skipped + 1 if is_skipped else 0
         return {
             **metrics,
             "grad_norm": grad_norm,
             "lr": rate,
             SKIPPED: float(is_skipped),
+            **self.loss_scale.metrics(overflowed=overflowed),
         }
 
     def save_state(self) -> Contents:
         if self._pending is not None:
             raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
-        return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies)
+        scale = self.loss_scale.state()
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies)
 
     def load_state(self, files: Sequence[Path]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
-        self.num_updates = load_state(self.model, self.optimizer, files)
+        counts = load_state(self.model, self.optimizer, files)
+        self.num_updates = counts.num_updates
+        self.loss_scale.load(counts.loss_scale)
 
-    def _update(self, divisor: float, rate: float) -> float:
-        """Divide, clip and apply the gradients unless their norm, which it returns, is not finite. Collective over: the
-        role's ranks."""
+    def _update(self, divisor: float, rate: float) -> tuple[float, bool]:
+        """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
+        scale's doing. Collective over: the role's ranks."""
         finalize_model_grads(self.chunks, None, pg_collection=self.groups)
         self.gather.finish()
         for chunk in self.chunks:
             chunk.scale_gradients(1 / divisor)
-        self.optimizer.prepare_grads()
+        can_fall = self.loss_scale.can_fall()
+        if self.optimizer.prepare_grads() and can_fall:
+            return math.inf, True
         grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
         if self._is_to_skip("gradient norm", grad_norm):
-            return grad_norm
+            return grad_norm, False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step_with_ready_grads()
         self.gather.begin()
-        return grad_norm
+        return grad_norm, False
 
     def _reduce(self, pending: "_Pending") -> dict[str, float]:
         """The mini-batch's metrics with NUM_SAMPLES and DIVISOR, on every rank of the role."""

@@ -1,0 +1,18 @@
+"""The config section of what must hold while a run goes on."""
+
+from typing import Literal
+
+from rltrain.config.section import Positive, Section
+
+
+class Checks(Section):
+    """Trainer and engine, compared after every step on response tokens that were drawn by the weights which the step
+    began with: of older ones they differ by right. null: no limit."""
+
+    max_logprob_diff: Positive | None = None
+    """Of train/fresh_logprob_abs_diff, the mean difference of log-probs."""
+    max_kl: Positive | None = None
+    """Of train/fresh_kl, the KL of the trainer from the engine."""
+    action: Literal["stop", "warn"] = "stop"
+    """Beyond a limit. stop: the run ends, and the last checkpoint stays the last: none is saved of weights that were
+    trained on such tokens."""

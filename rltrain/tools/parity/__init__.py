@@ -1,0 +1,1 @@
+"""Trainer and engine on the same tokens, stage by stage."""

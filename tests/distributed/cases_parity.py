@@ -1,0 +1,64 @@
+"""What a rank does in test_parity: trainer and engine on one checkpoint, in one process."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from rltrain.config import schema
+from rltrain.tools.parity.comparison import logprob_difference
+from rltrain.tools.parity.engine_side import run_engine
+from rltrain.tools.parity.samples import random_samples
+from rltrain.tools.parity.states import Checked
+from rltrain.tools.parity.trainer_side import run_trainer
+from tests.distributed.tiny_checkpoints import VOCAB_SIZE
+from tools.parity import compare, parser
+
+
+def all_cases(folder: str, disturbed: dict[str, list[str]]) -> dict[str, Any]:
+    dist.destroy_process_group()  # the tool makes its own
+    path = Path(folder)
+    results = {
+        "alike": printed(path, path, "--transformers"),
+        "disturbed": {
+            name: printed(path, with_other_weights(path, tensors), "--threshold", "1e-4")
+            for name, tensors in disturbed.items()
+        },
+        "noise": {f"{residual}/{head}": noise(path, residual, head) for residual in WIDE for head in WIDE},
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return results
+
+
+WIDE = (None, "float32")
+
+
+def printed(path: Path, served: Path, *options: str) -> tuple[bool, str]:
+    """Whether the tool finds trainer and engine alike in fp32, and what it prints."""
+    arguments = [str(path), "--engine-checkpoint", str(served), "--dtype", "float32", "--samples", "3", *options]
+    console = Console(file=io.StringIO(), width=120)
+    alike = compare(parser().parse_args([*arguments, "--tokens", "16"]), console)
+    assert isinstance(console.file, io.StringIO)
+    return alike, console.file.getvalue()
+
+
+def with_other_weights(path: Path, tensors: list[str]) -> Path:
+    """A copy of the checkpoint in which `tensors` have another column, or if they are vectors another element."""
+    copy = path / "_".join(tensors)
+    copy.mkdir()
+    (copy / "config.json").write_text((path / "config.json").read_text())
+    weights = load_file(path / "model.safetensors")
+    for name in tensors:
+        weights[name][..., 7] += 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def noise(path: Path, residual: str | None, head: str | None) -> float:
+    """Mean difference of log-probs in bfloat16."""
+    model = schema.Model(path=str(path), dtype="bfloat16", residual_dtype=residual, head_dtype=head)
+    checked, samples = Checked(model, "cpu"), random_samples(6, 40, VOCAB_SIZE)
+    return logprob_difference(run_trainer(checked, samples), run_engine(checked, samples), samples).mean

@@ -1,0 +1,47 @@
+"""tools/parity.py names the layer in which trainer and engine part; a residual stream in fp32 brings them together."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.tiny_checkpoints import make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+DISTURBED = {
+    "embedding": ["model.embed_tokens.weight"],
+    "layer 2 attention": ["model.layers.2.self_attn.o_proj.weight"],
+    "layer 3 mlp": ["model.layers.3.mlp.up_proj.weight", "model.layers.5.input_layernorm.weight"],
+    "final norm": ["model.norm.weight"],
+    "logits": ["lm_head.weight"],
+}
+"""The stage that parts, by the tensors that are other ones."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("parity")
+    checkpoint = make_checkpoints(folder, ["qwen3"], num_hidden_layers=8, initializer_range=0.05)["qwen3"]
+    arguments = {"folder": checkpoint, "disturbed": DISTURBED}
+    (rank,) = run_distributed("tests.distributed.cases_parity:all_cases", 1, arguments, timeout_s=200)
+    return rank
+
+
+def test_trainer_engine_and_transformers_are_alike(found: dict[str, Any]) -> None:
+    alike, text = found["alike"]
+    assert alike and "trainer and engine" in text and "trainer and transformers" in text
+    assert text.count("no stage differs by more than 1e-04") == 2
+    assert "layer 7 mlp" in text and "log-probs:" in text
+
+
+@pytest.mark.parametrize("stage", DISTURBED)
+def test_the_first_stage_that_differs_is_named(found: dict[str, Any], stage: str) -> None:
+    alike, text = found["disturbed"][stage]
+    assert not alike
+    assert f"first stage beyond 1e-04: {stage}, by" in text
+
+
+def test_a_residual_stream_in_fp32_takes_much_of_the_noise_of_bfloat16(found: dict[str, Any]) -> None:
+    noise = found["noise"]
+    assert 0 < noise["float32/float32"] < 0.6 * noise["None/None"]
+    assert 0 < noise["float32/None"] < noise["None/None"]

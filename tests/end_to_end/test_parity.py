@@ -1,0 +1,48 @@
+"""A run ends when trainer and engine drift apart, whose types are wide or narrow alike."""
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train, try_to_train
+
+pytestmark = pytest.mark.slow
+
+TWO_RANKS = ("placement={actor: 0, 'rollout, reward': 1}", "actor.parallel.tp=1", "loss.kl.coef=0")
+SHORT = ("batch.prompts_per_step=8", "rollout.parallel.tp=1", "data.eval=null", "evaluation.interval=0")
+WIDE = ("model.dtype=bfloat16", "model.residual_dtype=float32", "model.head_dtype=float32")
+
+
+def test_a_run_ends_where_trainer_and_engine_part(warmed_up, data_overrides, tmp_path):
+    quickstart = REPOSITORY / "configs/quickstart.yaml"
+    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
+    job = (*paths, *TWO_RANKS, *SHORT, *WIDE, "steps=2")
+    records = train(quickstart, *job, "checks={max_logprob_diff: 0.05, max_kl: 0.05}", num_ranks=2)
+    differences = column(records, "train/fresh_logprob_abs_diff")
+    assert len(differences) == 2 and 0 < max(differences) < 0.05
+    assert column(records, "train/fresh_tokens") == [1, 1]
+
+    done = try_to_train(quickstart, *job, f"checks.max_logprob_diff={differences[0] / 2}", num_ranks=2)
+    assert done.returncode
+    assert "step 0: the trainer's log-probs are far" in done.stderr and "checks.max_logprob_diff" in done.stderr
+
+
+def test_a_run_in_float16_tells_of_its_loss_scale(warmed_up, data_overrides, tmp_path):
+    """It begins too large; the run goes on from a checkpoint with what became of it."""
+    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
+    scale = "actor.optimizer.loss_scale={initial: 16777216.0}"
+    job = (
+        *paths,
+        *TWO_RANKS,
+        *SHORT,
+        "model.dtype=float16",
+        "batch.mini_batches=4",
+        scale,
+        "checkpoint.save_interval=2",
+    )
+    quickstart = REPOSITORY / "configs/quickstart.yaml"
+    records = train(quickstart, *job, "steps=2", num_ranks=2)
+    overflowed, scales = (column(records, f"train/{name}") for name in ("overflowed_updates", "loss_scale"))
+    assert overflowed == column(records, "train/skipped_updates") and overflowed[0] == 4
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 0.05
+    later = train(quickstart, *job, "steps=4", num_ranks=2)[2:]
+    assert column(later, "train/loss_scale")[0] <= scales[1] < 2**21
+    assert column(later, "train/skipped_updates")[1] < 4 and "train/grad_norm" in later[1]

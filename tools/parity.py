@@ -1,0 +1,117 @@
+"""Compares the trainer's model with the engine's on the same tokens, layer by layer.
+
+    python tools/parity.py CHECKPOINT [--texts FILE] [--dtype bfloat16] [--residual-dtype float32] ...
+
+CHECKPOINT is a Hugging Face folder. One process runs Megatron's model on all texts at once, as an update does, the
+embedded engine token by token, as it decodes, and with --transformers the model of transformers. Prints for every stage
+how far they are apart and names the first that differs by more than --threshold; exit status 1 if there is one.
+"""
+
+import argparse
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rltrain.config import schema
+from rltrain.errors import UserError
+from rltrain.models import read_architecture
+from rltrain.tools.parity.comparison import (
+    THRESHOLDS,
+    Difference,
+    LogprobDifference,
+    differences,
+    first_beyond,
+    logprob_difference,
+)
+from rltrain.tools.parity.samples import random_samples, read_samples
+from rltrain.tools.parity.states import Checked, Run, stages
+
+TRAINER, ENGINE, TRANSFORMERS = "trainer", "engine", "transformers"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    made.add_argument(
+        "--engine-checkpoint", type=Path, metavar="DIR", help="another for the engine (default: the same)"
+    )
+    made.add_argument("--texts", type=Path, metavar="FILE", help="one text per line (default: random tokens)")
+    made.add_argument("--samples", type=int, default=8, help="of random tokens")
+    made.add_argument("--tokens", type=int, default=64, help="of a random sample; the most of a text")
+    made.add_argument("--dtype", choices=sorted(THRESHOLDS), default="bfloat16", help="model.dtype")
+    made.add_argument("--residual-dtype", choices=["float32"], help="model.residual_dtype")
+    made.add_argument("--head-dtype", choices=["float32"], help="model.head_dtype")
+    made.add_argument("--threshold", type=float, help="relative difference (default: by dtype)")
+    made.add_argument("--transformers", action="store_true", help="compare the trainer with transformers too")
+    made.add_argument("--device", default="cpu")
+    return made
+
+
+def compare(arguments: argparse.Namespace, console: Console) -> bool:
+    """Print what was found; whether no stage is beyond the threshold. Raises UserError."""
+    types = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
+    types = {key: value for key, value in types.items() if value != arguments.dtype}
+    trained, served = (
+        Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), arguments.device)
+        for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
+    )
+    architecture = read_architecture(trained.path)
+    if arguments.texts:
+        samples = read_samples(arguments.texts, trained.path, arguments.tokens)
+    else:
+        samples = random_samples(arguments.samples, arguments.tokens, architecture.vocab_size)
+    threshold = arguments.threshold or THRESHOLDS[arguments.dtype]
+    of_trainer = _run_of(TRAINER)(trained, samples)
+    others = [(ENGINE, served), *([(TRANSFORMERS, trained)] if arguments.transformers else [])]
+    are_alike = True
+    for name, checked in others:
+        of_other = _run_of(name)(checked, samples)
+        found = differences(of_trainer, of_other, stages(architecture.num_layers))
+        _print(console, name, found, logprob_difference(of_trainer, of_other, samples), threshold)
+        are_alike &= first_beyond(found, threshold) is None
+    return are_alike
+
+
+def _run_of(name: str) -> Run:
+    """Imported when it is run: Megatron and transformers take seconds to load."""
+    if name == TRAINER:
+        from rltrain.tools.parity.trainer_side import run_trainer as run
+    elif name == ENGINE:
+        from rltrain.tools.parity.engine_side import run_engine as run
+    else:
+        from rltrain.tools.parity.transformers_side import run_transformers as run
+    return run
+
+
+def _print(console: Console, name: str, found: list[Difference], logprobs: LogprobDifference, threshold: float) -> None:
+    table = Table(title=f"trainer and {name}", title_justify="left")
+    table.add_column("stage")
+    for column in ("relative", "largest", "at token"):
+        table.add_column(column, justify="right")
+    for one in found:
+        table.add_row(one.stage, f"{one.relative:.1e}", f"{one.largest:.1e}", str(one.token))
+    console.print(table)
+    console.print(f"log-probs: {logprobs.mean:.1e} mean, {logprobs.largest:.1e} largest, KL {logprobs.kl:.1e}")
+    beyond = first_beyond(found, threshold)
+    if beyond is None:
+        console.print(f"no stage differs by more than {threshold:.0e}, relative")
+    else:
+        console.print(f"first stage beyond {threshold:.0e}: {beyond.stage}, by {beyond.relative:.1e}")
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore", module="megatron")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    try:
+        return 0 if compare(parser().parse_args(), Console()) else 1
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
