@@ -138,7 +138,9 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
                 f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
                 f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
             )
-        grids[role] = Grid(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+        grids[role] = Grid(
+            ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp
+        )
     return grids
 
 

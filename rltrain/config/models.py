@@ -16,7 +16,27 @@ class Parallel(Section):
     pp: Count = 1
     cp: Count = 1
     ep: Count = 1
+    """Shares of whole experts, over ranks that also work on different samples or different parts of a tensor."""
+    etp: Count | None = None
+    """Ranks that an expert is cut over. None: as many as tp. ep x etp divides the ranks of a pipeline stage."""
     sequence_parallel: bool = False
+    """With tp: tokens are shared out where nothing else is. Models with experts or latent attention always are so."""
+
+
+class MoE(Section):
+    """Experts of the models that are trained."""
+
+    aux_loss_coef: NonNegative = 0.0
+    """Of the loss that balances the experts' loads within each sample, DeepSeek-AI 2024, "DeepSeek-V3 Technical
+    Report", equations 17 to 20, mean over the layers' samples, which count for what they count in the main loss."""
+    z_loss_coef: NonNegative = 0.0
+    """Of the mean squared log-sum-exp of routing scores, Zoph et al. 2022, "ST-MoE", equation 5, of samples alike."""
+    bias_update_rate: NonNegative = 0.0
+    """By how much each optimizer step raises or lowers the bias by which an expert is chosen that had fewer or more
+    tokens than the mean, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. 0: it stays as
+    it was loaded. Models without such biases (qwen3_moe, mixtral) have nothing to update."""
+    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
+    """How tokens come to their experts' ranks. deepep, where installed, needs GPUs."""
 
 
 class Model(Section):
@@ -28,6 +48,7 @@ class Model(Section):
     """auto takes Transformer Engine where it is installed, a GPU is present and dtype is bfloat16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, in Megatron's terms."""
+    moe: MoE = MoE()
 
 
 class Optimizer(Section):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -17,7 +18,8 @@ from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.packing import MicroBatch, pack
+from rltrain.training.megatron.routing import routed_samples, tell_routers
+from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, its local logits [tokens, columns], or scores [tokens]) -> (loss scalar, anything to keep)."""
@@ -28,23 +30,47 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
 
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
     packing keeps that padding small, and no shapes have to be sent.
+
+    Where replicas hold experts for each other all get as many micro-batches, of which some have no samples: none can
+    compute alone. With dispatcher allgather these have one length, too. Collective over: all replicas, there.
     """
     config = model.config
-    return pack(
-        experience,
-        max_tokens,
-        device=model.device,
-        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
-        equal_lengths=config.pipeline_model_parallel_size > 1,
-    )
+    multiple_of = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    batches = []
+    if experience.num_samples:
+        batches = pack(
+            experience,
+            max_tokens,
+            device=model.device,
+            multiple_of=multiple_of,
+            equal_lengths=config.pipeline_model_parallel_size > 1,
+        )
+    if not model.shares_experts:
+        return batches
+    longest = max((len(batch.padded_tokens) for batch in batches), default=0)
+    sizes = torch.tensor([len(batches), longest], device=model.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=model.pg_collection.tp_dp_cp)
+    count, longest_of_all = sizes.tolist()
+    length = longest or multiple_of
+    if config.moe_token_dispatcher_type == "allgather":
+        length = longest_of_all
+        batches = [padded_to(batch, length) for batch in batches]
+    return batches + [padding_alone(experience, length, model.device)] * (count - len(batches))
 
 
 def run_schedule(
-    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], outputs: Outputs, *, backward: bool
+    model: torch.nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    outputs: Outputs,
+    *,
+    backward: bool,
+    shares: Callable[[Experience], Tensor] | None = None,
 ) -> list[Any]:
-    """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
+    """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
+    pipeline stage only.
 
-    `model` is a LanguageModel or its data-parallel wrapper. Losses are summed: nothing is divided by the number of
+    `model` is a LanguageModel or its data-parallel wrapper. `shares` gives [samples] what each counts for, in losses
+    that layers add to the gradients, and in their statistics; None: there is nothing of that. Losses are summed: nothing is divided by the number of
     micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
     """
     language_model = cast(LanguageModel, unwrap_model(model))
@@ -53,14 +79,19 @@ def run_schedule(
     def step(batches: Iterator[MicroBatch], _: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
         language_model.on_micro_batch(batch.lengths, backward)
+        sequences = language_model.sequences(batch.segments)
+        if shares is not None and language_model.architecture.moe:
+            tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
         hidden_or_logits = model(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=language_model.sequences(batch.segments),
+            packed_seq_params=sequences,
         )
 
         def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            if not batch.num_tokens:
+                return logits[0, :0].sum(), torch.zeros((), dtype=torch.int), None
             loss, kept = outputs(batch, logits[0, : batch.num_tokens])
             # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
             return loss, torch.zeros((), dtype=torch.int), kept
@@ -78,10 +109,11 @@ def run_schedule(
         "pg_collection": groups,
     }
     if groups.pp.size() == 1:
-        return forward_backward_no_pipelining(**arguments)
-    return forward_backward_pipelining_without_interleaving(
-        **arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config)
-    )
+        kept = forward_backward_no_pipelining(**arguments)
+    else:
+        communicator = P2PCommunicator(plain_group(groups.pp), config)
+        kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=communicator)
+    return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
 
 def token_logprobs(model: LanguageModel, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, ...]:

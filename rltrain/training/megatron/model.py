@@ -18,7 +18,12 @@ from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
-from rltrain.training.megatron.architecture_settings import attention_settings, config_class, expert_settings
+from rltrain.training.megatron.architecture_settings import (
+    attention_settings,
+    config_class,
+    expert_settings,
+    splits_sequences,
+)
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.latent_attention import rotate_by_position
@@ -78,7 +83,7 @@ class LanguageModel(GPTModel):
             self.post_process = True
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
-        self.architecture = architecture
+        self.architecture, self.grid = architecture, grid
         self.layout = layout
         self.device = device
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
@@ -102,6 +107,12 @@ class LanguageModel(GPTModel):
         else:
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel replicas hold experts for each other, so that none computes without the others."""
+        grid = self.grid
+        return self.architecture.moe is not None and (grid.tp * grid.cp) % (grid.ep * (grid.etp or grid.tp)) != 0
+
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward()."""
         return (thd_sequences if self.transformer_engine else packed_sequences)(lengths, self.device)
@@ -124,7 +135,7 @@ def build_model(
     adapt_to_platform()
     # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
     initialize_rng_tracker(inference_rng_tracker=True)
-    if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+    if splits_sequences(architecture, grid, parallel) and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     transformer_engine = uses_transformer_engine(model, device)
     config = transformer_config(
@@ -181,7 +192,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
-        sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
+        sequence_parallel=splits_sequences(architecture, grid, parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -198,5 +209,5 @@ def transformer_config(
         calculate_per_token_loss=True,
         **recompute_layers,
         **attention_settings(architecture),
-        **expert_settings(architecture, grid, grouped=transformer_engine),
+        **expert_settings(architecture, grid, model.moe, grouped=transformer_engine),
     )

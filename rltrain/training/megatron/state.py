@@ -16,10 +16,11 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.layers import is_expert
+from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
 from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.shards import answered_for, replica_of, within
+from rltrain.training.shards import answered_for, sharing_groups, within
 
 MASTER = "master"
 
@@ -41,25 +42,39 @@ def save_state(
     """
     layout, rank = model.layout, dist.get_rank()
     names, optimized = _parameter_names(layout, rank), optimized_parameters(model, optimizer)
-    shares = {name: _share(one, *replica_of(layout, rank)) for name, one in optimized.items()}
-    pieces = within(answered_for(layout, rank), *_limits(names, shares))
-    flats: dict[str, Tensor] = {}
+    buffers = {name: tensor for name, tensor in local_parameters(model).items() if name.endswith(ROUTER_BIAS)}
+    pieces, shares = [], {}
+    for groups, of_experts in zip(sharing_groups(model.grid), (False, True), strict=True):
+        mine = next(ranks for ranks in groups if rank in ranks)
+        index = mine.index(rank)
+        cut = {
+            name: _share(one, index, len(mine)) for name, one in optimized.items() if is_expert(name) == of_experts
+        }
+        if not of_experts:
+            cut |= {name: (0, tensor.numel() if index == 0 else 0) for name, tensor in buffers.items()}
+        pieces.append(within(answered_for(layout, rank, groups), *_limits(names, cut)))
+        shares |= cut
+    all_pieces, flats = np.concatenate(pieces), {}
 
     def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
         flat = flat_name(kind, name)
         flats[flat] = parts[part].read(values, first, count, into=copies.get(flat))
 
-    for name in (names[number] for number in np.unique(pieces["parameter"])):
-        one, (start, stop) = optimized[name], shares[name]
+    for name in (names[number] for number in np.unique(all_pieces["parameter"])):
+        start, stop = shares[name]
+        if name in buffers:
+            copy(MASTER, name, "weights", buffers[name], start, stop - start)
+            continue
+        one = optimized[name]
         first, count = start - one.first, stop - start
         copy(MASTER, name, one.part, one.master, first, count)
-        for moment in MOMENTS if one.master in optimizer.state else ():
-            copy(moment, name, "optimizer", optimizer.state[one.master][moment], first, count)
+        for moment, values in one.moments.items():
+            copy(moment, name, "optimizer", values, first, count)
     copies.update(flats)
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps))
+    return contents(layout.tensors, names, all_pieces, flats, Counts(num_updates, steps))
 
 
 def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> int:
@@ -84,11 +99,10 @@ def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_mo
 
     optimized = optimized_parameters(model, optimizer)
     held = {name: (one.first, one.first + one.master.numel()) for name, one in optimized.items()}
-    state = optimizer.state
     copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
     kinds = [(MASTER, copies)]
     if with_moments:
-        kinds += [(moment, {name: state[one.master][moment] for name, one in optimized.items()}) for moment in MOMENTS]
+        kinds += [(moment, {name: one.moments[moment] for name, one in optimized.items()}) for moment in MOMENTS]
     for kind, tensors in kinds:
         cut = within(pieces, *_limits(names, {name: held[name] for name in tensors}))
         yield Destination(kind, cut, [tensors[name].detach().view(-1) if name in tensors else None for name in names])
@@ -99,7 +113,7 @@ def _parameter_names(layout: Layout, rank: int) -> list[str]:
 
 
 def _share(one: Optimized, index: int, replicas: int) -> Range:
-    """What replica `index` saves of what its optimizer has of a parameter."""
+    """What the one numbered `index` of as many ranks with the parameter saves of what its optimizer has of a parameter."""
     count = one.master.numel()
     if one.is_shard:
         return one.first, one.first + count

@@ -1,0 +1,127 @@
+"""What ranks do in test_experts: models with experts, trained in many parallel layouts inside one world of four ranks."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.models import read_architecture
+from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
+from tests.distributed.family_checkpoints import LENGTHS
+
+ALL = (0, 1, 2, 3)
+NUM_STEPS = 2
+MAX_TOKENS = 50
+
+
+@dataclass(frozen=True)
+class Layout:
+    grid: Grid
+    distributed: bool = True
+    dispatcher: str = "alltoall"
+    overlap: bool = False
+    recompute: str = "none"
+
+
+LAYOUTS = {
+    "one_rank": Layout(Grid((0,))),
+    "tp2": Layout(Grid((0, 1), tp=2)),
+    "dp2": Layout(Grid((1, 2))),
+    "ep2": Layout(Grid((2, 3), ep=2)),
+    "ep2_plain": Layout(Grid((2, 3), ep=2), distributed=False),
+    "ep2_allgather": Layout(Grid((2, 3), ep=2), dispatcher="allgather"),
+    "tp2_etp1": Layout(Grid((0, 1), tp=2, etp=1)),
+    "etp2": Layout(Grid((0, 1), etp=2)),
+    "tp2_ep2_etp1": Layout(Grid((0, 1), tp=2, ep=2, etp=1)),
+    "tp2_ep2": Layout(Grid(ALL, tp=2, ep=2)),
+    "tp2_dp2_etp1": Layout(Grid(ALL, tp=2, etp=1)),
+    "tp2_dp2_etp1_plain": Layout(Grid(ALL, tp=2, etp=1), distributed=False),
+    "tp2_pp2_ep2_etp1": Layout(Grid(ALL, tp=2, pp=2, ep=2, etp=1)),
+    "pp2_ep2": Layout(Grid(ALL, pp=2, ep=2)),
+    "pp2_ep2_allgather": Layout(Grid(ALL, pp=2, ep=2), dispatcher="allgather"),
+    "ep2_dp4": Layout(Grid(ALL, ep=2)),
+    "ep2_dp4_overlap": Layout(Grid(ALL, ep=2), overlap=True),
+    "ep4_recomputed": Layout(Grid(ALL, ep=4), recompute="full"),
+}
+
+
+def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float]) -> dict[str, Any]:
+    """By checkpoint and layout: the metrics of some optimizer steps and the log-probs after them."""
+    lists = sorted({ranks for layout in LAYOUTS.values() for ranks in group_lists({"actor": layout.grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    for name, layouts in checkpoints.items():
+        for layout in layouts:
+            if dist.get_rank() in LAYOUTS[layout].grid.ranks:
+                results[f"{name}/{layout}"] = _train(Path(folder, name), LAYOUTS[layout], groups, moe)
+    return results
+
+
+def _train(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
+    model = make_trained(path, layout, groups, moe)
+    experience = share_of(path, layout.grid)
+    steps = [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
+    after = model.evaluate(experience, max_tokens=MAX_TOKENS)
+    return {"steps": steps, "after": after.tolist(), "samples": experience.sample_ids.tolist()}
+
+
+def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> TrainableModel:
+    grid, architecture = layout.grid, read_architecture(path)
+    model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(
+            path=str(path),
+            dtype="float32",
+            recompute=layout.recompute,  # type: ignore[arg-type]
+            moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
+        ),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=grid.etp),
+        device=torch.device("cpu"),
+    )
+    load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))
+    settings = schema.Actor(
+        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1),
+        micro_batch_tokens=MAX_TOKENS,
+        distributed_optimizer=layout.distributed,
+        overlap=layout.overlap,
+        gradient_bucket_mb=0.02 if layout.overlap else None,
+    )
+    return TrainableModel(model, settings, total_updates=NUM_STEPS)
+
+
+def share_of(path: Path, grid: Grid) -> Experience:
+    """Of this rank's replica: the last of several has no samples at all."""
+    count, tokens = torch.arange(len(LENGTHS)), load_file(path / "expected.safetensors")["tokens"]
+    whole = Experience(
+        sample_ids=count,
+        group_ids=count,
+        prompt_ids=count,
+        lengths=torch.tensor(LENGTHS),
+        tokens=tokens,
+        response_mask=response_mask(),
+    )
+    with_samples = max(grid.dp - 1, 1)
+    at = grid.coordinates(dist.get_rank()).dp
+    return whole.select(count[count % with_samples == at])
+
+
+def response_mask() -> Tensor:
+    """All but the first three tokens of a sample."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return positions >= 3
