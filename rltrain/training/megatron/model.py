@@ -135,7 +135,8 @@ def build_model(
     adapt_to_platform()
     # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
     initialize_rng_tracker(inference_rng_tracker=True)
-    if splits_sequences(architecture, grid, parallel) and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+    gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
+    if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     transformer_engine = uses_transformer_engine(model, device)
     config = transformer_config(
