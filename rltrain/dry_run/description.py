@@ -116,6 +116,8 @@ def pair_modes(placement: Placement) -> list[str]:
 
 def describe_grid(name: str, grid: Grid) -> str:
     sizes = f"tp {grid.tp} x pp {grid.pp} x cp {grid.cp} x ep {grid.ep} x dp {grid.dp}"
+    if grid.etp not in (None, grid.tp):
+        sizes += f" (experts: etp {grid.etp})"
     return f"{name}: {sizes} on ranks {format_ranks(grid.ranks)}"
 
 

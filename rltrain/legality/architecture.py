@@ -6,15 +6,15 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
-from rltrain.models import Architecture
+from rltrain.models import Architecture, MoE
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import DECLARED, device_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, served_roles, trained_roles
 
 
 def check_against_architecture(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> None:
-    """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than a
+    """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = list(_data_parallel_problems(config, grids))
     for role in grids:
@@ -28,11 +28,8 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     architecture = architectures[role]
     path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
-    expected = "expected a dense one (llama, mistral, qwen2, qwen3): neither the trainer nor the embedded engine has"
-    if architecture.num_experts:
-        yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
-    if architecture.mla is not None:
-        yield f"{found} latent attention; {expected} it"
+    if role in served_roles():
+        yield from _served_model_problems(config, role, architecture, found)
     if DECLARED[role].reads_text:
         yield from _context_problems(config, role, architecture)
         return
@@ -47,6 +44,17 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
             f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
             "of at most that"
         )
+
+
+def _served_model_problems(config: Config, role: str, architecture: Architecture, found: str) -> Iterator[str]:
+    """What the embedded engine cannot serve yet."""
+    if role == "rollout" and config.rollout.engine != "embedded":
+        return
+    expected = "expected a dense one (llama, mistral, qwen2, qwen3) for"
+    if architecture.num_experts:
+        yield f"{found} {architecture.num_experts} experts in a layer; {expected} role {role} of the embedded engine"
+    if architecture.mla is not None:
+        yield f"{found} latent attention; {expected} role {role} of the embedded engine"
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
@@ -78,10 +86,13 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
 
 
 def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    for name, size in (
-        ("attention heads", architecture.num_heads),
-        ("feed-forward units", architecture.ffn_hidden_size),
-    ):
+    moe = architecture.moe
+    units = [("attention heads", architecture.num_heads)]
+    if moe is None or moe.dense_layers:
+        units.append(("feed-forward units", architecture.ffn_hidden_size))
+    if moe and moe.shared_ffn_hidden_size:
+        units.append(("feed-forward units of shared experts", moe.shared_ffn_hidden_size))
+    for name, size in units:
         if size % grid.tp:
             yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"
     num_kv_heads = architecture.num_kv_heads
@@ -89,9 +100,30 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         yield (
             f"{key}.tp: got {grid.tp}; expected a divisor or a multiple of the model's {num_kv_heads} key-value heads"
         )
+    yield from _expert_problems(key, grid, moe)
     if architecture.num_layers % grid.pp:
         stages = [n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
         yield (
             f"{key}.pp: got {grid.pp}, which does not divide the model's {architecture.num_layers} layers; "
             f"expected one of {', '.join(map(str, stages))}"
         )
+
+
+def _expert_problems(key: str, grid: Grid, moe: MoE | None) -> Iterator[str]:
+    if moe is None:
+        for name, size in (("ep", grid.ep), ("etp", grid.etp or 1)):
+            if size > 1:
+                yield f"{key}.{name}: got {size}; expected {1 if name == 'ep' else 'null'}: the model has no experts"
+        return
+    etp = grid.etp or grid.tp
+    for name, size, whole, of in (
+        ("ep", grid.ep, moe.num_experts, "experts"),
+        ("etp", etp, moe.ffn_hidden_size, "feed-forward units of an expert"),
+    ):
+        if whole % size:
+            given = f"{size}" if name == "ep" or grid.etp else f"null, which means tp {size}"
+            nearest = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - size), n))
+            yield (
+                f"{key}.{name}: got {given}, which does not divide the model's {whole} {of}; the nearest that does is "
+                f"{nearest}"
+            )

@@ -25,6 +25,7 @@ SIZES = SimpleNamespace(
     max_positions=4096,
     vocab_size=100,
     num_experts=0,
+    moe=None,
     mla=None,
 )
 

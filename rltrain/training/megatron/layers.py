@@ -1,5 +1,6 @@
 """The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
@@ -109,6 +111,21 @@ def check_names_of_experts(architecture: Architecture) -> None:
             "keep all experts of a layer in one parameter, where weight syncs and checkpoints expect one for each; "
             "unset it, or set model.transformer_impl to local"
         )
+
+
+def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid, device: torch.device) -> None:
+    """ConfigError where model.moe.dispatcher is deepep and that cannot be had."""
+    if architecture.moe is None or model.moe.dispatcher != "deepep":
+        return
+    problem = None
+    if device.type != "cuda":
+        problem = "this machine has no GPU"
+    elif importlib.util.find_spec("deep_ep") is None:
+        problem = "deep_ep cannot be imported"
+    elif grid.ep * (grid.etp or grid.tp) == 1:
+        problem = "every rank has all experts whole (ep and etp are 1)"
+    if problem:
+        raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
 
 
 def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:

@@ -31,6 +31,7 @@ from rltrain.training.megatron.layers import (
     ValueHead,
     add_final_norm,
     block_spec,
+    check_dispatcher,
     check_names_of_experts,
     mark_parallel_weights,
     uses_transformer_engine,
@@ -129,7 +130,7 @@ def build_model(
 ) -> LanguageModel:
     """This rank's part of the model, weights not yet loaded. `grid` must divide the model, as megatron_layout says.
 
-    ConfigError where Transformer Engine is asked for and missing.
+    ConfigError where Transformer Engine or DeepEP is asked for and missing.
     Collective over: first and last pipeline stage, where embeddings are tied.
     """
     adapt_to_platform()
@@ -139,6 +140,7 @@ def build_model(
     if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     transformer_engine = uses_transformer_engine(model, device)
+    check_dispatcher(architecture, model, grid, device)
     config = transformer_config(
         architecture, grid, model=model, parallel=parallel, device=device, transformer_engine=transformer_engine
     )
