@@ -8,24 +8,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.hf_writer import save_checkpoint
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
-from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.family_checkpoints import LENGTHS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS = 2
 MAX_TOKENS = 50
+EXPORTED = "tp2_ep2"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "one_rank": Layout(Grid((0,))),
+    "one_rank": Layout(Grid((0,)), distributed=False),
     "tp2": Layout(Grid((0, 1), tp=2)),
     "dp2": Layout(Grid((1, 2))),
     "ep2": Layout(Grid((2, 3), ep=2)),
@@ -48,6 +51,8 @@ LAYOUTS = {
     "etp2": Layout(Grid((0, 1), etp=2)),
     "tp2_ep2_etp1": Layout(Grid((0, 1), tp=2, ep=2, etp=1)),
     "tp2_ep2": Layout(Grid(ALL, tp=2, ep=2)),
+    "tp2_ep2_plain": Layout(Grid(ALL, tp=2, ep=2), distributed=False),
+    "pp4": Layout(Grid(ALL, pp=4)),
     "tp2_dp2_etp1": Layout(Grid(ALL, tp=2, etp=1)),
     "tp2_dp2_etp1_plain": Layout(Grid(ALL, tp=2, etp=1), distributed=False),
     "tp2_pp2_ep2_etp1": Layout(Grid(ALL, tp=2, pp=2, ep=2, etp=1)),
@@ -60,23 +65,69 @@ LAYOUTS = {
 
 
 def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float]) -> dict[str, Any]:
-    """By checkpoint and layout: the metrics of some optimizer steps and the log-probs after them."""
+    """By checkpoint and layout: how it differs from transformers at first, what some optimizer steps report, and the
+    biases and log-probs after them. A model trained in layout EXPORTED is written to folder/name/trained."""
     lists = sorted({ranks for layout in LAYOUTS.values() for ranks in group_lists({"actor": layout.grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
     for name, layouts in checkpoints.items():
         for layout in layouts:
             if dist.get_rank() in LAYOUTS[layout].grid.ranks:
-                results[f"{name}/{layout}"] = _train(Path(folder, name), LAYOUTS[layout], groups, moe)
+                results[f"{name}/{layout}"] = _train(Path(folder, name), layout, groups, moe)
     return results
 
 
-def _train(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
+def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
+    layout = LAYOUTS[name]
+    differences = {} if layout.distributed else _from_transformers(make_trained(path, layout, groups, {}), path)
     model = make_trained(path, layout, groups, moe)
     experience = share_of(path, layout.grid)
-    steps = [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
+    biases = [_biases(model)]
+    steps = []
+    for _ in range(NUM_STEPS):
+        steps.append(model.train_batch(experience, likelihood_loss()))
+        biases.append(_biases(model))
     after = model.evaluate(experience, max_tokens=MAX_TOKENS)
-    return {"steps": steps, "after": after.tolist(), "samples": experience.sample_ids.tolist()}
+    if name == EXPORTED:
+        everyone = groups[layout.grid.ranks]
+        save_checkpoint(
+            path / "trained",
+            model.parameters,
+            model.layout,
+            model.model.architecture,
+            group=everyone,
+            rank=dist.get_rank(),
+            like=path,
+        )
+    return {
+        "differences": differences,
+        "steps": steps,
+        "biases": biases,
+        "after": dict(zip(experience.sample_ids.tolist(), map(Tensor.tolist, after.split(experience.lengths.tolist())))),
+    }
+
+
+def _biases(model: TrainableModel) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in model.parameters.items() if name.endswith(ROUTER_BIAS)}
+
+
+def _from_transformers(model: TrainableModel, path: Path) -> dict[str, float]:
+    """The largest difference of each parameter's gradient, over the largest element of that gradient."""
+    expected = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
+    load_parameters(path / "gradients", model.layout, dist.get_rank(), expected)
+    experience = share_of(path, model.model.grid)
+    model.accumulate(experience, likelihood_loss())
+    model.reduction.begin_rest()
+    finalize_model_grads([model.ddp], None, pg_collection=model.groups)
+    divisor = float(response_mask().sum())
+    return {
+        name: _relative_difference(parameter.main_grad / divisor, expected[name])
+        for name, parameter in model.model.named_parameters()
+    }
+
+
+def _relative_difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 
 def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> TrainableModel:
