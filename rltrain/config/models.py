@@ -37,6 +37,8 @@ class MoE(Section):
     it was loaded. Models without such biases (qwen3_moe, mixtral) have nothing to update."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """How tokens come to their experts' ranks. deepep, where installed, needs GPUs."""
+    log_loads: bool = False
+    """Report the load of every expert of every layer; their imbalance is reported in any case."""
 
 
 class Model(Section):

@@ -130,11 +130,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             "batch.mini_batches: got 3 with batch.prompts_per_step 8 and 1 samples per prompt; expected a divisor of 8",
         ),
         ({"actor": {"parallel": {"cp": 2}}}, "actor.parallel.cp: got 2; expected 1"),
-        ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
-        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected 1"),
+        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected none: engines share out no experts"),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
             "rollout.parallel.sequence_parallel: got true",
@@ -332,15 +331,34 @@ def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected
     ("family", "refusals"),
     [
         ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense one"]),
-        ("mixtral", ["neither the trainer nor the embedded engine has layers of experts"]),
+        ("mixtral", ["the model in m has 4 experts in a layer"]),
         ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
     ],
 )
-def test_models_that_only_layouts_know_are_refused(family, refusals):
+def test_models_that_the_embedded_engine_does_not_know_are_trained_but_not_served(family, refusals):
+    architecture = tiny_architecture(family, max_positions=4096, num_heads=8)
     with pytest.raises(ConfigError) as refused:
-        check_in_world_of_8(tiny_architecture(family, max_positions=4096, num_heads=8))
-    assert all(refusal in str(refused.value) for refusal in refusals)
-    assert str(refused.value).count("model.path") == (2 if family == "deepseek_v3" else 1)
+        check_in_world_of_8(architecture)
+    assert all(f"{refusal}" in str(refused.value) for refusal in refusals)
+    assert str(refused.value).count("for role rollout of the embedded engine") == len(refusals)
+    check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"})
+    check_in_world_of_8(architecture, rollout={"engine": "sglang"})
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "expected"),
+    [
+        ("qwen3_moe", {"ep": 8}, "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest"),
+        ("qwen3", {"ep": 2}, "actor.parallel.ep: got 2; expected 1: the model has no experts"),
+        ("qwen3", {"etp": 2}, "actor.parallel.etp: got 2; expected null: the model has no experts"),
+        ("qwen3_moe", {"ep": 3}, "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor"),
+        ("qwen3_moe", {"ep": 4, "etp": 4}, "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_so_are_refused(family, parallel, expected):
+    architecture = tiny_architecture(family, max_positions=4096)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"}, actor={"parallel": parallel})
 
 
 def test_dense_models_are_accepted():

@@ -78,7 +78,6 @@ def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": settings.aux_loss_coef,
         "moe_z_loss_coeff": settings.z_loss_coef,
-        "moe_router_bias_update_rate": settings.bias_update_rate,
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": grid.etp or grid.tp,
     }

@@ -61,6 +61,7 @@ class LanguageModel(GPTModel):
         groups: ProcessGroups,
         *,
         layout: Layout,
+        moe: schema.MoE,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
@@ -86,6 +87,7 @@ class LanguageModel(GPTModel):
             self.output_layer = ValueHead(config, collection.tp)
         self.architecture, self.grid = architecture, grid
         self.layout = layout
+        self.moe = moe
         self.device = device
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
@@ -146,7 +148,14 @@ def build_model(
     )
     layout = layout_of_model(architecture, grid, model=model, device=device)
     return LanguageModel(
-        architecture, config, grid, groups, layout=layout, transformer_engine=transformer_engine, device=device
+        architecture,
+        config,
+        grid,
+        groups,
+        layout=layout,
+        moe=model.moe,
+        transformer_engine=transformer_engine,
+        device=device,
     )
 
 

@@ -1,6 +1,6 @@
 """Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from rltrain.config import schema
+from rltrain.models import Architecture
 from rltrain.training.packing import MicroBatch
+
+NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class SampleRouter(TopKRouter):
         self.samples: RoutedSamples | None = None
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         """[experts] tokens of samples that this rank's part of the mini-batch sent to each, since the last step."""
-        self.losses = torch.zeros(2, dtype=torch.float64, device=device)
-        """What the losses were for this rank's tokens, undivided and before the coefficients: balance, z."""
+        self.losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
+        """NAMES_OF_LOSSES for this rank's tokens since then, undivided and before the coefficients."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
@@ -127,49 +131,67 @@ class SampleRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class Loads:
-    """Of a mini-batch: `tokens` [layers of this stage with experts, experts], and metrics of all stages."""
+    """Of a mini-batch: `tokens` [layers, experts] of the whole model, zeros where a layer has no experts, and the
+    metrics that come of them."""
 
     tokens: Tensor
     metrics: Mapping[str, float]
 
 
 class Routers:
-    """Those of a rank's layers. No layer of this stage, or of the model, need have one."""
+    """Those of a rank's layers; the layers of this stage need have none."""
 
-    def __init__(self, model: torch.nn.Module, groups: ProcessGroupCollection, config: TransformerConfig) -> None:
-        self.routers: Sequence[SampleRouter] = [m for m in model.modules() if isinstance(m, SampleRouter)]
-        self._groups, self._rate = groups, config.moe_router_bias_update_rate
+    def __init__(
+        self, model: torch.nn.Module, architecture: Architecture, settings: schema.MoE, groups: ProcessGroupCollection
+    ) -> None:
+        self._routers = {m.layer_number - 1: m for m in model.modules() if isinstance(m, SampleRouter)}
+        self._has_experts = torch.tensor(architecture.sparse_layers)
+        self._num_experts = architecture.num_experts
+        self._settings, self._groups = settings, groups
 
     def take(self, divisor: float, device: torch.device) -> Loads:
         """What was counted since the last call; losses over `divisor`. Collective over: the role's ranks."""
-        losses = torch.zeros(2, dtype=torch.float64, device=device)
-        tokens = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        if self.routers:
-            tokens = torch.stack([router.load for router in self.routers])
-            losses = torch.stack([router.losses for router in self.routers]).sum(0)
-            dist.all_reduce(tokens, group=self._groups.tp_dp_cp)
-            dist.all_reduce(losses, group=self._groups.tp_dp_cp)
-            for router in self.routers:
-                router.load.zero_()
-                router.losses.zero_()
-        relative = tokens / tokens.double().mean(-1, keepdim=True).clamp(min=1e-9)
-        sums = torch.cat([relative.new_tensor([len(tokens), (tokens == 0).sum()]), relative.amax(-1).sum()[None], losses])
-        extremes = torch.stack([relative.max(), -relative.min()]) if len(tokens) else losses.new_tensor([0.0, -1e9])
-        if self._groups.pp.size() > 1:
-            dist.all_reduce(sums, group=self._groups.pp)
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._groups.pp)
-        num_layers, idle, imbalance, *of_layers = sums.tolist()
-        worst, least = extremes.tolist()
-        names = {"moe_load_imbalance": worst, "moe_load_imbalance_mean": imbalance / num_layers}
-        names |= {"moe_load_min": -least, "moe_idle_experts": idle}
-        for name, value in zip(("moe_aux_loss", "moe_z_loss"), of_layers, strict=True):
-            if value:
-                names[name] = value / (num_layers * (divisor or 1))
-        return Loads(tokens, names)
+        tokens = torch.zeros(len(self._has_experts), self._num_experts, dtype=torch.int64, device=device)
+        losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
+        for layer, router in self._routers.items():
+            tokens[layer] = router.load
+            losses += router.losses
+            router.load.zero_()
+            router.losses.zero_()
+        for group in (self._groups.tp_dp_cp, self._groups.pp):
+            dist.all_reduce(tokens, group=group)
+            dist.all_reduce(losses, group=group)
+        of_layers = tokens.cpu()[self._has_experts].double()
+        metrics = load_metrics(of_layers)
+        for name, loss, coefficient in zip(
+            NAMES_OF_LOSSES, losses.tolist(), (self._settings.aux_loss_coef, self._settings.z_loss_coef), strict=True
+        ):
+            if coefficient:
+                metrics[name] = loss / (len(of_layers) * (divisor or 1))
+        if self._settings.log_loads:
+            layers = torch.nonzero(self._has_experts).flatten().tolist()
+            relative = (of_layers / of_layers.mean(-1, keepdim=True).clamp(min=1)).tolist()
+            for layer, loads in zip(layers, relative, strict=True):
+                metrics |= {f"moe_load/{layer}/{expert}": load for expert, load in enumerate(loads)}
+        return Loads(tokens, metrics)
 
     @torch.no_grad()
     def update_biases(self, loads: Loads) -> None:
         """Raise the biases of experts with fewer tokens than the mean, and lower the others'."""
-        for router, tokens in zip(self.routers, loads.tokens.double(), strict=True):
-            if router.expert_bias is not None and self._rate:
-                router.expert_bias += self._rate * (tokens.mean() - tokens).sign().float()
+        rate = self._settings.bias_update_rate
+        for layer, router in self._routers.items():
+            tokens = loads.tokens[layer].double()
+            if rate and router.expert_bias is not None:
+                router.expert_bias += rate * (tokens.mean() - tokens).sign().float()
+
+
+def load_metrics(tokens: Tensor) -> dict[str, float]:
+    """Of `tokens` [layers with experts, experts] that went to each."""
+    relative = tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
+    busiest = relative.amax(-1)
+    return {
+        "moe_load_imbalance": float(busiest.max()),
+        "moe_load_imbalance_mean": float(busiest.mean()),
+        "moe_load_min": float(relative.min()),
+        "moe_idle_experts": float((tokens == 0).sum()),
+    }

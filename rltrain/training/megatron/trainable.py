@@ -58,7 +58,8 @@ class TrainableModel(EvaluableModel):
             model,
             pg_collection=self.groups,
         )
-        self.routers = Routers(model, self.groups, model.config) if model.architecture.moe else None
+        architecture = model.architecture
+        self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
         self.reduction, self.gather = GradientReduction(self.ddp), ParameterGather(self.ddp)
         self.optimizer = build_optimizer(self.ddp, settings.optimizer, self.groups)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
