@@ -66,9 +66,7 @@ def token_weights(experience: Experience, normalization: Normalization, max_resp
     return TokenWeights(mask / lengths.clamp(min=1).float()[sample_index(experience)], num_sequences)
 
 
-def divisor_shares(
-    experience: Experience, normalization: Normalization, max_response_tokens: int = 1
-) -> Tensor:
+def divisor_shares(experience: Experience, normalization: Normalization, max_response_tokens: int = 1) -> Tensor:
     """[samples] what each adds to the divisor of `token_weights`."""
     lengths = response_lengths(experience)
     if normalization == "token_mean":

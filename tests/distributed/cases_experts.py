@@ -1,4 +1,4 @@
-"""What ranks do in test_experts: models with experts, trained in many parallel layouts inside one world of four ranks."""
+"""What ranks do in test_experts: models with experts in many parallel layouts inside one world of four ranks."""
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -96,11 +96,12 @@ def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) 
             rank=dist.get_rank(),
             like=path,
         )
+    of_samples = [values.tolist() for values in after.split(experience.lengths.tolist())]
     return {
         "differences": differences,
         "steps": steps,
         "biases": biases,
-        "after": dict(zip(experience.sample_ids.tolist(), map(Tensor.tolist, after.split(experience.lengths.tolist())))),
+        "after": dict(zip(experience.sample_ids.tolist(), of_samples, strict=True)),
     }
 
 

@@ -8,7 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.cases_experts import EXPORTED, LAYOUTS, response_mask
-from tests.distributed.family_checkpoints import LENGTHS, SPARSE, make_family_checkpoint, model_logprobs, write_gradients
+from tests.distributed.family_checkpoints import (
+    LENGTHS,
+    SPARSE,
+    make_family_checkpoint,
+    model_logprobs,
+    write_gradients,
+)
 from tests.distributed.torchrun import run_distributed
 
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}

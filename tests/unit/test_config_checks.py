@@ -133,7 +133,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
-        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected none: engines share out no experts"),
+        (
+            {"rollout": {"parallel": {"ep": 2}}},
+            "rollout.parallel.ep: got 2; expected none: engines share out no experts",
+        ),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
             "rollout.parallel.sequence_parallel: got true",
@@ -351,8 +354,16 @@ def test_models_that_the_embedded_engine_does_not_know_are_trained_but_not_serve
         ("qwen3_moe", {"ep": 8}, "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest"),
         ("qwen3", {"ep": 2}, "actor.parallel.ep: got 2; expected 1: the model has no experts"),
         ("qwen3", {"etp": 2}, "actor.parallel.etp: got 2; expected null: the model has no experts"),
-        ("qwen3_moe", {"ep": 3}, "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor"),
-        ("qwen3_moe", {"ep": 4, "etp": 4}, "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2"),
+        (
+            "qwen3_moe",
+            {"ep": 3},
+            "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor",
+        ),
+        (
+            "qwen3_moe",
+            {"ep": 4, "etp": 4},
+            "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2",
+        ),
     ],
 )
 def test_experts_that_cannot_be_shared_out_so_are_refused(family, parallel, expected):

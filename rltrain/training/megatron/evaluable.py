@@ -58,6 +58,7 @@ class EvaluableModel:
         """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
         model = self.model
         results = [tensor.to(model.device) for tensor in empty]
+
         def without_loss(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             return torch.zeros((), device=model.device), outputs(batch, of_tokens)
 

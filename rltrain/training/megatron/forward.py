@@ -70,8 +70,9 @@ def run_schedule(
     pipeline stage only.
 
     `model` is a LanguageModel or its data-parallel wrapper. `shares` gives [samples] what each counts for, in losses
-    that layers add to the gradients, and in their statistics; None: there is nothing of that. Losses are summed: nothing is divided by the number of
-    micro-batches, and no gradient is reduced. Collective over: the model-parallel group of this replica.
+    that layers add to the gradients, and in their statistics; None: there is nothing of that. Losses are summed:
+    nothing is divided by the number of micro-batches, and no gradient is reduced. Collective over: the model-parallel
+    group of this replica, and where replicas hold experts for each other all of them.
     """
     language_model = cast(LanguageModel, unwrap_model(model))
     groups, config = language_model.pg_collection, language_model.config

@@ -128,7 +128,9 @@ def _torch_with(**replaced: Any) -> types.ModuleType:
     return stand_in
 
 
-def _all_gather_uneven(outputs: Sequence[torch.Tensor], share: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+def _all_gather_uneven(
+    outputs: Sequence[torch.Tensor], share: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> None:
     longest = max(len(output) for output in outputs)
     padded = [share.new_empty(longest, *share.shape[1:]) for _ in outputs]
     padded[group.rank()][: len(share)] = share

@@ -41,31 +41,22 @@ def save_state(
     tensors of the one before. RuntimeError where a part was dropped. Not collective.
     """
     layout, rank = model.layout, dist.get_rank()
-    names, optimized = _parameter_names(layout, rank), optimized_parameters(model, optimizer)
-    buffers = {name: tensor for name, tensor in local_parameters(model).items() if name.endswith(ROUTER_BIAS)}
-    pieces, shares = [], {}
+    names, kept = _parameter_names(layout, rank), _kept_parameters(model, optimizer)
+    shares, tables = dict[str, Range](), []
     for groups, of_experts in zip(sharing_groups(model.grid), (False, True), strict=True):
         mine = next(ranks for ranks in groups if rank in ranks)
-        index = mine.index(rank)
-        cut = {
-            name: _share(one, index, len(mine)) for name, one in optimized.items() if is_expert(name) == of_experts
-        }
-        if not of_experts:
-            cut |= {name: (0, tensor.numel() if index == 0 else 0) for name, tensor in buffers.items()}
-        pieces.append(within(answered_for(layout, rank, groups), *_limits(names, cut)))
+        of_kind = {name: one for name, one in kept.items() if is_expert(name) == of_experts}
+        cut = {name: _share(one, mine.index(rank), len(mine)) for name, one in of_kind.items()}
+        tables.append(within(answered_for(layout, rank, groups), *_limits(names, cut)))
         shares |= cut
-    all_pieces, flats = np.concatenate(pieces), {}
+    pieces, flats = np.concatenate(tables), dict[str, Tensor]()
 
     def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
         flat = flat_name(kind, name)
         flats[flat] = parts[part].read(values, first, count, into=copies.get(flat))
 
-    for name in (names[number] for number in np.unique(all_pieces["parameter"])):
-        start, stop = shares[name]
-        if name in buffers:
-            copy(MASTER, name, "weights", buffers[name], start, stop - start)
-            continue
-        one = optimized[name]
+    for name in (names[number] for number in np.unique(pieces["parameter"])):
+        one, (start, stop) = kept[name], shares[name]
         first, count = start - one.first, stop - start
         copy(MASTER, name, one.part, one.master, first, count)
         for moment, values in one.moments.items():
@@ -74,7 +65,14 @@ def save_state(
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(layout.tensors, names, all_pieces, flats, Counts(num_updates, steps))
+    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps))
+
+
+def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
+    """What the optimizer works on, and the routers' biases, which follow the experts' loads."""
+    biases = {name: bias for name, bias in local_parameters(model).items() if name.endswith(ROUTER_BIAS)}
+    kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
+    return kept | optimized_parameters(model, optimizer)
 
 
 def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> int:
@@ -113,7 +111,7 @@ def _parameter_names(layout: Layout, rank: int) -> list[str]:
 
 
 def _share(one: Optimized, index: int, replicas: int) -> Range:
-    """What the one numbered `index` of as many ranks with the parameter saves of what its optimizer has of a parameter."""
+    """What rank number `index` of as many that share a parameter saves of it."""
     count = one.master.numel()
     if one.is_shard:
         return one.first, one.first + count

@@ -147,7 +147,7 @@ class TrainableModel(EvaluableModel):
         if not is_skipped:
             grad_norm = self._update(divisor, rate) if divisor else 0.0
             is_skipped = not math.isfinite(grad_norm)
-            if loads and divisor and not is_skipped:
+            if self.routers and loads and divisor and not is_skipped:
                 self.routers.update_biases(loads)
         self.num_updates += 1
         self.num_skipped = self.num_skipped + 1 if is_skipped else 0
