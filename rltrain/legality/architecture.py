@@ -21,6 +21,7 @@ def check_against_architecture(
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
+            problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
 
 
@@ -100,7 +101,6 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         yield (
             f"{key}.tp: got {grid.tp}; expected a divisor or a multiple of the model's {num_kv_heads} key-value heads"
         )
-    yield from _expert_problems(key, grid, moe)
     if architecture.num_layers % grid.pp:
         stages = [n for n in range(1, architecture.num_layers + 1) if architecture.num_layers % n == 0]
         yield (
@@ -109,16 +109,18 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         )
 
 
-def _expert_problems(key: str, grid: Grid, moe: MoE | None) -> Iterator[str]:
+def _expert_problems(
+    config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    moe, key = architectures[role].moe, config.parallel_of(role)[1]
+    owner = key.partition(".")[0]
     if moe is None:
-        for name, size in (("ep", grid.ep), ("etp", grid.etp or 1)):
-            if size > 1:
-                yield f"{key}.{name}: got {size}; expected {1 if name == 'ep' else 'null'}: the model has no experts"
+        if owner == role or architectures[owner].moe:
+            yield from _shares_of_nothing(key, grid, "" if owner == role else role)
         return
-    etp = grid.etp or grid.tp
     for name, size, whole, of in (
         ("ep", grid.ep, moe.num_experts, "experts"),
-        ("etp", etp, moe.ffn_hidden_size, "feed-forward units of an expert"),
+        ("etp", grid.etp or grid.tp, moe.ffn_hidden_size, "feed-forward units of an expert"),
     ):
         if whole % size:
             given = f"{size}" if name == "ep" or grid.etp else f"null, which means tp {size}"
@@ -127,3 +129,11 @@ def _expert_problems(key: str, grid: Grid, moe: MoE | None) -> Iterator[str]:
                 f"{key}.{name}: got {given}, which does not divide the model's {whole} {of}; the nearest that does is "
                 f"{nearest}"
             )
+
+
+def _shares_of_nothing(key: str, grid: Grid, borrower: str) -> Iterator[str]:
+    """Of a model without experts; `borrower` is its role, where that has another role's parallel sizes."""
+    whose, remedy = (f"the model of role {borrower}", f", or {borrower}.parallel") if borrower else ("the model", "")
+    for name, size, none in (("ep", grid.ep, "1"), ("etp", grid.etp or 1, "null")):
+        if size > 1:
+            yield f"{key}.{name}: got {size}; expected {none}{remedy}: {whose} has no experts"

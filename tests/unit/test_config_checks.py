@@ -372,6 +372,17 @@ def test_experts_that_cannot_be_shared_out_so_are_refused(family, parallel, expe
         check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"}, actor={"parallel": parallel})
 
 
+def test_a_dense_critic_beside_an_actor_with_experts_needs_sizes_of_its_own():
+    actor, critic = (tiny_architecture(family, max_positions=4096) for family in ("qwen3_moe", "qwen3"))
+    settings = {**PPO, "critic": {"path": "c"}, "rollout": {"engine": "sglang"}, "actor": {"parallel": {"ep": 2}}}
+    expected = "actor.parallel.ep: got 2; expected 1, or critic.parallel: the model of role critic has no experts"
+    with pytest.raises(ConfigError, match=re.escape(expected)) as refused:
+        check_in_world_of_8(actor, own={"critic": critic}, **settings)
+    assert "mistakes" not in str(refused.value)
+    settings["critic"]["parallel"] = {"tp": 2}
+    check_in_world_of_8(actor, own={"critic": critic}, **settings)
+
+
 def test_dense_models_are_accepted():
     check_in_world_of_8(tiny_architecture("qwen3", max_positions=4096))
 

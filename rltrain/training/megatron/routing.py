@@ -170,8 +170,7 @@ class Routers:
                 metrics[name] = loss / (len(of_layers) * (divisor or 1))
         if self._settings.log_loads:
             layers = torch.nonzero(self._has_experts).flatten().tolist()
-            relative = (of_layers / of_layers.mean(-1, keepdim=True).clamp(min=1)).tolist()
-            for layer, loads in zip(layers, relative, strict=True):
+            for layer, loads in zip(layers, _relative(of_layers).tolist(), strict=True):
                 metrics |= {f"moe_load/{layer}/{expert}": load for expert, load in enumerate(loads)}
         return Loads(tokens, metrics)
 
@@ -187,7 +186,7 @@ class Routers:
 
 def load_metrics(tokens: Tensor) -> dict[str, float]:
     """Of `tokens` [layers with experts, experts] that went to each."""
-    relative = tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
+    relative = _relative(tokens)
     busiest = relative.amax(-1)
     return {
         "moe_load_imbalance": float(busiest.max()),
@@ -195,3 +194,8 @@ def load_metrics(tokens: Tensor) -> dict[str, float]:
         "moe_load_min": float(relative.min()),
         "moe_idle_experts": float((tokens == 0).sum()),
     }
+
+
+def _relative(tokens: Tensor) -> Tensor:
+    """Over the mean of each layer; 0 where a layer had none."""
+    return tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)
