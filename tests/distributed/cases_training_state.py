@@ -103,7 +103,6 @@ WITH_EXPERTS = {
     "experts_plain_to_pp2_dp2_ep2": Case(
         Way(tp=2, dp=2, ep=2, distributed=False), Way(pp=2, dp=2, ep=2), checkpoint="deepseek_v3"
     ),
-    "experts_tp2_dp2_etp1_to_dp2": Case(Way(tp=2, dp=2, etp=1), Way(dp=2), checkpoint="deepseek_v3"),
 }
 
 

@@ -11,7 +11,6 @@ from tests.distributed.torchrun import run_distributed
 
 SAME = [name for name, case in CASES.items() if case.other is None]
 OTHER = [name for name, case in CASES.items() if case.other is not None]
-QUICK = "experts_dp4_ep2_to_tp2_dp2_etp1"
 ONE_TYPE = [name for name in OTHER if {CASES[name].way.dtype, CASES[name].goes_on.dtype} == {"float32"}]
 
 
@@ -59,12 +58,6 @@ def test_a_state_cannot_be_saved_within_a_mini_batch(ranks: list[dict[str, Any]]
     assert all("gradients wait for their optimizer step" in rank["within_a_mini_batch"] for rank in ranks)
 
 
-def run_with_experts(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    checkpoints = make_checkpoints(folder, ["deepseek_v3"], num_hidden_layers=2)
-    arguments = {"checkpoints": checkpoints, "folder": str(folder), "names": names}
-    return run_distributed("tests.distributed.cases_training_state:some_cases", WORLD_SIZE, arguments, timeout_s=300)
-
-
 def check_with_experts(ranks: list[dict[str, Any]], name: str) -> None:
     case, expected = WITH_EXPERTS[name], ranks[0][name]["undisturbed"]
     assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
@@ -77,12 +70,11 @@ def check_with_experts(ranks: list[dict[str, Any]], name: str) -> None:
             assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-def test_experts_and_biases_of_routers_go_on_in_another_layout(tmp_path: Path) -> None:
-    check_with_experts(run_with_experts(tmp_path, [QUICK]), QUICK)
-
-
 @pytest.mark.slow
-def test_experts_go_on_however_they_are_shared_out(tmp_path: Path) -> None:
-    ranks = run_with_experts(tmp_path, list(WITH_EXPERTS))
+def test_experts_and_biases_of_routers_go_on_however_they_are_shared_out(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(tmp_path, ["deepseek_v3"], num_hidden_layers=2)
+    arguments = {"checkpoints": checkpoints, "folder": str(tmp_path), "names": list(WITH_EXPERTS)}
+    case = "tests.distributed.cases_training_state:some_cases"
+    ranks = run_distributed(case, WORLD_SIZE, arguments, timeout_s=300)
     for name in WITH_EXPERTS:
         check_with_experts(ranks, name)

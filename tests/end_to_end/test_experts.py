@@ -18,6 +18,8 @@ SMALL = (
     f"batch.prompts_per_step={ROWS}",
     "actor.optimizer.warmup_steps=2",
     f"checkpoint.save_interval={SAVED}",
+    "placement.actor=0-1",
+    "actor.parallel.ep=2",
 )
 
 
@@ -45,7 +47,7 @@ def test_it_learns_goes_on_bit_for_bit_and_loads_in_transformers(start: Path, tm
         [*paths, f"model.path={first}/hf", f"output_dir={exported}", "steps=1", "checkpoint.save_hf=false"],
     ]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = str(REPOSITORY / "configs/quickstart_moe_sft.yaml")
     script = ["tests/end_to_end/consecutive_jobs.py", config, str(tmp_path / "jobs.json")]
     done = run([*torchrun, *script], timeout_s=300)
