@@ -6,7 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
-from rltrain.models import Architecture, MoE
+from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, served_roles, trained_roles
 
@@ -109,9 +109,7 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         )
 
 
-def _expert_problems(
-    config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]
-) -> Iterator[str]:
+def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     moe, key = architectures[role].moe, config.parallel_of(role)[1]
     owner = key.partition(".")[0]
     if moe is None:
