@@ -15,6 +15,8 @@ from rltrain.algorithms.pairs import num_pairs, pair_shares
 from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.data.experience import Experience
+from rltrain.errors import ConfigError
+from rltrain.training.megatron.layers import check_dispatcher
 from rltrain.training.megatron.model import transformer_config
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.routing import RoutedSamples, SampleRouter, load_metrics, routed_samples
@@ -127,6 +129,17 @@ def test_a_loss_of_pairs_tells_shares_of_its_own() -> None:
     of_pairs = SharedLoss(lambda *_: None, pair_shares)  # type: ignore[arg-type, return-value]
     assert float(sample_shares(of_pairs, experience).sum()) == float(num_pairs(experience))
     assert sample_shares(lambda *_: None, experience).tolist() == [2, 3, 4, 5]  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"), [("cpu", "this machine has no GPU"), ("cuda", "deep_ep cannot be imported")]
+)
+def test_deepep_is_refused_where_it_cannot_be_had(device: str, problem: str) -> None:
+    model = schema.Model(path="m", moe=schema.MoE(dispatcher="deepep"))
+    grid = Grid((0, 1), ep=2)
+    with pytest.raises(ConfigError, match=rf"dispatcher is deepep, but {problem}; set it to alltoall"):
+        check_dispatcher(tiny_architecture("qwen3_moe"), model, grid, torch.device(device))
+    check_dispatcher(tiny_architecture("qwen3"), model, grid, torch.device(device))
 
 
 def test_metrics_name_the_worst_layer() -> None:
