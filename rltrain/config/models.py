@@ -34,7 +34,7 @@ class MoE(Section):
     bias_update_rate: NonNegative = 0.0
     """By how much each optimizer step raises or lowers the bias by which an expert is chosen that had fewer or more
     tokens than the mean, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. 0: it stays as
-    it was loaded. Models without such biases (qwen3_moe, mixtral) have nothing to update."""
+    it was loaded, and has to in models without such biases (qwen3_moe, mixtral)."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """How tokens come to their experts' ranks. deepep, where installed, needs GPUs."""
     log_loads: bool = False

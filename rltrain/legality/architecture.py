@@ -16,7 +16,7 @@ def check_against_architecture(
 ) -> None:
     """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
-    problems = list(_data_parallel_problems(config, grids))
+    problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
@@ -84,6 +84,22 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
                 f"placement.{role}: {len(grid.ranks)} ranks make {grid.dp} data-parallel replicas, but {of} gives "
                 f"{groups} prompts to share out; expected at least {grid.dp} prompts, or fewer ranks"
             )
+
+
+def _balance_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """Keys that would do nothing, as no model that is trained has what they are about."""
+    found = [architectures[role].moe for role in trained_roles() if role in grids]
+    with_biases = any(moe and moe.score == "sigmoid" for moe in found)
+    for name, about, is_there in (
+        ("aux_loss_coef", "experts", any(found)),
+        ("z_loss_coef", "experts", any(found)),
+        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's are", with_biases),
+    ):
+        value = getattr(config.model.moe, name)
+        if value and not is_there:
+            yield f"model.moe.{name}: got {value}; expected 0: no model that is trained has {about}"
 
 
 def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

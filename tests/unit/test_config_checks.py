@@ -383,6 +383,25 @@ def test_a_dense_critic_beside_an_actor_with_experts_needs_sizes_of_its_own():
     check_in_world_of_8(actor, own={"critic": critic}, **settings)
 
 
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("qwen3", {"aux_loss_coef": "has experts", "z_loss_coef": "has experts", "bias_update_rate": "by a bias"}),
+        ("qwen3_moe", {"bias_update_rate": "by a bias"}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_balance_of_what_is_not_there_is_refused(family, refused):
+    architecture, sft = tiny_architecture(family, max_positions=4096), {"algorithm": "sft", "placement": {"actor": 0}}
+    for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        sections = {**sft, "model": {"path": "m", "moe": {name: 0.5}}}
+        if name not in refused:
+            check_in_world_of_8(architecture, **sections)
+            continue
+        with pytest.raises(ConfigError, match=rf"model.moe.{name}: got 0.5; expected 0: .*{refused[name]}"):
+            check_in_world_of_8(architecture, **sections)
+
+
 def test_dense_models_are_accepted():
     check_in_world_of_8(tiny_architecture("qwen3", max_positions=4096))
 
