@@ -7,6 +7,8 @@ problems that training never sees. A worked answer adds column by column, from t
 
     347+285=   ->   7+5=12,4+8+1=13,3+2+1=6,632
 
+With --experts N it is a Qwen3-MoE checkpoint.
+
 DIR/train_pairs.jsonl and DIR/eval_pairs.jsonl hold, of the same problems, that answer as chosen, and as rejected one
 that has its form alone, of random digits.
 """
@@ -105,9 +107,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the choice of problems")
     parser.add_argument("--train-rows", type=int, default=NUM_TRAIN)
     parser.add_argument("--eval-rows", type=int, default=NUM_EVAL)
+    parser.add_argument("--experts", type=int, default=0, help="in every layer of a Qwen3-MoE model; 0: a dense one")
     arguments = parser.parse_args()
     special = SpecialTokens(eos=EOS, pad=PAD)
-    size = Size(max_positions=128)
+    size = Size(max_positions=128, experts=arguments.experts)
     write_checkpoint(arguments.output / "model", size, character_tokenizer(), special, seed=arguments.seed)
     train, held_out = draw_pairs(arguments.seed, arguments.train_rows, arguments.eval_rows)
     write_problems(arguments.output / "train.jsonl", train)

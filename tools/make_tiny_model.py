@@ -30,7 +30,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a Qwen3 model with untied embeddings."""
+    """Dimensions of a Qwen3 model with untied embeddings; with experts, of which every token visits `top_k`, a
+    Qwen3-MoE one."""
 
     hidden: int = 64
     layers: int = 2
@@ -39,6 +40,9 @@ class Size:
     head_dim: int = 16
     intermediate: int = 256
     max_positions: int = 2048
+    experts: int = 0
+    top_k: int = 2
+    expert_intermediate: int = 64
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,17 @@ def write_checkpoint(
 
 def qwen3_config(size: Size, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
     """The contents of config.json."""
+    of_experts = {
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.top_k,
+        "moe_intermediate_size": size.expert_intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if size.experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if size.experts else "qwen3",
         "vocab_size": vocab_size,
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,
@@ -97,6 +109,7 @@ def qwen3_config(size: Size, vocab_size: int, eos_id: int, pad_id: int) -> dict[
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
         "dtype": "float32",
+        **(of_experts if size.experts else {}),
     }
 
 
@@ -110,6 +123,18 @@ def qwen3_weights(size: Size, vocab_size: int, seed: int) -> dict[str, NDArray[n
     def norm(width: int) -> NDArray[np.float32]:
         return np.ones(width, dtype=np.float32)
 
+    def mlp_weights(size: Size) -> dict[str, NDArray[np.float32]]:
+        blocks = {"mlp": size.intermediate}
+        if size.experts:
+            blocks = {f"mlp.experts.{number}": size.expert_intermediate for number in range(size.experts)}
+        router = {"mlp.gate": matrix(size.experts, size.hidden)} if size.experts else {}
+        return router | {
+            f"{block}.{name}": matrix(*(shape if name != "down_proj" else shape[::-1]))
+            for block, width in blocks.items()
+            for shape in ((width, size.hidden),)
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+
     query, key = size.heads * size.head_dim, size.kv_heads * size.head_dim
     weights = {"model.embed_tokens.weight": matrix(vocab_size, size.hidden)}
     for layer in range(size.layers):
@@ -120,9 +145,7 @@ def qwen3_weights(size: Size, vocab_size: int, seed: int) -> dict[str, NDArray[n
             "self_attn.o_proj": matrix(size.hidden, query),
             "self_attn.q_norm": norm(size.head_dim),
             "self_attn.k_norm": norm(size.head_dim),
-            "mlp.gate_proj": matrix(size.intermediate, size.hidden),
-            "mlp.up_proj": matrix(size.intermediate, size.hidden),
-            "mlp.down_proj": matrix(size.hidden, size.intermediate),
+            **mlp_weights(size),
             "input_layernorm": norm(size.hidden),
             "post_attention_layernorm": norm(size.hidden),
         }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,6 +64,34 @@ def token_weights(experience: Experience, normalization: Normalization, max_resp
     if normalization == "dr_grpo":
         return TokenWeights(mask, num_sequences * max_response_tokens)
     return TokenWeights(mask / lengths.clamp(min=1).float()[sample_index(experience)], num_sequences)
+
+
+def divisor_shares(experience: Experience, normalization: Normalization, max_response_tokens: int = 1) -> Tensor:
+    """[samples] what each adds to the divisor of `token_weights`."""
+    lengths = response_lengths(experience)
+    if normalization == "token_mean":
+        return lengths.float()
+    return (lengths > 0).float() * (max_response_tokens if normalization == "dr_grpo" else 1)
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """A loss function whose divisor is not the number of response tokens: `shares` tells what each sample adds to it,
+    [samples]."""
+
+    function: LossFunction
+    shares: Callable[[Experience], Tensor]
+
+    def __call__(self, *arguments: Any) -> LossOutput:
+        return self.function(*arguments)
+
+
+def sample_shares(loss_function: LossFunction, experience: Experience) -> Tensor:
+    """[samples] what each counts for in the loss, so that other losses of samples can be added to it: their sum over a
+    mini-batch is its divisor, as far as loss.correction leaves nothing out."""
+    if isinstance(loss_function, SharedLoss):
+        return loss_function.shares(experience)
+    return divisor_shares(experience, "token_mean")
 
 
 def sample_index(experience: Experience) -> Tensor:

@@ -35,3 +35,8 @@ def comparison(experience: Experience, rewards: Tensor) -> dict[str, Tensor]:
 def num_pairs(experience: Experience) -> Tensor:
     """Scalar fp32."""
     return experience.chosen.sum(dtype=torch.float32)
+
+
+def pair_shares(experience: Experience) -> Tensor:
+    """[samples] fp32: each is half of a pair."""
+    return torch.full_like(experience.lengths, 0.5, dtype=torch.float32)

@@ -2,13 +2,23 @@
 an entropy bonus and a KL term where configured. Algorithms differ in where the advantages come from."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from rltrain.algorithms.correction import corrected
 from rltrain.algorithms.divergence import divergence_from
 from rltrain.algorithms.kl import kl_estimate
-from rltrain.algorithms.losses import LossFunction, LossOutput, masked_max, masked_sum, of_response, token_weights
+from rltrain.algorithms.losses import (
+    LossFunction,
+    LossOutput,
+    SharedLoss,
+    divisor_shares,
+    masked_max,
+    masked_sum,
+    of_response,
+    token_weights,
+)
 from rltrain.algorithms.policy_losses.registry import POLICY_LOSSES
 from rltrain.algorithms.policy_losses.surrogate import ResponseTokens
 from rltrain.algorithms.teaching import teacher_distance
@@ -56,7 +66,10 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
             maxima={"ratio_max": masked_max(tokens.ratio, tokens.mask), **maxima},
         )
 
-    return loss_function
+    return SharedLoss(
+        loss_function,
+        partial(divisor_shares, normalization=settings.normalization, max_response_tokens=max_response_tokens),
+    )
 
 
 def kl_term(tokens: ResponseTokens, settings: schema.Kl, of_asked: Sequence[Tensor] = ()) -> Tensor:

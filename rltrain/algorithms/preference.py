@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rltrain.algorithms.losses import LossFunction, LossOutput, response_lengths
-from rltrain.algorithms.pairs import comparison, num_pairs, response_sums, sides
+from rltrain.algorithms.losses import LossFunction, LossOutput, SharedLoss, response_lengths
+from rltrain.algorithms.pairs import comparison, num_pairs, pair_shares, response_sums, sides
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
@@ -45,4 +45,4 @@ def direct_preference_loss(settings: schema.Preference) -> LossFunction:
             loss, sums["sft_loss"] = loss + settings.sft_coef * sft_loss, sft_loss.detach()
         return LossOutput(loss=loss, divisor=num_pairs(experience), sums=sums)
 
-    return loss_function
+    return SharedLoss(loss_function, pair_shares)

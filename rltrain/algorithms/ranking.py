@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rltrain.algorithms.losses import LossFunction, LossOutput
-from rltrain.algorithms.pairs import comparison, num_pairs, sides
+from rltrain.algorithms.losses import LossFunction, LossOutput, SharedLoss
+from rltrain.algorithms.pairs import comparison, num_pairs, pair_shares, sides
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 
@@ -36,4 +36,4 @@ def ranking_loss(settings: schema.Preference) -> LossFunction:
             loss, sums["center_loss"] = loss + settings.center_coef * center_loss, center_loss.detach()
         return LossOutput(loss=loss, divisor=num_pairs(experience), sums=sums)
 
-    return loss_function
+    return SharedLoss(loss_function, pair_shares)

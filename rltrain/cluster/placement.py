@@ -126,7 +126,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
-    """The grid of every placed role; PlacementError if its tp * pp * cp does not divide its number of ranks."""
+    """The grid of every placed role; PlacementError if its tp * pp * cp does not divide its number of ranks, or
+    its ep * etp those of a pipeline stage."""
     grids = {}
     for role in placement.roles:
         parallel, key = config.parallel_of(role)
@@ -138,16 +139,33 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
                 f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
                 f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
             )
-        grids[role] = Grid(
+        grid = Grid(
             ranks,
             tp=parallel.tp,
             pp=parallel.pp,
             cp=parallel.cp,
             ep=parallel.ep,
+            etp=parallel.etp,
             vpp=parallel.vpp,
             layers_per_stage=None if parallel.layers_per_stage is None else tuple(parallel.layers_per_stage),
         )
+        _refuse_expert_shares(grid, key, f"{placement.given[role]}: role {role}")
+        grids[role] = grid
     return grids
+
+
+def _refuse_expert_shares(grid: Grid, key: str, who: str) -> None:
+    """PlacementError where ep x etp does not divide the ranks of a pipeline stage."""
+    stage, etp = len(grid.ranks) // grid.pp, grid.etp or grid.tp
+    if stage % (grid.ep * etp) == 0:
+        return
+    legal = [n for n in range(1, stage + 1) if stage % (n * etp) == 0]
+    nearest = f"ep {min(legal, key=lambda n: (abs(n - grid.ep), n))}" if legal else "etp 1"
+    given = f"etp {etp}" if grid.etp else f"etp {etp} (that of tp, where null)"
+    raise PlacementError(
+        f"{who} has {stage} ranks in a pipeline stage, but {key} shares out experts over ep {grid.ep} x {given} = "
+        f"{grid.ep * etp}; expected a divisor of {stage}. The nearest that works is {nearest}"
+    )
 
 
 def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ...]:

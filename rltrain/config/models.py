@@ -26,7 +26,29 @@ class Parallel(Section):
     cp: Count = 1
     """Context parallelism: every sequence is cut among as many ranks of a replica."""
     ep: Count = 1
+    """Shares of whole experts, over ranks that also work on different samples or different parts of a tensor."""
+    etp: Count | None = None
+    """Ranks that an expert is cut over. None: as many as tp. ep x etp divides the ranks of a pipeline stage."""
     sequence_parallel: bool = False
+    """With tp: tokens are shared out where nothing else is. Models with experts or latent attention always are so."""
+
+
+class MoE(Section):
+    """Experts of the models that are trained."""
+
+    aux_loss_coef: NonNegative = 0.0
+    """Of the loss that balances the experts' loads within each sample, DeepSeek-AI 2024, "DeepSeek-V3 Technical
+    Report", equations 17 to 20, mean over the layers' samples, which count for what they count in the main loss."""
+    z_loss_coef: NonNegative = 0.0
+    """Of the mean squared log-sum-exp of routing scores, Zoph et al. 2022, "ST-MoE", equation 5, of samples alike."""
+    bias_update_rate: NonNegative = 0.0
+    """By how much each optimizer step raises or lowers the bias by which an expert is chosen that had fewer or more
+    tokens than the mean, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. 0: it stays as
+    it was loaded, and has to in models without such biases (qwen3_moe, mixtral)."""
+    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
+    """How tokens come to their experts' ranks. deepep, where installed, needs GPUs."""
+    log_loads: bool = False
+    """Report the load of every expert of every layer; their imbalance is reported in any case."""
 
 
 class Recompute(Section):
@@ -71,6 +93,7 @@ class Model(Section):
     """With context parallelism. auto: keys and values of all ranks go to each of them, with Transformer Engine round a
     ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
     Transformer Engine must be new enough to do so with packed sequences."""
+    moe: MoE = MoE()
 
     @property
     def recomputed(self) -> Recompute:

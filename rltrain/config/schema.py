@@ -39,6 +39,7 @@ from rltrain.config.models import Critic as Critic
 from rltrain.config.models import Inference as Inference
 from rltrain.config.models import LossScale as LossScale
 from rltrain.config.models import Model as Model
+from rltrain.config.models import MoE as MoE
 from rltrain.config.models import Offload as Offload
 from rltrain.config.models import Optimizer as Optimizer
 from rltrain.config.models import Parallel as Parallel

@@ -120,6 +120,8 @@ def pair_modes(placement: Placement) -> list[str]:
 
 def describe_grid(role: str, grid: Grid, architecture: Architecture | None) -> str:
     sizes = f"tp {grid.tp} x pp {grid.pp} x cp {grid.cp} x ep {grid.ep} x dp {grid.dp}"
+    if grid.etp not in (None, grid.tp):
+        sizes += f" (experts: etp {grid.etp})"
     stages = ""
     if grid.pp > 1 and architecture is not None:
         layers = grid.layers_of_chunks(architecture.num_layers)

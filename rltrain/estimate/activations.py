@@ -73,7 +73,8 @@ class Activations:
     def _hidden(self, item_bytes: int) -> int:
         """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
         parallel = self.job.config.parallel_of(self.role)[0]
-        return self.architecture.hidden_size * item_bytes // (parallel.tp if parallel.sequence_parallel else 1)
+        is_cut = parallel.sequence_parallel or self.architecture.is_split_by_tokens
+        return self.architecture.hidden_size * item_bytes // (parallel.tp if is_cut else 1)
 
     def _normed(self) -> int:
         """A norm's input and output."""
@@ -105,10 +106,13 @@ class Activations:
         return 4 * self.architecture.ffn_hidden_size * self.job.item_bytes // self.job.grids[self.role].tp
 
     def _experts(self) -> int:
-        """Tokens are taken to be shared out evenly over the ranks of expert parallelism."""
+        """Tokens are taken to be shared out evenly over the ranks of expert parallelism. Routers keep scores and
+        weights, and what their losses are made of."""
         moe, item, grid = self.architecture.moe, self.job.item_bytes, self.job.grids[self.role]
         assert moe is not None
         etp = grid.etp or grid.tp
         dispatched = 2 * moe.top_k * self.architecture.hidden_size * etp // grid.tp
         inside = 4 * (moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size) // grid.tp
-        return (dispatched + inside) * item + 2 * moe.num_experts * FP32
+        settings = self.job.config.model.moe
+        scores = 2 + 2 * (settings.aux_loss_coef > 0) + (settings.z_loss_coef > 0)
+        return (dispatched + inside) * item + scores * moe.num_experts * FP32 // grid.tp

@@ -75,8 +75,8 @@ def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config
 
 def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:
     parallel: Parallel = getattr(config, role).parallel
-    for name in ("tp", "pp", "cp"):
-        for factor in (2, 4):
+    for name in ("tp", "pp", "cp", "ep"):
+        for factor in (2, 4, 8) if name == "ep" else (2, 4):
             if name == "tp" or role != "rollout":
                 size = getattr(parallel, name) * factor
                 changes: dict[str, object] = {f"{role}__parallel__{name}": size}

@@ -9,20 +9,21 @@ from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import DECLARED, device_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, served_roles, trained_roles
 
 
 def check_against_architecture(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> None:
-    """Refuse models that cannot be trained, grids that do not divide the model or the batch, and texts longer than a
+    """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
-    problems = list(_data_parallel_problems(config, grids))
+    problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
             problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
+            problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
 
 
@@ -30,11 +31,8 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     architecture = architectures[role]
     path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
-    expected = "expected a dense one (llama, mistral, qwen2, qwen3): neither the trainer nor the embedded engine has"
-    if architecture.num_experts:
-        yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
-    if architecture.mla is not None:
-        yield f"{found} latent attention; {expected} it"
+    if role in served_roles():
+        yield from _served_model_problems(config, role, architecture, found)
     if DECLARED[role].reads_text:
         yield from _context_problems(config, role, architecture)
         return
@@ -49,6 +47,17 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
             f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
             "of at most that"
         )
+
+
+def _served_model_problems(config: Config, role: str, architecture: Architecture, found: str) -> Iterator[str]:
+    """What the embedded engine cannot serve yet."""
+    if role == "rollout" and config.rollout.engine != "embedded":
+        return
+    expected = "expected a dense one (llama, mistral, qwen2, qwen3) for"
+    if architecture.num_experts:
+        yield f"{found} {architecture.num_experts} experts in a layer; {expected} role {role} of the embedded engine"
+    if architecture.mla is not None:
+        yield f"{found} latent attention; {expected} role {role} of the embedded engine"
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
@@ -79,11 +88,30 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
             )
 
 
-def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    for name, size in (
-        ("attention heads", architecture.num_heads),
-        ("feed-forward units", architecture.ffn_hidden_size),
+def _balance_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """Keys that would do nothing, as no model that is trained has what they are about."""
+    found = [architectures[role].moe for role in trained_roles() if role in grids]
+    with_biases = any(moe and moe.score == "sigmoid" for moe in found)
+    for name, about, is_there in (
+        ("aux_loss_coef", "experts", any(found)),
+        ("z_loss_coef", "experts", any(found)),
+        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's are", with_biases),
     ):
+        value = getattr(config.model.moe, name)
+        if value and not is_there:
+            yield f"model.moe.{name}: got {value}; expected 0: no model that is trained has {about}"
+
+
+def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    moe = architecture.moe
+    units = [("attention heads", architecture.num_heads)]
+    if moe is None or moe.dense_layers:
+        units.append(("feed-forward units", architecture.ffn_hidden_size))
+    if moe and moe.shared_ffn_hidden_size:
+        units.append(("feed-forward units of shared experts", moe.shared_ffn_hidden_size))
+    for name, size in units:
         if size % grid.tp:
             yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"
     num_kv_heads = architecture.num_kv_heads
@@ -120,3 +148,36 @@ def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architec
             f"{num_heads} attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a "
             "divisor or multiple of the latter, or model.cp_communication: auto"
         )
+
+
+def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    moe, key = architectures[role].moe, config.parallel_of(role)[1]
+    if moe and role in trained_roles() and config.model.dtype == "float16":
+        yield (
+            f"model.dtype: got float16, but {role}'s model has experts, whose optimizer would have a loss scale apart "
+            "from that of the others; expected bfloat16 or float32"
+        )
+    owner = key.partition(".")[0]
+    if moe is None:
+        if owner == role or architectures[owner].moe:
+            yield from _shares_of_nothing(key, grid, "" if owner == role else role)
+        return
+    for name, size, whole, of in (
+        ("ep", grid.ep, moe.num_experts, "experts"),
+        ("etp", grid.etp or grid.tp, moe.ffn_hidden_size, "feed-forward units of an expert"),
+    ):
+        if whole % size:
+            given = f"{size}" if name == "ep" or grid.etp else f"null, which means tp {size}"
+            nearest = min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - size), n))
+            yield (
+                f"{key}.{name}: got {given}, which does not divide the model's {whole} {of}; the nearest that does is "
+                f"{nearest}"
+            )
+
+
+def _shares_of_nothing(key: str, grid: Grid, borrower: str) -> Iterator[str]:
+    """Of a model without experts; `borrower` is its role, where that has another role's parallel sizes."""
+    whose, remedy = (f"the model of role {borrower}", f", or {borrower}.parallel") if borrower else ("the model", "")
+    for name, size, none in (("ep", grid.ep, "1"), ("etp", grid.etp or 1, "null")):
+        if size > 1:
+            yield f"{key}.{name}: got {size}; expected {none}{remedy}: {whose} has no experts"

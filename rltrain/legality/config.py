@@ -75,8 +75,6 @@ def _parallel_problems(config: Config) -> Iterator[str]:
                 f"{LEAST_INTERLEAVED_STAGES}: of two interleaved stages each is both the one before and the one behind "
                 "the other, and Megatron's messages would not tell which is meant"
             )
-        if parallel.ep > 1:
-            yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
         if role in served_roles():
             yield from _engine_problems(key, parallel)
         elif parallel.sequence_parallel and parallel.tp == 1:
@@ -84,6 +82,9 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
+    if parallel.ep > 1 or parallel.etp is not None:
+        name, given = ("ep", parallel.ep) if parallel.ep > 1 else ("etp", parallel.etp)
+        yield f"{key}.{name}: got {given}; expected none: engines share out no experts"
     if parallel.pp > 1:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
     if parallel.cp > 1:

@@ -139,6 +139,11 @@ class Architecture:
         return self.moe.num_experts if self.moe else 0
 
     @property
+    def is_split_by_tokens(self) -> bool:
+        """Whether tensor-parallel ranks always have different tokens where the model is not cut (sequence parallel)."""
+        return self.moe is not None or self.mla is not None
+
+    @property
     def sparse_layers(self) -> tuple[bool, ...]:
         """[layers]: which have experts."""
         if self.moe is None:

@@ -25,6 +25,17 @@ OF_PAIRS = (
 
 OF_SKIPPING = ("skipped_updates", "loss_scale", "overflowed_updates")
 
+OF_EXPERTS = (
+    ("moe_load_imbalance", "", "tokens of a layer's busiest expert over the mean of its experts, in the worst layer"),
+    ("moe_load_imbalance_mean", "", "the same, mean over the layers with experts"),
+    ("moe_load_min", "", "tokens of the idlest expert of any layer over the mean of its layer"),
+    ("moe_idle_experts", "experts", "of all layers that no token of the mini-batch went to"),
+    ("moe_aux_loss", "", "balance loss before model.moe.aux_loss_coef, mean over layers: 1 where loads are even"),
+    ("moe_z_loss", "", "mean squared log-sum-exp of routing scores, before model.moe.z_loss_coef"),
+    ("moe_load/<layer>/<expert>", "", "tokens of an expert over the mean of its layer, with model.moe.log_loads"),
+)
+"""(name, unit, meaning) of what is told of models with experts; tokens are those of samples, padding left out."""
+
 UPDATE = (
     Metric("train/loss", "", "the loss that was minimized, over the whole mini-batch"),
     Metric(
@@ -73,7 +84,7 @@ UPDATE = (
         "tokens (prompt and response) trained on per second, in every pass, all ranks together",
     ),
     Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
-    *(Metric(f"train/{name}", unit, meaning) for name, unit, meaning in OF_PAIRS),
+    *(Metric(f"train/{name}", unit, meaning) for name, unit, meaning in (*OF_EXPERTS, *OF_PAIRS)),
 )
 SCORE_EVALUATION_PAIRS = (
     Metric("eval/loss", "", "the loss of the held-out pairs, of algorithms that learn from pairs"),
@@ -92,6 +103,7 @@ UPDATE_CRITIC = (
     Metric("critic/grad_norm", "", "norm of the critic's whole gradient before clipping"),
     Metric("critic/lr", "", "the critic's learning rate"),
     *(Metric(f"critic/{name}", "", f"as train/{name}, of the critic") for name in OF_SKIPPING),
+    *(Metric(f"critic/{name}", unit, f"as train/{name}, of the critic") for name, unit, _ in OF_EXPERTS),
 )
 GENERATE = (
     Metric("rollout/response_tokens", "tokens", "response tokens of the step"),

@@ -72,7 +72,8 @@ class Model(Protocol):
         """[tokens] fp32 in host memory: each token's log-prob, 0 at a sample's first one, or score. No gradients.
 
         Every rank of the replica passes the same samples, perhaps none, and gets the same result. Micro-batches have
-        at most `max_tokens`, but for longer samples. Collective over: this replica.
+        at most `max_tokens`, but for longer samples. Collective over: this replica, and where replicas hold experts
+        for each other all of them; so it is of all that follow.
         """
         ...
 

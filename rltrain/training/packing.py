@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,6 +84,26 @@ def pack(
         )
         for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
+
+
+def padded_to(batch: MicroBatch, length: int) -> MicroBatch:
+    """The same samples and as much padding behind them as makes `length` tokens."""
+    missing = length - len(batch.padded_tokens)
+    segments = _segments(list(batch.lengths), length)
+    return replace(batch, padded_tokens=torch.nn.functional.pad(batch.padded_tokens, (0, missing)), segments=segments)
+
+
+def padding_alone(like: Experience, length: int, device: torch.device) -> MicroBatch:
+    """A micro-batch of no samples, with the fields of `like`."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        experience=Experience(**{name: value.to(device) for name, value in like.select(nothing).columns().items()}),
+        token_index=nothing,
+        padded_tokens=torch.zeros(length, dtype=torch.int64, device=device),
+        lengths=(),
+        segments=(length,),
+        slices=None,
+    )
 
 
 def _micro_batch(

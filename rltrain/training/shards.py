@@ -1,7 +1,11 @@
 """Which boxes of a checkpoint's tensors lie in a range of a parameter, and which of its pieces a rank answers for."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.rank_lists import RankList, model_group_lists
 from rltrain.models.canonical_tensors import Array, IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.match import elements, fragments_of
@@ -41,21 +45,33 @@ def _elements_before(pieces: Array, position: IntArray) -> IntArray:
     return np.clip(before, 0, elements(pieces))
 
 
-def answered_for(layout: Layout, rank: int) -> Array:
-    """The pieces of `rank` that ranks with a smaller part do not hold as well: of all distinct parts one has each box.
+def answered_for(layout: Layout, rank: int, groups: Sequence[RankList] = ()) -> Array:
+    """The pieces of `rank` that no group of ranks before its own holds as well: of all groups one has each box.
 
-    Ranks with equal parts answer for the same pieces.
+    `groups` are ranks that hold the same boxes; those of one group answer for the same pieces. Without them the ranks
+    of each of the layout's parts are one.
     """
-    mine = layout.parts[layout.ranks.index(rank)]
     fragments = fragments_of(layout).of_part
-    held = fragments[mine]
-    before = [numbers for part, numbers in fragments.items() if part < mine]
+    part_of = dict(zip(layout.ranks, layout.parts, strict=True))
+    if groups:
+        number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+        before = [fragments[part_of[ranks[0]]] for ranks in groups[:number]]
+    else:
+        before = [numbers for part, numbers in fragments.items() if part < part_of[rank]]
+    held = fragments[part_of[rank]]
     is_first = np.zeros(len(held), dtype=bool)
     is_first[np.unique(held, return_index=True)[1]] = True
     if before:
         is_first &= ~np.isin(held, np.concatenate(before))
     answered: Array = layout.on(rank).pieces[is_first]
     return answered
+
+
+def sharing_groups(grid: Grid) -> tuple[Sequence[RankList], Sequence[RankList]]:
+    """(of what is no expert's, of experts) the ranks among which an optimizer's states of a parameter are shared
+    out."""
+    lists = model_group_lists(grid)
+    return lists["dp_cp"], lists["expt_dp"]
 
 
 def replica_of(layout: Layout, rank: int) -> tuple[int, int]:

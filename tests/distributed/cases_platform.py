@@ -30,9 +30,9 @@ from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
 
 # Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and
-# experts dealt out to them, with latent attention.
+# experts dealt out to them, and cut over them, with latent attention.
 GRID = Grid((0, 1), pp=2)
-EXPERT_GRID = Grid((0, 1), ep=2)
+EXPERT_GRIDS = (Grid((0, 1), ep=2), Grid((0, 1), etp=2))
 ARCHITECTURE = Architecture(
     family="qwen3",
     num_layers=2,
@@ -106,7 +106,9 @@ def _train_one_step() -> None:
 
 
 def _run_experts() -> None:
-    EvaluableModel(_model(EXPERT_ARCHITECTURE, EXPERT_GRID)).evaluate(_experience(), max_tokens=100)
+    for grid in EXPERT_GRIDS:
+        experience = _experience().select(torch.tensor([dist.get_rank()]))
+        EvaluableModel(_model(EXPERT_ARCHITECTURE, grid)).evaluate(experience, max_tokens=100)
 
 
 def _model(architecture: Architecture, grid: Grid) -> LanguageModel:
@@ -115,7 +117,7 @@ def _model(architecture: Architecture, grid: Grid) -> LanguageModel:
         grid,
         ProcessGroups(group_lists({"actor": grid}), backend="gloo", timeout_s=60),
         model=schema.Model(path="unused", dtype="bfloat16", recompute="full"),
-        parallel=schema.Parallel(pp=grid.pp, ep=grid.ep),
+        parallel=schema.Parallel(pp=grid.pp, ep=grid.ep, etp=grid.etp),
         device=torch.device("cpu"),
     )
     for parameter in model.parameters():

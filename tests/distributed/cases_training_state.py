@@ -1,11 +1,12 @@
 """What ranks do in test_training_state: runs that are saved and go on, in the same layout or another, in one world."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from rltrain.data.experience import Experience
 from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
@@ -37,6 +38,7 @@ MAX_TOKENS = 200
 NUM_SAMPLES = 8
 BUCKET_MB = 0.05
 """Such that the tiny model has several buckets."""
+BALANCED = schema.MoE(aux_loss_coef=0.01, bias_update_rate=0.01)
 SAMPLED = 20_000
 """Elements of a state that are looked at one by one."""
 
@@ -48,6 +50,8 @@ class Way:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None
     dtype: str = "float32"
     distributed: bool = True
     overlap: bool = False
@@ -57,7 +61,7 @@ class Way:
     @property
     def grid(self) -> Grid:
         ranks = tuple(range(self.tp * self.pp * self.dp))
-        return Grid(ranks, tp=self.tp, pp=self.pp, vpp=self.vpp, layers_per_stage=self.layers)
+        return Grid(ranks, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, vpp=self.vpp, layers_per_stage=self.layers)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,14 @@ CASES = {
     "interleaved_to_tp2_tied": Case(Way(pp=3, vpp=2, layers=(1, 0, 0, 0, 1, 0)), Way(tp=2), checkpoint="qwen2_tied"),
     "critic_pp2_dp2_to_tp2": Case(Way(pp=2, dp=2), Way(tp=2), role="critic"),
 }
+WITH_EXPERTS = {
+    "experts": Case(Way(tp=2, dp=2, ep=4, etp=1), checkpoint="deepseek_v3", away=True),
+    "experts_bf16_overlap": Case(Way(dp=4, ep=2, dtype="bfloat16", overlap=True), checkpoint="deepseek_v3", away=True),
+    "experts_dp4_ep2_to_tp2_dp2_etp1": Case(Way(dp=4, ep=2), Way(tp=2, dp=2, etp=1), checkpoint="deepseek_v3"),
+    "experts_plain_to_pp2_dp2_ep2": Case(
+        Way(tp=2, dp=2, ep=2, distributed=False), Way(pp=2, dp=2, ep=2), checkpoint="deepseek_v3"
+    ),
+}
 
 
 class Run:
@@ -108,14 +120,14 @@ class Run:
             architecture_of(case, path),
             self.grid,
             groups,
-            model=schema.Model(path=str(path), dtype=way.dtype),  # type: ignore[arg-type]
-            parallel=schema.Parallel(tp=way.tp, pp=way.pp),
+            model=schema.Model(path=str(path), dtype=way.dtype, moe=BALANCED),  # type: ignore[arg-type]
+            parallel=schema.Parallel(tp=way.tp, pp=way.pp, ep=way.ep, etp=way.etp),
             device=torch.device("cpu"),
         )
         if load_weights:
             load_parameters(path, layout_of(case, way, path), self.rank, local_parameters(model))
         else:
-            for parameter in model.parameters():
+            for parameter in local_parameters(model).values():
                 parameter.data.fill_(float("nan"))
         trained = schema.Trained(
             optimizer=schema.Optimizer(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1),
@@ -161,10 +173,14 @@ class Run:
         """Of the weights, and of what the optimizer has, by kind."""
         optimizer = self.trained.optimizer
         optimized = optimized_parameters(self.trained.model, optimizer)
-        masters = [optimized[name].master for name in sorted(optimized)]
-        states = [optimizer.state[master] for master in masters]
-        kinds = {kind: digest(state[kind] for state in states) for kind in (*MOMENTS, "step")}
-        return {"weights": digest(self.trained.model.parameters()), MASTER: digest(masters), **kinds}
+        found = [optimized[name] for name in sorted(optimized)]
+        kinds = {kind: digest(one.moments[kind] for one in found) for kind in MOMENTS}
+        kinds["step"] = digest(state["step"] for _, state in optimizer.state.items())
+        return {
+            "weights": digest(self.trained.parameters.values()),
+            MASTER: digest(one.master for one in found),
+            **kinds,
+        }
 
 
 def architecture_of(case: Case, path: Path) -> Architecture:
@@ -176,16 +192,28 @@ def layout_of(case: Case, way: Way, path: Path) -> Layout:
     return megatron_layout(architecture_of(case, path), way.grid, dtype=way.dtype)
 
 
-def all_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+def some_cases(checkpoints: dict[str, str], folder: str, names: list[str]) -> dict[str, Any]:
     """What each case saw, where the rank takes part in its first or second half."""
-    grids = {case_way.grid for case in CASES.values() for case_way in (case.way, case.goes_on)}
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    cases = {name: (CASES | WITH_EXPERTS)[name] for name in names}
+    groups = groups_of(cases)
     with uneven_products():
-        results = {
+        return {
             name: saved_and_continued(case, Path(checkpoints[case.checkpoint]), groups, Path(folder, name))
-            for name, case in CASES.items()
+            for name, case in cases.items()
         }
+
+
+def groups_of(cases: Mapping[str, Case]) -> ProcessGroups:
+    grids = {case_way.grid for case in cases.values() for case_way in (case.way, case.goes_on)}
+    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
+    return ProcessGroups(lists, backend="gloo", timeout_s=60)
+
+
+def all_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """What each case saw whose model is dense, and some that are told apart by name."""
+    results = some_cases(checkpoints, folder, list(CASES))
+    groups = groups_of(CASES)
+    with uneven_products():
         results["at_the_start"] = at_the_start(Path(checkpoints["qwen3"]), groups, Path(folder, "at_the_start"))
     results["within_a_mini_batch"] = within_a_mini_batch(Path(checkpoints["qwen3"]), groups)
     return results
@@ -226,7 +254,9 @@ def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
     on = layout_of(case, Way(), path).on(0)
     whole = {kind: [torch.zeros(shape).view(-1) for _, shape in on.parameters] for kind in (MASTER, *MOMENTS)}
     saved = SavedState(sorted(folder.glob("*.safetensors")), layout_of(case, Way(), path).tensors)
-    saved.read([Destination(kind, on.pieces, flats) for kind, flats in whole.items()])
+    is_optimized = np.array([not name.endswith(ROUTER_BIAS) for name, _ in on.parameters])
+    optimized = on.pieces[is_optimized[on.pieces["parameter"]]]
+    saved.read([Destination(k, on.pieces if k == MASTER else optimized, flats) for k, flats in whole.items()])
     return {kind: torch.cat(flats) for kind, flats in whole.items()}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
@@ -100,6 +100,28 @@ def make_family_checkpoint(name: str, path: Path) -> Path:
         logits = torch.cat([model(sample[None]).logits[0] for sample in tokens.split(LENGTHS)])
     save_file({"tokens": tokens, "logits": logits}, path / "expected.safetensors")
     return path
+
+
+def write_gradients(path: Path, response_mask: Tensor) -> None:
+    """`path`/gradients: a checkpoint whose tensors are the gradients of the mean negative log-likelihood of response
+    tokens, by transformers, of the checkpoint in `path`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = load_file(path / "expected.safetensors")["tokens"]
+    loss = torch.zeros(())
+    for sample, mask in zip(tokens.split(LENGTHS), response_mask.split(LENGTHS), strict=True):
+        loss = loss - model_logprobs(model, sample)[mask].sum()
+    (loss / response_mask.sum()).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(path / "gradients")
+
+
+def model_logprobs(model: torch.nn.Module, sample: Tensor) -> Tensor:
+    """[tokens] of transformers' model, 0 at the first token."""
+    logprobs = model(sample[None]).logits[0, :-1].log_softmax(-1)
+    return torch.nn.functional.pad(logprobs.gather(1, sample[1:, None])[:, 0], (1, 0))
 
 
 def _randomize_vectors(model: torch.nn.Module) -> None:

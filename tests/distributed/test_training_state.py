@@ -1,10 +1,11 @@
 """A training state that was saved goes on as if nothing had happened, in the same parallel layout or another."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, WORLD_SIZE
+from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, WITH_EXPERTS, WORLD_SIZE
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -55,3 +56,25 @@ def test_updates_are_counted_on(ranks: list[dict[str, Any]], name: str) -> None:
 
 def test_a_state_cannot_be_saved_within_a_mini_batch(ranks: list[dict[str, Any]]) -> None:
     assert all("gradients wait for their optimizer step" in rank["within_a_mini_batch"] for rank in ranks)
+
+
+def check_with_experts(ranks: list[dict[str, Any]], name: str) -> None:
+    case, expected = WITH_EXPERTS[name], ranks[0][name]["undisturbed"]
+    assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
+    for rank in range(len(case.goes_on.grid.ranks)):
+        found = ranks[rank][name]
+        assert found["num_updates"] == BEFORE
+        if case.other is None:
+            assert found["resumed"] == found["undisturbed"]
+        for one, other in zip(found["resumed"]["updates"], expected["updates"], strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_and_biases_of_routers_go_on_however_they_are_shared_out(tmp_path: Path) -> None:
+    checkpoints = make_checkpoints(tmp_path, ["deepseek_v3"], num_hidden_layers=2)
+    arguments = {"checkpoints": checkpoints, "folder": str(tmp_path), "names": list(WITH_EXPERTS)}
+    case = "tests.distributed.cases_training_state:some_cases"
+    ranks = run_distributed(case, WORLD_SIZE, arguments, timeout_s=300)
+    for name in WITH_EXPERTS:
+        check_with_experts(ranks, name)

@@ -37,11 +37,38 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
 }
+WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: float) -> dict[str, str]:
     """Checkpoint folders by name. Each also holds experience.safetensors and expected.safetensors."""
-    return {name: str(_make(folder / name, CHECKPOINTS[name][0], CHECKPOINTS[name][1] | shape)) for name in names}
+    return {name: str(_make(folder / name, *_settings(name, shape))) for name in names}
+
+
+def _settings(name: str, shape: dict[str, int]) -> tuple[str, dict[str, Any]]:
+    family, settings = (CHECKPOINTS | WITH_EXPERTS)[name]
+    return family, settings | shape
 
 
 def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:

@@ -25,6 +25,7 @@ SIZES = SimpleNamespace(
     max_positions=4096,
     vocab_size=100,
     num_experts=0,
+    moe=None,
     mla=None,
 )
 
@@ -144,10 +145,12 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
             {"actor": {"optimizer": {"loss_scale": {"initial": 0.5, "minimum": 1.0}}}},
             "actor.optimizer.loss_scale.minimum: got 1.0; expected at most actor.optimizer.loss_scale.initial 0.5",
         ),
-        ({"actor": {"parallel": {"ep": 2}}}, "actor.parallel.ep: got 2; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1: only training and evaluation"),
-        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected 1"),
+        (
+            {"rollout": {"parallel": {"ep": 2}}},
+            "rollout.parallel.ep: got 2; expected none: engines share out no experts",
+        ),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
             "rollout.parallel.sequence_parallel: got true",
@@ -373,15 +376,72 @@ def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected
     ("family", "refusals"),
     [
         ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense one"]),
-        ("mixtral", ["neither the trainer nor the embedded engine has layers of experts"]),
+        ("mixtral", ["the model in m has 4 experts in a layer"]),
         ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
     ],
 )
-def test_models_that_only_layouts_know_are_refused(family, refusals):
+def test_models_that_the_embedded_engine_does_not_know_are_trained_but_not_served(family, refusals):
+    architecture = tiny_architecture(family, max_positions=4096, num_heads=8)
     with pytest.raises(ConfigError) as refused:
-        check_in_world_of_8(tiny_architecture(family, max_positions=4096, num_heads=8))
-    assert all(refusal in str(refused.value) for refusal in refusals)
-    assert str(refused.value).count("model.path") == (2 if family == "deepseek_v3" else 1)
+        check_in_world_of_8(architecture)
+    assert all(f"{refusal}" in str(refused.value) for refusal in refusals)
+    assert str(refused.value).count("for role rollout of the embedded engine") == len(refusals)
+    check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"})
+    check_in_world_of_8(architecture, rollout={"engine": "sglang"})
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "expected"),
+    [
+        ("qwen3_moe", {"ep": 8}, "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest"),
+        ("qwen3", {"ep": 2}, "actor.parallel.ep: got 2; expected 1: the model has no experts"),
+        ("qwen3", {"etp": 2}, "actor.parallel.etp: got 2; expected null: the model has no experts"),
+        (
+            "qwen3_moe",
+            {"ep": 3},
+            "shares out experts over ep 3 x etp 1 (that of tp, where null) = 3; expected a divisor",
+        ),
+        (
+            "qwen3_moe",
+            {"ep": 4, "etp": 4},
+            "over ep 4 x etp 4 = 16; expected a divisor of 8. The nearest that works is ep 2",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_so_are_refused(family, parallel, expected):
+    architecture = tiny_architecture(family, max_positions=4096)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"}, actor={"parallel": parallel})
+
+
+def test_a_dense_critic_beside_an_actor_with_experts_needs_sizes_of_its_own():
+    actor, critic = (tiny_architecture(family, max_positions=4096) for family in ("qwen3_moe", "qwen3"))
+    settings = {**PPO, "critic": {"path": "c"}, "rollout": {"engine": "sglang"}, "actor": {"parallel": {"ep": 2}}}
+    expected = "actor.parallel.ep: got 2; expected 1, or critic.parallel: the model of role critic has no experts"
+    with pytest.raises(ConfigError, match=re.escape(expected)) as refused:
+        check_in_world_of_8(actor, own={"critic": critic}, **settings)
+    assert "mistakes" not in str(refused.value)
+    settings["critic"]["parallel"] = {"tp": 2}
+    check_in_world_of_8(actor, own={"critic": critic}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("qwen3", {"aux_loss_coef": "has experts", "z_loss_coef": "has experts", "bias_update_rate": "by a bias"}),
+        ("qwen3_moe", {"bias_update_rate": "by a bias"}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_balance_of_what_is_not_there_is_refused(family, refused):
+    architecture, sft = tiny_architecture(family, max_positions=4096), {"algorithm": "sft", "placement": {"actor": 0}}
+    for name in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+        sections = {**sft, "model": {"path": "m", "moe": {name: 0.5}}}
+        if name not in refused:
+            check_in_world_of_8(architecture, **sections)
+            continue
+        with pytest.raises(ConfigError, match=rf"model.moe.{name}: got 0.5; expected 0: .*{refused[name]}"):
+            check_in_world_of_8(architecture, **sections)
 
 
 def test_dense_models_are_accepted():

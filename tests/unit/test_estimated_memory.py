@@ -8,6 +8,7 @@ import pytest
 from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
+from rltrain.estimate.activations import Activations
 from rltrain.estimate.changes import best_changes
 from rltrain.estimate.hardware import GB, GPUS, gpu_named
 from rltrain.estimate.memory import kv_bytes, resident_bytes
@@ -166,6 +167,26 @@ def test_changes_are_named_with_the_peak_that_they_make():
     assert len(changes) == 3 and peaks == sorted(peaks)
     assert peaks[0] < largest(rank_memories(job, H100)).peak.total
     assert best_changes(job, H100, lambda job: False) == []
+
+
+def test_experts_may_be_dealt_out_to_more_ranks():
+    job = job_of(qwen3_30b_a3b(), {"actor": "0-15"}, 16, algorithm="sft")
+    changes = {change.text: change.memory.peak.total for change in best_changes(job, H100, anything)}
+    dealt_out = job_of(qwen3_30b_a3b(), {"actor": "0-15"}, 16, algorithm="sft", actor={"parallel": {"ep": 8}})
+    assert changes["actor.parallel.ep: 8"] == largest(rank_memories(dealt_out, H100)).peak.total
+    gradients = [resident_bytes(of, "actor", 0)["gradients"] for of in (dealt_out, job)]
+    assert 1 / 8 < gradients[0] / gradients[1] < 1.5 / 8
+
+
+def test_balance_losses_and_whole_routers_count_among_activations():
+    def activations(**moe):
+        model = {"path": "m", "moe": moe}
+        job = job_of(qwen3_30b_a3b(), {"actor": "0-15"}, 16, algorithm="sft", model=model)
+        return Activations(job, "actor", 0).layer(sparse=True)
+
+    plain = activations()
+    assert activations(aux_loss_coef=1e-3) - plain == 2 * 128 * 4
+    assert activations(z_loss_coef=1e-3) - plain == 128 * 4
 
 
 def test_a_devices_figures_may_come_from_a_file(tmp_path):

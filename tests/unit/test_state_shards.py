@@ -21,13 +21,21 @@ from rltrain.reshard.layout import PIECE, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
 from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.shards import answered_for, replica_of, within
+from rltrain.training.shards import answered_for, replica_of, sharing_groups, within
 from tests.model_shards import tiny_architecture
 
 KIND = "master"
 PADDING = -1.0
 COUNTS = Counts(num_updates=7, optimizer_steps=5)
 GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 3), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
+EXPERT_GRIDS = [
+    {"ranks": 4, "ep": 2},
+    {"ranks": 4, "tp": 2, "etp": 1},
+    {"ranks": 8, "tp": 2, "ep": 2, "etp": 1},
+    {"ranks": 8, "tp": 2, "pp": 2, "ep": 2},
+    {"ranks": 6, "ep": 1, "etp": 2},
+    {"ranks": 8, "tp": 4, "ep": 4, "etp": 1},
+]
 SHAPES = st.tuples(st.sampled_from(GRIDS), st.booleans(), st.sampled_from(["qwen3", "qwen2", "qwen3_moe"]))
 
 
@@ -154,6 +162,29 @@ def test_every_element_is_saved_once(shape: tuple[tuple[int, int, int], bool, st
             within(answered_for(layout, rank), *ranges_of(layout, rank, random_cuts(seed, layout, rank)))
         )
     ]
+    assert len(saved) == len(set(saved)) == layout.tensors.matrix_shapes.prod(axis=1).sum()
+
+
+@given(st.sampled_from(EXPERT_GRIDS), st.sampled_from(["qwen3_moe", "deepseek_v3"]), st.booleans(), st.integers(0, 9))
+@settings(max_examples=15, deadline=None)
+def test_every_element_is_saved_once_where_other_ranks_share_experts(
+    sizes: dict[str, int], family: str, tied: bool, seed: int
+) -> None:
+    """Ranks that share out a parameter's states come to the same cuts of it, wherever they begin and end."""
+    grid = Grid(tuple(range(sizes["ranks"])), **{name: size for name, size in sizes.items() if name != "ranks"})
+    layout = megatron_layout(tiny_architecture(family, tied_embeddings=tied, num_layers=2), grid)
+    saved = []
+    for groups, of_experts in zip(sharing_groups(grid), (False, True), strict=True):
+        for rank in layout.ranks:
+            number, mine = next((number, ranks) for number, ranks in enumerate(groups) if rank in ranks)
+            limits = []
+            for index, (name, shape) in enumerate(layout.on(rank).parameters):
+                size, parts = int(np.prod(shape)), len(mine) - 1
+                cuts = np.random.default_rng((seed, number, index)).integers(0, size + 1, parts).tolist()
+                edges = sorted([0, *cuts, size]) if (".experts." in name) == of_experts else [0] * (parts + 2)
+                limits.append(edges[mine.index(rank) :][:2])
+            pieces = within(answered_for(layout, rank, groups), *np.array(limits).T)
+            saved += [element for element, _ in places(pieces)]
     assert len(saved) == len(set(saved)) == layout.tensors.matrix_shapes.prod(axis=1).sum()
 
 

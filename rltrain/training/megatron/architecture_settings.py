@@ -49,7 +49,16 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
     return settings
 
 
-def expert_settings(architecture: Architecture, grid: Grid, *, grouped: bool) -> dict[str, Any]:
+def splits_sequences(architecture: Architecture, grid: Grid, parallel: schema.Parallel) -> bool:
+    """Whether tensor-parallel ranks share out tokens where nothing else is shared out.
+
+    Megatron trains experts in no other way, and its latent attention has wrong gradients in another: those of the
+    rotated key, of which every rank has only what its own heads add, and of the queries' norm, which it would sum.
+    """
+    return grid.tp > 1 and (parallel.sequence_parallel or architecture.is_split_by_tokens)
+
+
+def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE, *, grouped: bool) -> dict[str, Any]:
     """Routing and experts, none for a dense model. `grouped`: all of a rank's experts in one kernel."""
     moe = architecture.moe
     if moe is None:
@@ -61,7 +70,8 @@ def expert_settings(architecture: Architecture, grid: Grid, *, grouped: bool) ->
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_grouped_gemm": grouped,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "flex" if settings.dispatcher == "deepep" else settings.dispatcher,
+        "moe_flex_dispatcher_backend": "deepep",
         "moe_router_topk": moe.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_score_function": moe.score,
@@ -69,8 +79,11 @@ def expert_settings(architecture: Architecture, grid: Grid, *, grouped: bool) ->
         "moe_router_topk_scaling_factor": moe.scaling,
         "moe_router_num_groups": moe.num_groups if chosen_groups else None,
         "moe_router_group_topk": moe.top_groups if chosen_groups else None,
-        "moe_router_enable_expert_bias": moe.score == "sigmoid",
+        # Routers have biases, losses and counts of their own.
+        "moe_router_enable_expert_bias": False,
         "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": settings.aux_loss_coef,
+        "moe_z_loss_coeff": settings.z_loss_coef,
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": grid.etp or grid.tp,
     }

@@ -22,7 +22,7 @@ class EvaluableModel:
         self.objective = OBJECTIVES[model.architecture.head]
         self.layout = model.layout
         self.parameters: Mapping[str, Tensor] = local_parameters(model)
-        self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(model.parameters)}
+        self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self.parameters.values)}
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
         """Collective over: this replica."""
@@ -58,15 +58,15 @@ class EvaluableModel:
         """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
         model = self.model
         results = [tensor.to(model.device) for tensor in empty]
-        if experience.num_samples == 0:
-            return [*empty]
 
         def without_loss(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
             return torch.zeros((), device=model.device), outputs(batch, of_tokens)
 
+        micro_batches = make_micro_batches(model, experience, max_tokens)
+        if not micro_batches:
+            return [*empty]
         was_training = model.training
         model.eval()
-        micro_batches = make_micro_batches(model, experience, max_tokens)
         kept = run_schedule(model, micro_batches, without_loss, backward=False)
         model.train(was_training)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -18,7 +19,8 @@ from rltrain.data.experience import Experience
 from rltrain.training.megatron.context_parallel import of_all_tokens
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
-from rltrain.training.packing import MicroBatch, pack
+from rltrain.training.megatron.routing import routed_samples, tell_routers
+from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what the last chunk makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
@@ -31,17 +33,39 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
     packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds of
     as many as there are stages.
+
+    Where replicas hold experts for each other all get as many micro-batches, of which some have no samples: none can
+    compute alone. With dispatcher allgather these have one length, too. Collective over: all replicas, there.
     """
     config, share = model.config, model.share
-    return pack(
-        experience,
-        max_tokens * share.size,
-        device=model.device,
-        multiple_of=share.size * config.tensor_model_parallel_size if config.sequence_parallel else 1,
-        equal_lengths=config.pipeline_model_parallel_size > 1,
-        count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
-        share=share,
-    )
+    multiple_of = share.size * config.tensor_model_parallel_size if config.sequence_parallel else 1
+    batches = []
+    if experience.num_samples:
+        batches = pack(
+            experience,
+            max_tokens * share.size,
+            device=model.device,
+            multiple_of=multiple_of,
+            equal_lengths=config.pipeline_model_parallel_size > 1,
+            count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
+            share=share,
+        )
+    return _as_many_everywhere(model, batches, experience, multiple_of) if model.shares_experts else batches
+
+
+def _as_many_everywhere(
+    model: LanguageModel, batches: list[MicroBatch], experience: Experience, multiple_of: int
+) -> list[MicroBatch]:
+    """`batches`, and others of padding alone, as many as the replica has that has most."""
+    longest = max((len(batch.padded_tokens) for batch in batches), default=0)
+    sizes = torch.tensor([len(batches), longest], device=model.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=model.pg_collection.tp_dp_cp)
+    count, longest_of_all = sizes.tolist()
+    length = longest or multiple_of
+    if model.config.moe_token_dispatcher_type == "allgather":
+        length = longest_of_all
+        batches = [padded_to(batch, length) for batch in batches]
+    return batches + [padding_alone(experience, length, model.device)] * (count - len(batches))
 
 
 def run_schedule(
@@ -51,11 +75,15 @@ def run_schedule(
     *,
     chunks: Sequence[torch.nn.Module] | None = None,
     backward: bool,
+    shares: Callable[[Experience], Tensor] | None = None,
 ) -> list[Any]:
-    """Run forward (and backward) over the micro-batches; what `outputs` kept of each, on the last pipeline stage only.
+    """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
+    pipeline stage only.
 
-    `chunks` are the model's, or their data-parallel wrappers. Losses are summed: nothing is divided by the number of
-    micro-batches, and no gradient is reduced. Collective over: this replica.
+    `chunks` are the model's, or their data-parallel wrappers. `shares` gives [samples] what each counts for, in losses
+    that layers add to the gradients, and in their statistics; None: there is nothing of that. Losses are summed:
+    nothing is divided by the number of micro-batches, and no gradient is reduced. Collective over: this replica, and
+    where replicas hold experts for each other all of them.
     """
     groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
 
@@ -63,14 +91,19 @@ def run_schedule(
         batch = next(batches)
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
+        sequences = model.sequences(batch.segments)
+        if shares is not None and model.architecture.moe:
+            tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
         hidden_or_logits = chunk(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=model.sequences(batch.segments),
+            packed_seq_params=sequences,
         )
 
         def last_stage(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            if not batch.num_tokens:
+                return logits[0, :0].sum(), torch.zeros((), dtype=torch.int), None
             loss, kept = outputs(batch, logits[0, : batch.num_rows])
             # Megatron would divide by this count; TrainableModel divides, once all parts of a mini-batch are there.
             return loss, torch.zeros((), dtype=torch.int), kept
@@ -88,14 +121,15 @@ def run_schedule(
         "pg_collection": groups,
     }
     if groups.pp.size() == 1:
-        return forward_backward_no_pipelining(**arguments)
-    interleaved = len(chunks) > 1
-    run = (
-        forward_backward_pipelining_with_interleaving
-        if interleaved
-        else forward_backward_pipelining_without_interleaving
-    )
-    return run(**arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config))
+        kept = forward_backward_no_pipelining(**arguments)
+    else:
+        run = (
+            forward_backward_pipelining_with_interleaving
+            if len(chunks) > 1
+            else forward_backward_pipelining_without_interleaving
+        )
+        kept = run(**arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config))
+    return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
 
 def token_logprobs(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -20,7 +21,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
@@ -36,6 +37,7 @@ from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAtte
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.precision import widen_residual_stream
+from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
@@ -63,13 +65,6 @@ class LatentNorm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
         super().__init__(config, hidden_size, LATENT_NORM_EPS)
-
-
-class FixedBiasRouter(TopKRouter):
-    """Megatron's router, where the bias by which experts are chosen stays as it was loaded: nothing counts tokens."""
-
-    def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None:
-        pass
 
 
 class ValueHead(torch.nn.Module):
@@ -152,6 +147,21 @@ def check_names_of_experts(architecture: Architecture) -> None:
         )
 
 
+def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid, device: torch.device) -> None:
+    """ConfigError where model.moe.dispatcher is deepep and that cannot be had."""
+    if architecture.moe is None or model.moe.dispatcher != "deepep":
+        return
+    problem = None
+    if device.type != "cuda":
+        problem = "this machine has no GPU"
+    elif importlib.util.find_spec("deep_ep") is None:
+        problem = "deep_ep cannot be imported"
+    elif grid.ep * (grid.etp or grid.tp) == 1:
+        problem = "every rank has all experts whole (ep and etp are 1)"
+    if problem:
+        raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
+
+
 def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
     """(what is in its way, what would help)."""
     if model.dtype == "float32":
@@ -206,13 +216,14 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
     if architecture.output_bias:
         attention.submodules.linear_proj = _with_bias(attention.submodules.linear_proj)
     if experts:
-        layer.submodules.mlp.submodules.router = FixedBiasRouter
+        layer.module = SparseLayer
+        layer.submodules.mlp.submodules.router = SampleRouter
     return layer
 
 
 def _local_layer(architecture: Architecture, experts: bool) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SparseLayer if experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_local_latent_attention() if architecture.mla else _local_attention(architecture),
@@ -263,7 +274,7 @@ def _local_experts() -> ModuleSpec:
         submodules=MoESubmodules(
             experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_MLP),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LOCAL_MLP),
-            router=FixedBiasRouter,
+            router=SampleRouter,
         ),
     )
 
@@ -278,11 +289,25 @@ def _with_bias(linear: Any) -> type[torch.nn.Module]:
     return Biased
 
 
+def is_expert(parameter: str) -> bool:
+    """Whether one of this name belongs to an expert that some tokens visit, and others do not."""
+    return ".mlp.experts." in parameter
+
+
 def mark_parallel_weights(model: torch.nn.Module) -> None:
-    """Tell gradient norms which weights are shards. Megatron does so while it initialises weights, which is skipped."""
+    """Tell gradient norms which weights are shards, and data parallelism which ranks share an expert's.
+
+    Megatron does the first while it initialises weights, which is skipped, and the second only where ep is above 1;
+    where etp is below tp other ranks share an expert's weights than share the others all the same.
+    """
     axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)
         if axis is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_parallel_attributes(weight, is_parallel=True, dim=axis, stride=1)
+    for name, parameter in model.named_parameters():
+        if is_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            # No two ranks of an expert's model-parallel group hold the same elements, even where it is not cut.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from rltrain.training.megatron.architecture_settings import (
     config_class,
     expert_settings,
     recompute_settings,
+    splits_sequences,
 )
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
@@ -37,6 +38,7 @@ from rltrain.training.megatron.layers import (
     ValueHead,
     add_final_norm,
     block_spec,
+    check_dispatcher,
     check_names_of_experts,
     mark_parallel_weights,
     uses_transformer_engine,
@@ -135,6 +137,7 @@ class LanguageModel(torch.nn.Module):
         collection: ProcessGroupCollection,
         *,
         layout: Layout,
+        moe: schema.MoE,
         logits_chunk_tokens: int | None,
         wide_head: bool,
         transformer_engine: bool,
@@ -142,8 +145,8 @@ class LanguageModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.logits_chunk_tokens, self.wide_head = logits_chunk_tokens, wide_head
-        self.architecture = architecture
-        self.config = config
+        self.architecture, self.grid = architecture, grid
+        self.config, self.moe = config, moe
         self.pg_collection = collection
         self.share = ContextShare(collection.cp.rank(), collection.cp.size())
         self.layout = layout
@@ -173,6 +176,12 @@ class LanguageModel(torch.nn.Module):
         last = cast(ModelChunk, self.chunks[-1])
         return Logits(outputs, last.vocabulary, self.logits_chunk_tokens, self.wide_head)
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel replicas hold experts for each other, so that none computes without the others."""
+        grid = self.grid
+        return self.architecture.moe is not None and (grid.tp * grid.cp) % (grid.ep * (grid.etp or grid.tp)) != 0
+
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
         of which this rank has its slices."""
@@ -195,15 +204,17 @@ def build_model(
 ) -> LanguageModel:
     """This rank's part of the model, weights not yet loaded. `grid` must divide the model, as megatron_layout says.
 
-    ConfigError where Transformer Engine is asked for and missing.
+    ConfigError where Transformer Engine or DeepEP is asked for and missing.
     Collective over: first and last pipeline stage, where embeddings are tied.
     """
     adapt_to_platform()
     # Nothing here draws random numbers: no dropout, and weights come from checkpoints.
     initialize_rng_tracker(inference_rng_tracker=True)
-    if parallel.sequence_parallel and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+    gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
+    if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     transformer_engine = uses_transformer_engine(model, device)
+    check_dispatcher(architecture, model, grid, device)
     collection = process_group_collection(grid, groups)
     config = transformer_config(
         architecture,
@@ -221,6 +232,7 @@ def build_model(
         grid,
         collection,
         layout=layout,
+        moe=model.moe,
         logits_chunk_tokens=model.logits_chunk_tokens,
         wide_head=model.head != model.dtype,
         transformer_engine=transformer_engine,
@@ -281,7 +293,7 @@ def transformer_config(
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
         pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,
-        sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
+        sequence_parallel=splits_sequences(architecture, grid, parallel),
         params_dtype=dtype,
         pipeline_dtype=getattr(torch, model.residual),
         fp32_residual_connection=model.residual != model.dtype,
@@ -299,5 +311,5 @@ def transformer_config(
         calculate_per_token_loss=True,
         **recompute_settings(model.recomputed),
         **attention_settings(architecture),
-        **expert_settings(architecture, grid, grouped=transformer_engine),
+        **expert_settings(architecture, grid, model.moe, grouped=transformer_engine),
     )

@@ -2,13 +2,36 @@
 
 from collections.abc import Sequence
 
+import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rltrain.config import schema
+from rltrain.training.megatron.layers import is_expert
 from rltrain.training.megatron.loss_scale import scaler_settings
+
+
+class OptimizerWithExperts(ChainedOptimizer):
+    """One optimizer for what all ranks of data parallelism share, and one for experts, which fewer ranks share."""
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """The norm of all gradients together, each counted once, and clips them by it. Collective over: the role's
+        ranks."""
+        norm = float(self.get_grad_norm())
+        for member in self.chained_optimizers:
+            parameters = member.get_parameters()
+            if parameters:
+                optimizers.clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
+        return norm
+
+
+def members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    """The optimizers that it consists of."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def build_optimizer(
@@ -36,23 +59,43 @@ def build_optimizer(
         **scaler_settings(settings.loss_scale),
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
-    return megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
-        config=config,
-        model_chunks=list(chunks),
-        param_groups=_parameter_groups(chunks, settings),
+    named = [(name, p) for chunk in chunks for name, p in chunk.module.named_parameters() if p.requires_grad]
+
+    def member(of_experts: bool, **where: object) -> MegatronOptimizer:
+        parameters = [parameter for name, parameter in named if is_expert(name) == of_experts]
+        return megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
+            config=config,
+            model_chunks=list(chunks),
+            param_groups=_parameter_groups(parameters, settings, of_experts),
+            intra_dist_opt_group=groups.intra_dist_opt,
+            pg_collection=groups,
+            **where,
+        )
+
+    dense = member(
+        False,
         per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
         model_parallel_group=groups.mp,
         data_parallel_group=groups.intra_dp_cp,
         data_parallel_group_idx=groups.mp.rank(),
-        intra_dist_opt_group=groups.intra_dist_opt,
-        pg_collection=groups,
     )
+    if not chunks[0].config.num_moe_experts:
+        return dense
+    experts = member(
+        True,
+        per_model_buffers={number: chunk.expert_parallel_buffers for number, chunk in enumerate(chunks)},
+        model_parallel_group=groups.tp_ep_pp,
+        data_parallel_group=groups.intra_expt_dp,
+        data_parallel_group_idx=groups.tp_ep_pp.rank(),
+    )
+    return OptimizerWithExperts([dense, experts])
 
 
-def _parameter_groups(chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer) -> list[dict[str, object]]:
-    """Matrices, which decay, and vectors (norm weights, biases), which do not."""
-    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-    shared = {"is_expert_parallel": False, "default_config": True, "is_decoupled_lr": False, "lr_mult": 1.0}
+def _parameter_groups(
+    parameters: Sequence[torch.nn.Parameter], settings: schema.Optimizer, of_experts: bool
+) -> list[dict[str, object]]:
+    """Matrices, which decay, and vectors (norm weights, biases), which do not; on some stages there may be none."""
+    shared = {"is_expert_parallel": of_experts, "default_config": True, "is_decoupled_lr": False, "lr_mult": 1.0}
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         shared["fused"] = True
     return [

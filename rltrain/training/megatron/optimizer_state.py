@@ -1,6 +1,6 @@
 """What a model's optimizer keeps of every parameter, whichever class of optimizer it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.optimizer import members
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -20,24 +21,29 @@ class Optimized:
     """What the optimizer works on of one parameter: its elements from `first`, flattened.
 
     `master` is fp32: the weights themselves or a copy; `part` is the one of the model's training_parts that it lies in.
-    A shard is this rank's alone among those with the same parameter; else all have the same.
+    A shard is this rank's alone among those with the same parameter; else all have the same. `moments` by their names,
+    none before the first step.
     """
 
     master: Tensor
     first: int
     is_shard: bool
     part: str
+    moments: Mapping[str, Tensor]
 
 
 def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
     """By the names of `local_parameters`. Those of which a distributed optimizer has no share here are missing."""
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
-    is_shard = isinstance(optimizer, DistributedOptimizer)
     found: dict[str, Optimized] = {}
-    for parameter, master in _masters(optimizer):
-        first = optimizer._get_model_param_range_map(parameter)["param"].start if is_shard else 0
-        part = "weights" if parameter.dtype == torch.float32 else "master_weights"
-        found[names[id(parameter)]] = Optimized(master, first, is_shard, part)
+    for member in members(optimizer):
+        is_shard = isinstance(member, DistributedOptimizer)
+        for parameter, master in _masters(member):
+            first = member._get_model_param_range_map(parameter)["param"].start if is_shard else 0
+            part = "weights" if parameter.dtype == torch.float32 else "master_weights"
+            state = member.state.get(master, {})
+            moments = {moment: state[moment] for moment in MOMENTS if moment in state}
+            found[names[id(parameter)]] = Optimized(master, first, is_shard, part, moments)
     return found
 
 
@@ -65,12 +71,13 @@ def step_count(optimizer: MegatronOptimizer) -> Tensor | int:
 
 def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
     """Zero moments as the optimizer would make them in its first step, counted as after `num_steps`."""
-    for group in optimizer.param_groups:
-        if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-            group["step"] = num_steps
-        for master in group["params"]:
-            state: dict[str, Any] = {moment: torch.zeros_like(master) for moment in MOMENTS}
-            if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-                on_device = group["fused"] or group["capturable"]
-                state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")
-            optimizer.state[master] = state
+    for member in members(optimizer):
+        for group in member.param_groups:
+            if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+                group["step"] = num_steps
+            for master in group["params"]:
+                state: dict[str, Any] = {moment: torch.zeros_like(master) for moment in MOMENTS}
+                if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+                    on_device = group["fused"] or group["capturable"]
+                    state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")
+                member.state[master] = state

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.grad_scaler
 import megatron.core.optimizer.optimizer
 import megatron.core.pipeline_parallel.schedules
+import megatron.core.tensor_parallel.mappings
 import megatron.core.tensor_parallel.random
 import megatron.core.transformer.moe.moe_utils
 import megatron.core.transformer.moe.token_dispatcher
@@ -69,6 +70,15 @@ def experts_get_tokens_without_streams() -> None:
     megatron.core.transformer.moe.token_dispatcher.torch = _torch_with(cuda=cuda)
 
 
+def uneven_shares_are_exchanged() -> None:
+    """Ranks that an expert is cut over get all tokens of each other, unequally many; gloo takes equal shares alone."""
+    stand_in = types.ModuleType("torch.distributed")
+    stand_in.__dict__.update(
+        torch.distributed.__dict__, all_gather=_all_gather_uneven, reduce_scatter=_reduce_scatter_uneven
+    )
+    megatron.core.tensor_parallel.mappings.torch = _torch_with(distributed=stand_in)
+
+
 def counts_of_tokens_are_numbers() -> None:
     """They become arrays, as all-to-all takes them, only on their way to the host from a CUDA device."""
     megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
@@ -91,6 +101,7 @@ PATCHES: tuple[Patch, ...] = (
     tied_embeddings_stay_on_the_cpu,
     recomputation_keeps_no_cuda_random_state,
     experts_get_tokens_without_streams,
+    uneven_shares_are_exchanged,
     counts_of_tokens_are_numbers,
     routers_use_torch,
     latent_attention_knows_no_transformer_engine,
@@ -117,6 +128,25 @@ def _torch_with(**replaced: Any) -> types.ModuleType:
     stand_in = types.ModuleType("torch")
     stand_in.__dict__.update(torch.__dict__, **replaced)
     return stand_in
+
+
+def _all_gather_uneven(
+    outputs: Sequence[torch.Tensor], share: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> None:
+    longest = max(len(output) for output in outputs)
+    padded = [share.new_empty(longest, *share.shape[1:]) for _ in outputs]
+    padded[group.rank()][: len(share)] = share
+    torch.distributed.all_gather(padded, padded[group.rank()].clone(), group=group)
+    for output, received in zip(outputs, padded, strict=True):
+        output.copy_(received[: len(output)])
+
+
+def _reduce_scatter_uneven(
+    output: torch.Tensor, shares: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup
+) -> None:
+    total = torch.cat(list(shares))
+    torch.distributed.all_reduce(total, group=group)
+    output.copy_(total.split([len(share) for share in shares])[group.rank()])
 
 
 def _as_numbers(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -16,10 +16,11 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.layers import is_expert
+from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
 from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.shards import answered_for, replica_of, within
+from rltrain.training.shards import answered_for, sharing_groups, within
 
 MASTER = "master"
 
@@ -41,26 +42,38 @@ def save_state(
     tensors of the one before. RuntimeError where a part was dropped. Not collective.
     """
     layout, rank = model.layout, dist.get_rank()
-    names, optimized = _parameter_names(layout, rank), optimized_parameters(model, optimizer)
-    shares = {name: _share(one, *replica_of(layout, rank)) for name, one in optimized.items()}
-    pieces = within(answered_for(layout, rank), *_limits(names, shares))
-    flats: dict[str, Tensor] = {}
+    names, kept = _parameter_names(layout, rank), _kept_parameters(model, optimizer)
+    shares, tables = dict[str, Range](), []
+    for groups, of_experts in zip(sharing_groups(model.grid), (False, True), strict=True):
+        mine = next(ranks for ranks in groups if rank in ranks)
+        of_kind = {name: one for name, one in kept.items() if is_expert(name) == of_experts}
+        cut = {name: _share(one, mine.index(rank), len(mine)) for name, one in of_kind.items()}
+        tables.append(within(answered_for(layout, rank, groups), *_limits(names, cut)))
+        shares |= cut
+    pieces, flats = np.concatenate(tables), dict[str, Tensor]()
 
     def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
         flat = flat_name(kind, name)
         flats[flat] = parts[part].read(values, first, count, into=copies.get(flat))
 
     for name in (names[number] for number in np.unique(pieces["parameter"])):
-        one, (start, stop) = optimized[name], shares[name]
+        one, (start, stop) = kept[name], shares[name]
         first, count = start - one.first, stop - start
         copy(MASTER, name, one.part, one.master, first, count)
-        for moment in MOMENTS if one.master in optimizer.state else ():
-            copy(moment, name, "optimizer", optimizer.state[one.master][moment], first, count)
+        for moment, values in one.moments.items():
+            copy(moment, name, "optimizer", values, first, count)
     copies.update(flats)
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
     return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps, loss_scale))
+
+
+def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
+    """What the optimizer works on, and the routers' biases, which follow the experts' loads."""
+    biases = {name: bias for name, bias in local_parameters(model).items() if name.endswith(ROUTER_BIAS)}
+    kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
+    return kept | optimized_parameters(model, optimizer)
 
 
 def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> Counts:
@@ -85,11 +98,10 @@ def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_mo
 
     optimized = optimized_parameters(model, optimizer)
     held = {name: (one.first, one.first + one.master.numel()) for name, one in optimized.items()}
-    state = optimizer.state
     copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
     kinds = [(MASTER, copies)]
     if with_moments:
-        kinds += [(moment, {name: state[one.master][moment] for name, one in optimized.items()}) for moment in MOMENTS]
+        kinds += [(moment, {name: one.moments[moment] for name, one in optimized.items()}) for moment in MOMENTS]
     for kind, tensors in kinds:
         cut = within(pieces, *_limits(names, {name: held[name] for name in tensors}))
         yield Destination(kind, cut, [tensors[name].detach().view(-1) if name in tensors else None for name in names])
@@ -100,7 +112,7 @@ def _parameter_names(layout: Layout, rank: int) -> list[str]:
 
 
 def _share(one: Optimized, index: int, replicas: int) -> Range:
-    """What replica `index` saves of what its optimizer has of a parameter."""
+    """What rank number `index` of as many that share a parameter saves of it."""
     count = one.master.numel()
     if one.is_shard:
         return one.first, one.first + count

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction, LossOutput
+from rltrain.algorithms.losses import LossFunction, LossOutput, sample_shares
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
@@ -24,6 +25,7 @@ from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.optimizer import build_optimizer
 from rltrain.training.megatron.overlap import GradientReduction, ParameterGather, data_parallel_config
+from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
 from rltrain.training.packing import MicroBatch
 
@@ -55,6 +57,8 @@ class TrainableModel(EvaluableModel):
         self.chunks = [
             DistributedDataParallel(model.config, parallel, chunk, pg_collection=self.groups) for chunk in model.chunks
         ]
+        architecture = model.architecture
+        self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
         self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
         self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
         self.loss_scale = LossScale(self.optimizer, model.config)
@@ -108,12 +112,15 @@ class TrainableModel(EvaluableModel):
             )
             return output.loss, kept
 
-        if experience.num_samples:
-            micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
+        micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
+        if micro_batches:
             if is_whole:
                 self.reduction.expect(len(micro_batches))
-            self._pending.outputs += run_schedule(self.model, micro_batches, loss, chunks=self.chunks, backward=True)
-        elif self.groups.pp.rank() == self.groups.pp.size() - 1:
+            shares = partial(sample_shares, loss_function)
+            self._pending.outputs += run_schedule(
+                self.model, micro_batches, loss, chunks=self.chunks, backward=True, shares=shares
+            )
+        if not experience.num_samples and self.groups.pp.rank() == self.groups.pp.size() - 1:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
             self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
 
@@ -137,17 +144,21 @@ class TrainableModel(EvaluableModel):
         metrics = self._reduce(pending)
         self._require_samples(metrics.pop(NUM_SAMPLES))
         divisor = metrics.pop(DIVISOR)
+        loads = self.routers.take(divisor, self.model.device) if self.routers else None
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
         is_skipped, grad_norm = self._is_to_skip("loss", metrics["loss"]), math.nan
         overflowed = False
         if not is_skipped:
             grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
             is_skipped = not math.isfinite(grad_norm)
+            if self.routers and loads and divisor and not is_skipped:
+                self.routers.update_biases(loads)
         self.num_updates += 1
         if not overflowed:
             self.num_skipped = self.num_skipped + 1 if is_skipped else 0
         return {
             **metrics,
+            **(loads.metrics if loads else {}),
             "grad_norm": grad_norm,
             "lr": rate,
             SKIPPED: float(is_skipped),

@@ -1,0 +1,201 @@
+"""Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rltrain.config import schema
+from rltrain.models import Architecture
+from rltrain.training.packing import MicroBatch
+
+NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
+
+
+@dataclass(frozen=True)
+class RoutedSamples:
+    """Whose the tokens of a micro-batch are. `of_token` [tokens + padding] are numbers of samples, that of padding
+    being the last; of each, and of padding, `lengths` [samples + 1] are the tokens, and `shares` [samples + 1] what it
+    counts for in the loss: nothing for padding."""
+
+    of_token: Tensor
+    lengths: Tensor
+    shares: Tensor
+
+
+def routed_samples(batch: MicroBatch, shares: Tensor) -> RoutedSamples:
+    """`shares` [samples] are on the micro-batch's device."""
+    num_samples, padding = len(batch.lengths), len(batch.padded_tokens) - batch.num_tokens
+    lengths = torch.tensor([*batch.lengths, padding], device=shares.device)
+    numbers = torch.arange(num_samples + 1, device=shares.device)
+    return RoutedSamples(
+        of_token=torch.repeat_interleave(numbers, lengths, output_size=len(batch.padded_tokens)),
+        lengths=lengths,
+        shares=torch.nn.functional.pad(shares.float(), (0, 1)),
+    )
+
+
+def tell_routers(sequences: PackedSeqParams, samples: RoutedSamples) -> None:
+    """Have the samples reach the routers of all layers with the packed sequences: layers are computed anew in
+    backward, when the next micro-batch is on its way already."""
+    vars(sequences)["routed_samples"] = samples
+
+
+class SparseLayer(TransformerLayer):
+    """A layer with experts."""
+
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        self.mlp.router.samples = vars(settings["packed_seq_params"]).get("routed_samples")
+        return super().forward(*arguments, **settings)
+
+
+class SampleRouter(TopKRouter):
+    """Megatron's router with losses of its own, and a bias that changes between optimizer steps alone.
+
+    Megatron's losses are of whole micro-batches, whatever these hold, and it counts tokens in padding and over groups
+    of the global parallel state.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        device = torch.cuda.current_device()
+        if self.score_function == "sigmoid":
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=device))
+        self.samples: RoutedSamples | None = None
+        self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        """[experts] tokens of samples that this rank's part of the mini-batch sent to each, since the last step."""
+        self.losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
+        """NAMES_OF_LOSSES for this rank's tokens since then, undivided and before the coefficients."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
+
+        Collective over: the tensor-parallel group, with a balance loss.
+        """
+        probs, chosen = super().routing(logits)
+        if not (torch.is_grad_enabled() and self.samples):
+            return probs, chosen
+        logits = logits.view(-1, self.num_experts).float()
+        of_token = self._of_this_rank(self.samples.of_token, len(logits))
+        is_sample = of_token < len(self.samples.shares) - 1
+        self.load += (chosen & is_sample[:, None]).sum(0)
+        weights = (self.samples.shares / self.samples.lengths.clamp(min=1))[of_token]
+        losses = []
+        for number, (coefficient, loss) in enumerate(
+            ((self.config.moe_aux_loss_coeff, self._imbalance), (self.config.moe_z_loss_coeff, self._size))
+        ):
+            if coefficient:
+                value = (weights * loss(logits, of_token, self.samples)).sum()
+                self.losses[number] += value.detach()
+                losses.append(coefficient * value)
+        return (MoEAuxLossAutoScaler.apply(probs, sum(losses)) if losses else probs), chosen
+
+    def _of_this_rank(self, values: Tensor, count: int) -> Tensor:
+        first = self.tp_group.rank() * count if self.config.sequence_parallel else 0
+        return values[first : first + count]
+
+    def _imbalance(self, logits: Tensor, of_token: Tensor, samples: RoutedSamples) -> Tensor:
+        """[tokens] sum over experts of the token's score times how many of its sample's tokens have the expert among
+        their best, over the mean of all experts: 1 where loads are even. Gradients flow through the scores."""
+        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+        with torch.no_grad():
+            best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
+            loads = scores.new_zeros(len(samples.lengths), self.num_experts).index_add(0, of_token, best)
+            if self.config.sequence_parallel:
+                dist.all_reduce(loads, group=self.tp_group)
+            loads *= self.num_experts / (self.topk * samples.lengths.clamp(min=1)[:, None])
+        return (scores * loads[of_token]).sum(-1)
+
+    @staticmethod
+    def _size(logits: Tensor, *_: Any) -> Tensor:
+        """[tokens] squared log-sum-exp."""
+        return logits.logsumexp(-1).square()
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        return logits
+
+    def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Of a mini-batch: `tokens` [layers, experts] of the whole model, zeros where a layer has no experts, and the
+    metrics that come of them."""
+
+    tokens: Tensor
+    metrics: Mapping[str, float]
+
+
+class Routers:
+    """Those of a rank's layers; the layers of this stage need have none."""
+
+    def __init__(
+        self, model: torch.nn.Module, architecture: Architecture, settings: schema.MoE, groups: ProcessGroupCollection
+    ) -> None:
+        self._routers = {m.layer_number - 1: m for m in model.modules() if isinstance(m, SampleRouter)}
+        self._has_experts = torch.tensor(architecture.sparse_layers)
+        self._num_experts = architecture.num_experts
+        self._settings, self._groups = settings, groups
+
+    def take(self, divisor: float, device: torch.device) -> Loads:
+        """What was counted since the last call; losses over `divisor`. Collective over: the role's ranks."""
+        tokens = torch.zeros(len(self._has_experts), self._num_experts, dtype=torch.int64, device=device)
+        losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
+        for layer, router in self._routers.items():
+            tokens[layer] = router.load
+            losses += router.losses
+            router.load.zero_()
+            router.losses.zero_()
+        for group in (self._groups.tp_dp_cp, self._groups.pp):
+            dist.all_reduce(tokens, group=group)
+            dist.all_reduce(losses, group=group)
+        of_layers = tokens.cpu()[self._has_experts].double()
+        metrics = load_metrics(of_layers)
+        for name, loss, coefficient in zip(
+            NAMES_OF_LOSSES, losses.tolist(), (self._settings.aux_loss_coef, self._settings.z_loss_coef), strict=True
+        ):
+            if coefficient:
+                metrics[name] = loss / (len(of_layers) * (divisor or 1))
+        if self._settings.log_loads:
+            layers = torch.nonzero(self._has_experts).flatten().tolist()
+            for layer, loads in zip(layers, _relative(of_layers).tolist(), strict=True):
+                metrics |= {f"moe_load/{layer}/{expert}": load for expert, load in enumerate(loads)}
+        return Loads(tokens, metrics)
+
+    @torch.no_grad()
+    def update_biases(self, loads: Loads) -> None:
+        """Raise the biases of experts with fewer tokens than the mean, and lower the others'."""
+        rate = self._settings.bias_update_rate
+        for layer, router in self._routers.items():
+            tokens = loads.tokens[layer].double()
+            if rate and router.expert_bias is not None:
+                router.expert_bias += rate * (tokens.mean() - tokens).sign().float()
+
+
+def load_metrics(tokens: Tensor) -> dict[str, float]:
+    """Of `tokens` [layers with experts, experts] that went to each."""
+    relative = _relative(tokens)
+    busiest = relative.amax(-1)
+    return {
+        "moe_load_imbalance": float(busiest.max()),
+        "moe_load_imbalance_mean": float(busiest.mean()),
+        "moe_load_min": float(relative.min()),
+        "moe_idle_experts": float((tokens == 0).sum()),
+    }
+
+
+def _relative(tokens: Tensor) -> Tensor:
+    """Over the mean of each layer; 0 where a layer had none."""
+    return tokens / tokens.mean(-1, keepdim=True).clamp(min=1e-9)

@@ -1,0 +1,120 @@
+"""Models with experts and latent attention train alike in every layout, and as transformers' do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.cases_experts import EXPORTED, LAYOUTS, response_mask
+from tests.distributed.family_checkpoints import (
+    LENGTHS,
+    SPARSE,
+    make_family_checkpoint,
+    model_logprobs,
+    write_gradients,
+)
+from tests.distributed.torchrun import run_distributed
+
+BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
+MODEL = "deepseek_v3"
+FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2"]}
+MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
+    "qwen3_moe": list(LAYOUTS),
+    "mixtral": ["one_rank", "tp2_ep2_plain"],
+    "moonlight": ["one_rank", "tp2", "pp4"],
+}
+RELATIVE = 1e-4
+
+Reports = dict[str, list[dict[str, Any]]]
+"""Of the ranks that took part, by checkpoint and layout."""
+
+
+def train(folder: Path, layouts: dict[str, list[str]]) -> Reports:
+    for name in layouts:
+        write_gradients(make_family_checkpoint(name, folder / name), response_mask())
+    arguments = {"checkpoints": layouts, "folder": str(folder), "moe": BALANCED}
+    ranks = run_distributed("tests.distributed.cases_experts:trained", 4, arguments, timeout_s=300)
+    return {
+        f"{name}/{layout}": [rank[f"{name}/{layout}"] for rank in ranks if f"{name}/{layout}" in rank]
+        for name in layouts
+        for layout in layouts[name]
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("few")
+
+
+@pytest.fixture(scope="module")
+def few(folder: Path) -> Reports:
+    return train(folder, FEW)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return train(tmp_path_factory.mktemp("many"), MANY)
+
+
+def check_gradients(reports: Reports) -> None:
+    found = {case: report["differences"] for case, of in reports.items() for report in of if report["differences"]}
+    assert found
+    for case, differences in found.items():
+        assert max(differences.values()) < RELATIVE, (case, differences)
+
+
+def check_alike(reports: Reports) -> None:
+    """Loss, gradient norm and loads of every step, biases and log-probs after them."""
+    for case, of in reports.items():
+        expected = reports[f"{case.split('/')[0]}/one_rank"][0]
+        for report in of:
+            for step, (found, wanted) in enumerate(zip(report["steps"], expected["steps"], strict=True)):
+                assert found == pytest.approx(wanted, rel=RELATIVE), (case, step)
+            for name, logprobs in report["after"].items():
+                assert logprobs == pytest.approx(expected["after"][name], abs=1e-3), case
+
+
+def test_gradients_are_those_of_transformers(few: Reports) -> None:
+    check_gradients(few)
+
+
+def test_the_layout_changes_nothing(few: Reports) -> None:
+    check_alike(few)
+
+
+@pytest.mark.slow
+def test_every_familys_gradients_are_those_of_transformers(many: Reports) -> None:
+    check_gradients(many)
+
+
+@pytest.mark.slow
+def test_no_layout_changes_anything(many: Reports) -> None:
+    check_alike(many)
+
+
+def test_biases_move_by_the_rate_on_every_rank(few: Reports) -> None:
+    before, *after = few[f"{MODEL}/one_rank"][0]["biases"]
+    assert before
+    for earlier, later in zip([before, *after], after, strict=False):
+        for name, values in later.items():
+            moved = torch.tensor(values) - torch.tensor(earlier[name])
+            at_rest = moved.abs() < 1e-6
+            assert torch.allclose(moved[~at_rest].abs(), torch.tensor(BALANCED["bias_update_rate"]), atol=1e-6)
+            assert moved.max() > 0 > moved.min()
+    stages = few[f"{MODEL}/pp2_ep2"]
+    assert {values for report in stages for values in map(str, report["biases"][-1].values())} == {
+        *map(str, after[-1].values())
+    }
+
+
+def test_what_was_trained_is_in_transformers_what_it_was_in_training(few: Reports, folder: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / MODEL / "trained", dtype=torch.float32)
+    tokens = load_file(folder / MODEL / "expected.safetensors")["tokens"].split(LENGTHS)
+    for report in few[f"{MODEL}/{EXPORTED}"]:
+        for sample, logprobs in report["after"].items():
+            with torch.no_grad():
+                assert logprobs == pytest.approx(model_logprobs(model, tokens[int(sample)]).tolist(), abs=1e-4)
