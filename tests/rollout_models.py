@@ -9,6 +9,7 @@ import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
+from rltrain.estimate.memory import kv_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import GB, KvBudget
@@ -97,8 +98,8 @@ def load_engine(
 
 def kv_budget(architecture: Architecture, num_tokens: int, dtype: torch.dtype) -> KvBudget:
     """Of an engine of one rank."""
-    heads_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
-    return KvBudget(num_tokens * heads_bytes / GB, lambda: num_tokens * heads_bytes)
+    token_bytes = kv_bytes(architecture, 1, item_bytes=dtype.itemsize)
+    return KvBudget(num_tokens * token_bytes / GB, lambda: num_tokens * token_bytes)
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:

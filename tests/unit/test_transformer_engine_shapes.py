@@ -11,7 +11,7 @@ import pytest
 
 from rltrain.cluster.grid import Grid
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS
+from rltrain.models.deepseek import LATENT_NORM_EPS
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
 from tests.model_shards import MOE, VARIANTS, tiny_architecture
 

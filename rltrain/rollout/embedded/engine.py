@@ -70,7 +70,9 @@ class EmbeddedEngine:
         self.decodes_by = "a slot of its own for each sample"
         self._was_released, self._has_budget = False, kv_budget is not None
         self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
-        self._decoder = Decoder(self._model, self._slots, record or recorder(self._device, tp_group))
+        if record is None and not self._model.needs_host:
+            record = recorder(self._device, tp_group)
+        self._decoder = Decoder(self._model, self._slots, record)
         self._generation: Generation | None = None
 
     @property
@@ -178,7 +180,7 @@ class EmbeddedEngine:
         """Samples that will not come back: what was kept of their keys and values is free."""
         self._slots.cache.parked.forget(ids)
 
-    def cache_tensors(self) -> tuple[Tensor, Tensor]:
+    def cache_tensors(self) -> tuple[Tensor, ...]:
         """The keys and values that the cache holds memory for now."""
         return self._slots.cache.tensors()
 
@@ -207,12 +209,12 @@ class EmbeddedEngine:
 
     def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
         model = self._model
-        sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-        shape = CacheShape(*sizes, self._max_running_requests, self._max_context_tokens, dtype, self._device)
+        limits = (self._max_running_requests, self._max_context_tokens)
+        shape = CacheShape(model.num_layers, model.attention_shape, *limits, dtype, self._device)
         if budget is None:
             return SlotCache(shape)
         like = torch.empty(0, dtype=dtype, device=self._device)
-        attention, self.decodes_by = choose_attention(model.num_heads, model.num_kv_heads, model.head_dim, like)
+        attention, self.decodes_by = choose_attention(model.attention_shape, like)
         agree = partial(self._tensor_parallel.least, device=self._device)
         cache = BlockCache(shape, budget=budget, attention=attention, agree=agree)
         if budget.given != "auto":

@@ -37,12 +37,31 @@ class Entered(NamedTuple):
     suffixes: list[Suffix]
 
 
+class AttentionShape(NamedTuple):
+    """A rank's attention over what is cached: `num_heads` queries and `num_kv_heads` keys of `head_dim` elements and as
+    many values of `value_dim`. Scores are multiplied by `scale`.
+
+    With `latent` a value is the first elements of its key, and is not kept a second time.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    latent: bool = False
+
+    @property
+    def token_elements(self) -> int:
+        """That are kept of a token in each layer."""
+        return self.num_kv_heads * (self.head_dim if self.latent else self.head_dim + self.value_dim)
+
+
 class CacheShape(NamedTuple):
     """What a cache is to hold at most, and where."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionShape
     max_slots: int
     max_positions: int
     dtype: torch.dtype
@@ -52,14 +71,20 @@ class CacheShape(NamedTuple):
 class PrefillAttention:
     """Causal attention within heads of `width` tokens (shorter ones padded on the right), which it also stores."""
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    reads_cache = False
+
+    def __init__(self, width: int, shape: AttentionShape) -> None:
+        self._width, self._shape = width, shape
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        """As DecodeAttention."""
         self.store(layer, keys, values)
+        return self.among(queries, keys, values)
+
+    def among(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads * value_dim]: attention of the tokens to each other alone, whatever is kept of them."""
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
-        attended = attend(q, k, v, causal=True)
+        attended = attend(q, k, v, causal=True, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -75,8 +100,12 @@ class SuffixAttention(PrefillAttention):
     """Attention of what follows in several slots, rows of `width` tokens (shorter ones padded on the right), to all
     that stands in their slots up to themselves. It stores them first; `num_read` positions of each slot are read."""
 
-    def __init__(self, suffixes: Sequence[Suffix], width: int, num_read: int, like: Tensor) -> None:
-        super().__init__(width)
+    reads_cache = True
+
+    def __init__(
+        self, suffixes: Sequence[Suffix], width: int, shape: AttentionShape, num_read: int, like: Tensor
+    ) -> None:
+        super().__init__(width, shape)
         firsts = torch.tensor([suffix.first for suffix in suffixes], device=like.device)
         positions = firsts[:, None] + torch.arange(width, device=like.device)
         beyond = torch.arange(num_read, device=like.device) > positions[:, :, None]
@@ -85,7 +114,7 @@ class SuffixAttention(PrefillAttention):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.store(layer, keys, values)
         k, v = self.read(layer)
-        attended = attend(self._by_head(queries), k, v, self._bias)
+        attended = attend(self._by_head(queries), k, v, self._bias, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -96,8 +125,14 @@ class SuffixAttention(PrefillAttention):
 class DecodeAttention(Protocol):
     """One new token in each of the first slots, stored, attending to its slot up to itself."""
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether more is attended to than the tokens themselves: of that there is nothing but what is kept."""
+        ...
+
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and
+        values [tokens, kv_heads, value_dim]."""
         ...
 
 
@@ -109,7 +144,7 @@ class KvCache(Protocol):
         """Positions that a slot may have now."""
         ...
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The memory that is held for keys and values now."""
         ...
 

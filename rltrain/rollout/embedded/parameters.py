@@ -29,6 +29,25 @@ class PlainMatrix:
         return self._weight
 
 
+class LayerParameters:
+    """Those of one layer, by their names in it."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], layer: int) -> None:
+        self._parameters, self._matrices, self._prefix = parameters, matrices, f"model.layers.{layer}."
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[self._prefix + name]
+
+    def get(self, name: str) -> Tensor | None:
+        """None where the layer has no such parameter."""
+        return self._parameters.get(self._prefix + name)
+
+    def matrix(self, name: str) -> Matrix:
+        """As products read it; `name` without "weight"."""
+        name = f"{self._prefix}{name}.weight"
+        return self._matrices.get(name) or PlainMatrix(self._parameters[name])
+
+
 class QuantizedMatrix:
     """In FP8 with a scale per block. What is read is made anew each time, so that no second copy stays in memory."""
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
+from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
+from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 
 LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
