@@ -10,6 +10,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
+from rltrain.tasks.roles import served_roles
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
@@ -138,7 +139,9 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
                 f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
                 f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
             )
-        grids[role] = Grid(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+        # An engine's experts lie on the ranks of its tensor parallelism.
+        etp = max(1, parallel.tp // parallel.ep) if parallel.ep > 1 and role in served_roles() else None
+        grids[role] = Grid(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=etp)
     return grids
 
 

@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
+from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, trained_roles
@@ -20,19 +21,28 @@ def check_against_architecture(
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
+            if DECLARED[role].model == "served":
+                problems += served_model_problems(config, role, grids[role], architectures[role])
+            else:
+                problems += _trained_model_problems(config, role, architectures[role])
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
     refuse(problems)
+
+
+def _trained_model_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    path, key = config.checkpoint_of(role)
+    found = f"{key}: the model in {path} has"
+    expected = "expected a dense one (llama, mistral, qwen2, qwen3): the trainer does not have"
+    if architecture.num_experts:
+        yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
+    if architecture.mla is not None:
+        yield f"{found} latent attention; {expected} it"
 
 
 def _model_problems(config: Config, role: str, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     architecture = architectures[role]
     path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
-    expected = "expected a dense one (llama, mistral, qwen2, qwen3): neither the trainer nor the embedded engine has"
-    if architecture.num_experts:
-        yield f"{found} {architecture.num_experts} experts in a layer; {expected} layers of experts"
-    if architecture.mla is not None:
-        yield f"{found} latent attention; {expected} it"
     if DECLARED[role].reads_text:
         yield from _context_problems(config, role, architecture)
         return
@@ -78,9 +88,10 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
 
 
 def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    all_sparse = architecture.num_experts and all(architecture.sparse_layers)
     for name, size in (
         ("attention heads", architecture.num_heads),
-        ("feed-forward units", architecture.ffn_hidden_size),
+        ("feed-forward units", 0 if all_sparse else architecture.ffn_hidden_size),
     ):
         if size % grid.tp:
             yield f"{key}.tp: got {grid.tp}, which does not divide the model's {size} {name}"

@@ -66,7 +66,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             continue
         if parallel.cp > 1:
             yield f"{key}.cp: got {parallel.cp}; expected 1: context parallelism needs Transformer Engine's attention"
-        if parallel.ep > 1:
+        if parallel.ep > 1 and role not in served_roles():
             yield f"{key}.ep: got {parallel.ep}; expected 1: only mixture-of-experts families have experts to share out"
         if role in served_roles():
             yield from _engine_problems(key, parallel)
@@ -79,6 +79,11 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
     if parallel.sequence_parallel:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
+    if parallel.tp % parallel.ep:
+        yield (
+            f"{key}.ep: got {parallel.ep} with {key}.tp {parallel.tp}; expected a divisor of that: experts are dealt out "
+            "to the ranks of an engine"
+        )
 
 
 def _batch_problems(config: Config) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Refusals that span several keys: each names the keys, the values and what would be accepted."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from tests.model_shards import tiny_architecture
+from tests.model_shards import MOE, tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 DPO = {"actor,reference": 0}
@@ -26,6 +27,7 @@ SIZES = SimpleNamespace(
     vocab_size=100,
     num_experts=0,
     mla=None,
+    moe=None,
 )
 
 
@@ -133,7 +135,7 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
-        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2; expected 1"),
+        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor"),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
             "rollout.parallel.sequence_parallel: got true",
@@ -331,15 +333,53 @@ def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected
     ("family", "refusals"),
     [
         ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense one"]),
-        ("mixtral", ["neither the trainer nor the embedded engine has layers of experts"]),
+        ("mixtral", ["the trainer does not have layers of experts"]),
         ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
     ],
 )
-def test_models_that_only_layouts_know_are_refused(family, refusals):
+def test_models_that_only_layouts_and_engines_know_are_not_trained(family, refusals):
     with pytest.raises(ConfigError) as refused:
         check_in_world_of_8(tiny_architecture(family, max_positions=4096, num_heads=8))
     assert all(refusal in str(refused.value) for refusal in refusals)
     assert str(refused.value).count("model.path") == (2 if family == "deepseek_v3" else 1)
+
+
+SERVED = {"algorithm": "evaluate", "placement": {"rollout,reward": "all"}, "data": EVAL}
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [("qwen3_moe", {"tp": 4, "ep": 2}), ("mixtral", {"tp": 4, "ep": 4}), ("deepseek_v3", {"tp": 2})],
+)
+def test_engines_serve_experts_and_latent_attention(family, parallel):
+    sizes = tiny_architecture(family, max_positions=4096, num_heads=8)
+    check_in_world_of_8(sizes, **SERVED, rollout={"parallel": parallel})
+
+
+MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn_hidden_size=6)
+
+
+@pytest.mark.parametrize(
+    ("family", "rollout", "expected"),
+    [
+        ("qwen3", {"parallel": {"tp": 2, "ep": 2}}, "rollout.parallel.ep: got 2; expected 1: the model has no experts"),
+        ("qwen3_moe", {"engine": "sglang"}, "rollout.engine: got sglang, but the model in m (model.path) has 4 experts"),
+        ("qwen3_moe", {"dtype": "fp8"}, "rollout.dtype: got fp8, but the model in m (model.path) has 4 experts"),
+        ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}, "ep: got 8, which does not divide the 12 experts"),
+        (
+            "deepseek_v3",
+            {"parallel": {"tp": 8, "ep": 2}},
+            "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which cuts each expert in 4; expected a divisor of "
+            "its 6 units, or a larger ep",
+        ),
+        ("deepseek_v3", {"parallel": {"tp": 4, "ep": 2}}, "tp: got 4, which does not divide the 6 units of the model's"),
+    ],
+)
+def test_what_engines_cannot_share_out_is_refused(family, rollout, expected):
+    moe = {"moe": MANY} if family == "deepseek_v3" else {}
+    sizes = tiny_architecture(family, max_positions=4096, num_heads=8, **moe)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_in_world_of_8(sizes, **SERVED, rollout=rollout)
 
 
 def test_dense_models_are_accepted():
