@@ -40,7 +40,7 @@ def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
     """With models of these sizes; `own` has those of roles that have another one."""
     config = make_config(**sections)
     placement = resolve_placement(config.placement, world_size=8, ranks_per_node=8)
-    architectures = dict.fromkeys(placement.roles, sizes) | (own or {})
+    architectures = dict.fromkeys(["actor", *placement.roles], sizes) | (own or {})
     check_against_architecture(config, role_grids(config, placement), architectures)
 
 
