@@ -13,6 +13,7 @@ from rltrain.estimate.memory import kv_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import GB, KvBudget
+from rltrain.rollout.embedded.model import routing_shape
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
@@ -77,6 +78,7 @@ def load_engine(
     record: Record | None = None,
     kv_tokens: int | None = None,
     cache_returns: Callable[[], bool] = lambda: False,
+    record_routing: bool = False,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
     """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
     architecture = read_architecture(path)
@@ -93,15 +95,20 @@ def load_engine(
         device=device,
         tokenizer=tokenizer,
         record=record,
-        kv_budget=kv_budget(architecture, kv_tokens, dtype, tp=grid.tp if grid else 1) if kv_tokens else None,
+        kv_budget=kv_budget(architecture, kv_tokens, dtype, grid, record_routing) if kv_tokens else None,
         cache_returns=cache_returns,
+        record_routing=record_routing,
     )
     return engine, parameters
 
 
-def kv_budget(architecture: Architecture, num_tokens: int, dtype: torch.dtype, *, tp: int = 1) -> KvBudget:
-    """Of a rank of an engine."""
-    token_bytes = kv_bytes(architecture, 1, tp=tp, item_bytes=dtype.itemsize)
+def kv_budget(
+    architecture: Architecture, num_tokens: int, dtype: torch.dtype, grid: Grid | None = None, routing: bool = False
+) -> KvBudget:
+    """Of a rank of an engine, with room for the tokens' routing."""
+    token_bytes = kv_bytes(architecture, 1, tp=grid.tp if grid else 1, item_bytes=dtype.itemsize)
+    if routing:
+        token_bytes += routing_shape(architecture).token_bytes
     return KvBudget(num_tokens * token_bytes / GB, lambda: num_tokens * token_bytes)
 
 

@@ -103,7 +103,7 @@ class FewBlocks:
     block_tokens, capacity = 4, 8
 
     def __init__(self, num_kv_heads: int, head_dim: int) -> None:
-        self.shape = shape_of(4, num_kv_heads, head_dim)
+        self.shape, self.routing = shape_of(4, num_kv_heads, head_dim), ()
         generator = torch.Generator().manual_seed(0)
         keys, values = torch.randn(2, 7, 4, num_kv_heads, head_dim, generator=generator)
         self.layers = [(keys, values)]

@@ -6,11 +6,18 @@ import pytest
 import torch
 import transformers
 
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.planner import plan
+from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.embedded.grouped_product import grouped_product
 from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
@@ -91,6 +98,25 @@ def test_tokens_visit_the_experts_of_transformers(
     assert torch.equal(found_experts, experts)
     torch.testing.assert_close(found.weights.gather(-1, found_order), weights.gather(-1, order).float())
     assert found.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sync_from_the_trainer_s_layout_gives_the_bits_of_the_checkpoint(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    path, rank = checkpoints[family], Grid((0,))
+    architecture = read_architecture(path)
+    source, destination = megatron_layout(architecture, rank), engine_layout(architecture, rank)
+    trained, served = allocate_parameters(source, 0), allocate_parameters(destination, 0)
+    load_parameters(path, source, 0, trained)
+    resharding = Resharding(
+        plan(source, destination, 0, 1), group=None, cpu_group=None, bucket_bytes=2**16, device=torch.device("cpu")
+    )
+    resharding.run(trained, served)
+    _, expected = load_engine(path)
+    assert served.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == served[name].dtype and torch.equal(tensor, served[name]), name
 
 
 def test_a_product_per_expert_with_tokens() -> None:

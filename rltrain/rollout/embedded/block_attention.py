@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded
+from rltrain.rollout.embedded.routing import Routing
 
 _RECORDED_SIZES = 4
 """Of numbers of blocks read, from each power of two up to the next."""
@@ -23,6 +24,8 @@ class Blocks(Protocol):
     layers: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim or value_dim]; with latent attention
     values are views of keys."""
+    routing: tuple[Tensor, ...]
+    """Experts and weights [layers, blocks, block_tokens, top_k], where they are kept."""
     table: Tensor
     """[slots, capacity / block_tokens] int32: the blocks of each slot."""
     offsets: Tensor
@@ -40,7 +43,7 @@ class BlockAttention:
         size = blocks.block_tokens
         holding = blocks.table[: len(positions)].gather(1, (positions // size)[:, None])[:, 0]
         self._written = holding * size + positions % size
-        self._layers, self._shape = blocks.layers, blocks.shape
+        self._layers, self._shape, self._routing = blocks.layers, blocks.shape, blocks.routing
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
@@ -53,6 +56,11 @@ class BlockAttention:
         if not self._shape.latent:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
         return self._attend(stored_keys, stored_values, queries)
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """As DecodeAttention says."""
+        for buffer, new in zip(self._routing, routing, strict=True):
+            buffer[layer].flatten(0, 1).index_copy_(0, self._written, new.to(buffer.dtype))
 
     def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
@@ -158,7 +166,7 @@ class _Sample:
     """Blocks of a few short sequences, to try an attention on."""
 
     def __init__(self, kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> None:
-        self.shape = shape
+        self.shape, self.routing = shape, ()
         self.block_tokens = kind.block_tokens
         self.capacity = 2 * kind.block_tokens
         sizes = (7, kind.block_tokens, shape.num_kv_heads)

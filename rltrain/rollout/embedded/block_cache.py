@@ -21,6 +21,7 @@ from rltrain.rollout.embedded.kv_cache import (
     SuffixAttention,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 
@@ -49,7 +50,7 @@ class BlockCache:
         self.table = torch.zeros(max_slots, self.capacity // self.block_tokens, dtype=torch.int32, device=device)
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
         self.shape = shape.attention
-        self._num_layers = shape.num_layers
+        self._num_layers, self._routing_shape = shape.num_layers, shape.routing
         self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
@@ -59,13 +60,14 @@ class BlockCache:
     @property
     def block_bytes(self) -> int:
         """Of one block, in all layers."""
-        return self._num_layers * self.block_tokens * self.shape.token_elements * self._keys.itemsize
+        routing = self._routing_shape.token_bytes if self._routing_shape else 0
+        return self.block_tokens * (self._num_layers * self.shape.token_elements * self._keys.itemsize + routing)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self._keys,) if self.shape.latent else (self._keys, self._values)
+        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
-        return self._keys.data_ptr(), self._values.data_ptr()
+        return tuple(cache.data_ptr() for cache in self.tensors())
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Bring the device's table up to date."""
@@ -113,6 +115,12 @@ class BlockCache:
 
     def park(self, slot: int, sample: Sample) -> None:
         self._taken().park(slot, sample)
+
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        if not self.routing:
+            return ()
+        rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
+        return tuple(buffer.flatten(1, 2).index_select(1, rows).transpose(0, 1) for buffer in self.routing)
 
     @property
     def parked(self) -> ParkedSamples[Any]:
@@ -168,10 +176,15 @@ class BlockCache:
         read, written = [], []
         for token, slot, first, end in spans:
             positions = np.arange(first, end)
-            blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
             read.append(token - first + positions)
-            written.append(blocks * self.block_tokens + positions % self.block_tokens)
+            written.append(self._rows(slot, positions))
         return torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)])).to(self.table.device)
+
+    def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
+        """Where these positions of a slot lie in the flattened blocks."""
+        blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
+        rows: np.ndarray = blocks * self.block_tokens + positions % self.block_tokens
+        return rows
 
     def _taken(self) -> BlockTables:
         """The tables, once the memory is there."""
@@ -192,6 +205,10 @@ class BlockCache:
         sizes = (self._num_layers, num_blocks, self.block_tokens, shape.num_kv_heads)
         self._keys = like.new_zeros(*sizes, shape.head_dim)
         self._values = self._keys[..., : shape.value_dim] if shape.latent else like.new_zeros(*sizes, shape.value_dim)
+        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
+        self.routing: tuple[Tensor, ...] = ()
+        if self._routing_shape is not None:
+            self.routing = self._routing_shape.new_buffers(num_blocks, self.block_tokens, device=like.device)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
 
 
@@ -203,7 +220,10 @@ class _PrefillAttention(PrefillAttention):
         self._cache, self._moved = cache, moved
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        _store(self._cache, layer, self._moved, (keys, values))
+        _store(self._cache.kept, layer, self._moved, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        _store(self._cache.routing, layer, self._moved, routing)
 
 
 class _SuffixAttention(SuffixAttention):
@@ -217,7 +237,10 @@ class _SuffixAttention(SuffixAttention):
         self._cache, self._moved, self._blocks = cache, moved, blocks
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        _store(self._cache, layer, self._moved, (keys, values))
+        _store(self._cache.kept, layer, self._moved, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        _store(self._cache.routing, layer, self._moved, routing)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.layers[layer]
@@ -229,6 +252,7 @@ class _SuffixAttention(SuffixAttention):
         return blocks.view(len(self._blocks), -1, *stored.shape[2:]).transpose(1, 2)
 
 
-def _store(cache: BlockCache, layer: int, moved: Tensor, new: tuple[Tensor, Tensor]) -> None:
-    for kept, tokens in zip(cache.tensors(), new, strict=False):  # latents alone, where they are
-        kept[layer].flatten(0, 1).index_copy_(0, moved[1], tokens.index_select(0, moved[0]))
+def _store(buffers: Sequence[Tensor], layer: int, moved: Tensor, new: Sequence[Tensor]) -> None:
+    for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+        stored = tokens.index_select(0, moved[0]).to(buffer.dtype)
+        buffer[layer].flatten(0, 1).index_copy_(0, moved[1], stored)

@@ -35,7 +35,8 @@ class EmbeddedEngine:
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
     then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
     None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
-    way than as they lie, by name.
+    way than as they lie, by name. With `record_routing` samples come back with the experts that their tokens visited
+    (ValueError for a model without experts).
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -55,6 +56,7 @@ class EmbeddedEngine:
         matrices: Mapping[str, Matrix] | None = None,
         kv_budget: KvBudget | None = None,
         cache_returns: Callable[[], bool] = lambda: False,
+        record_routing: bool = False,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
@@ -64,7 +66,14 @@ class EmbeddedEngine:
         self._parameters = parameters
         self._tensor_parallel = TensorParallel(tp_group)
         self._model = EngineModel(
-            architecture, parameters, matrices or {}, self._tensor_parallel, max_context_tokens, dtype, self._device
+            architecture,
+            parameters,
+            matrices or {},
+            self._tensor_parallel,
+            max_context_tokens,
+            dtype,
+            self._device,
+            record_routing,
         )
         self._cache_returns = cache_returns
         self.decodes_by = "a slot of its own for each sample"
@@ -210,7 +219,9 @@ class EmbeddedEngine:
     def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
         model = self._model
         limits = (self._max_running_requests, self._max_context_tokens)
-        shape = CacheShape(model.num_layers, model.attention_shape, *limits, dtype, self._device)
+        shape = CacheShape(
+            model.num_layers, model.attention_shape, *limits, dtype, self._device, model.routing_shape
+        )
         if budget is None:
             return SlotCache(shape)
         like = torch.empty(0, dtype=dtype, device=self._device)

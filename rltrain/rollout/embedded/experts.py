@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.feed_forward import gated
 from rltrain.rollout.embedded.grouped_product import grouped_product, is_grouped_on_device
 from rltrain.rollout.embedded.parallel import TensorParallel
@@ -20,10 +21,13 @@ class Experts:
     rank has all tokens and adds what its share makes of them, so that one sum over all ranks completes it.
     """
 
-    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+    def __init__(
+        self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel, kept_as: int | None = None
+    ) -> None:
+        """`kept_as` numbers the layer among those with experts, where the tokens' routing is to be kept."""
         moe = architecture.moe
         assert moe is not None
-        self._group, self._eps, self._moe = group, architecture.norm_eps, moe
+        self._group, self._eps, self._moe, self._kept_as = group, architecture.norm_eps, moe, kept_as
         block = "block_sparse_moe" if architecture.family == "mixtral" else "mlp"
         self._norm = parameters["post_attention_layernorm.weight"]
         self._router = parameters[f"{block}.gate.weight"]
@@ -43,17 +47,27 @@ class Experts:
         """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
         return not is_grouped_on_device(self._gate_up)
 
-    def add(self, hidden: Tensor) -> None:
+    @property
+    def stores(self) -> bool:
+        return self._kept_as is not None
+
+    def add(self, hidden: Tensor, attention: Attention) -> None:
         inner = normed(hidden, self._norm, self._eps)
-        share = self._visited(inner, self.routing(inner))
+        share = self._visited(inner, self._routed(inner, attention))
         if self._shared is not None:
             gate_up, down = self._shared
             share += F.linear(gated(inner, gate_up), down.read())
         hidden.add_(self._group.all_reduce(share))
 
-    def routing(self, inner: Tensor) -> Routing:
+    def store(self, hidden: Tensor, attention: Attention) -> None:
+        self._routed(normed(hidden, self._norm, self._eps), attention)
+
+    def _routed(self, inner: Tensor, attention: Attention) -> Routing:
         """Of the normed tokens [tokens, hidden]; equal on all ranks."""
-        return route(inner, self._router, self._router_bias, self._moe)
+        routing = route(inner, self._router, self._router_bias, self._moe)
+        if self._kept_as is not None:
+            attention.keep_routing(self._kept_as, routing)
+        return routing
 
     def _visited(self, inner: Tensor, routing: Routing) -> Tensor:
         """[tokens, hidden]: what the experts of this rank add to the tokens, in this rank's share of their columns.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 Head = tuple[int, ...]
@@ -57,6 +58,26 @@ class AttentionShape(NamedTuple):
         return self.num_kv_heads * (self.head_dim if self.latent else self.head_dim + self.value_dim)
 
 
+class RoutingShape(NamedTuple):
+    """What is kept of a token beside keys and values: in each of `num_layers` the `top_k` experts that it visits, and
+    their weights in float32."""
+
+    num_layers: int
+    top_k: int
+    experts: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.top_k * (self.experts.itemsize + torch.float32.itemsize)
+
+    def new_buffers(self, *sizes: int, device: torch.device) -> tuple[Tensor, ...]:
+        """[layers, *sizes, top_k] of experts and of weights."""
+        return tuple(
+            torch.zeros(self.num_layers, *sizes, self.top_k, dtype=dtype, device=device)
+            for dtype in (self.experts, torch.float32)
+        )
+
+
 class CacheShape(NamedTuple):
     """What a cache is to hold at most, and where."""
 
@@ -66,6 +87,7 @@ class CacheShape(NamedTuple):
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    routing: RoutingShape | None = None
 
 
 class PrefillAttention:
@@ -89,6 +111,10 @@ class PrefillAttention:
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values [tokens, kv_heads, head_dim] of the heads."""
+        raise NotImplementedError
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """As DecodeAttention."""
         raise NotImplementedError
 
     def _by_head(self, tokens: Tensor) -> Tensor:
@@ -133,6 +159,10 @@ class DecodeAttention(Protocol):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and
         values [tokens, kv_heads, value_dim]."""
+        ...
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """Keep the tokens' routing in one of the layers that have experts, numbered by itself."""
         ...
 
 
@@ -186,6 +216,11 @@ class KvCache(Protocol):
     def park(self, slot: int, sample: Sample) -> None:
         """Keep what the slot holds of `sample`, all but the last token, for when it comes back; the slot holds nothing
         any more."""
+        ...
+
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """What is kept of the routing of positions `first` up to `end`: experts and weights, copies [positions, layers,
+        top_k]; empty where none is kept."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,12 +12,13 @@ from rltrain.models import Architecture
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
 from rltrain.rollout.embedded.experts import Experts
 from rltrain.rollout.embedded.feed_forward import DenseFeedForward, FeedForward
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, RoutingShape
 from rltrain.rollout.embedded.latent_attention import LatentAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
 from rltrain.rollout.embedded.residual import normed
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
+from rltrain.rollout.routing import expert_type
 
 
 class _Layer(NamedTuple):
@@ -25,11 +27,14 @@ class _Layer(NamedTuple):
 
     def add(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         self.attention.add(index, hidden, rotation, attention)
-        self.feed_forward.add(hidden)
+        self.feed_forward.add(hidden, attention)
 
 
 class EngineModel:
-    """Tensors are held by reference and read on every call: an in-place update takes effect at the next token."""
+    """Tensors are held by reference and read on every call: an in-place update takes effect at the next token.
+
+    With `record_routing` layers with experts keep the tokens' routing beside keys and values.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class EngineModel:
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        record_routing: bool = False,
     ) -> None:
         self._tp = tensor_parallel
         self._eps = architecture.norm_eps
@@ -50,12 +56,18 @@ class EngineModel:
         """What of a token each layer keeps, and attends to."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
+        self.routing_shape = routing_shape(architecture) if record_routing else None
         layers: list[_Layer] = []
+        num_sparse = 0
         for index, sparse in enumerate(architecture.sparse_layers):
-            own, feed_forward = LayerParameters(parameters, matrices, index), Experts if sparse else DenseFeedForward
-            layers.append(
-                _Layer(attention(own, architecture, tensor_parallel), feed_forward(own, architecture, tensor_parallel))
-            )
+            own = LayerParameters(parameters, matrices, index)
+            feed_forward: FeedForward
+            if sparse:
+                feed_forward = Experts(own, architecture, tensor_parallel, num_sparse if record_routing else None)
+                num_sparse += 1
+            else:
+                feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
+            layers.append(_Layer(attention(own, architecture, tensor_parallel), feed_forward))
         self._layers = tuple(layers)
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
@@ -89,10 +101,14 @@ class EngineModel:
         """
         hidden = self._embed(tokens)
         rotation = self._rotary.at(positions)
-        last = self.num_layers - 1
-        for index, layer in enumerate(self._layers[:last]):
+        number, last = self.num_layers - 1, self._layers[-1]
+        for index, layer in enumerate(self._layers[:number]):
             layer.add(index, hidden, rotation, attention)
-        self._layers[last].attention.store(last, hidden, rotation, attention)
+        if last.feed_forward.stores:
+            last.attention.add(number, hidden, rotation, attention)
+            last.feed_forward.store(hidden, attention)
+        else:
+            last.attention.store(number, hidden, rotation, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, padded vocab_size] float32, -inf in the padded columns, equal on every rank.
@@ -110,3 +126,11 @@ class EngineModel:
         num_rows = len(self._embedding)
         local, outside = local_token_ids(tokens, self._tp.rank * num_rows, num_rows)
         return self._tp.all_reduce(F.embedding(local, self._embedding).masked_fill_(outside[:, None], 0))
+
+
+def routing_shape(architecture: Architecture) -> RoutingShape:
+    """What is kept of a token's routing. ValueError where the model has no experts."""
+    if architecture.moe is None:
+        raise ValueError("record_routing: the model has no experts, so there is nothing to record")
+    experts = torch.from_numpy(np.empty(0, expert_type(architecture.num_experts))).dtype
+    return RoutingShape(sum(architecture.sparse_layers), architecture.moe.top_k, experts)

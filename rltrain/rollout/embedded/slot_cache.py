@@ -18,6 +18,7 @@ from rltrain.rollout.embedded.kv_cache import (
     rounded,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -40,7 +41,7 @@ class SlotCache:
     """
 
     def __init__(self, shape: CacheShape) -> None:
-        self.attention = shape.attention
+        self.attention, self._routing_shape = shape.attention, shape.routing
         self._max_slots = shape.max_slots
         self._max_positions = round_up(shape.max_positions)
         sizes = (shape.num_layers, 0, shape.attention.num_kv_heads, 0, shape.attention.head_dim)
@@ -57,10 +58,10 @@ class SlotCache:
         return self.keys.shape[3]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.keys,) if self.attention.latent else (self.keys, self.values)
+        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
-        return self.keys.data_ptr(), self.values.data_ptr(), *self.mask.shape
+        return *(cache.data_ptr() for cache in self.tensors()), *self.mask.shape
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Make room for `num_positions` in each of `num_slots`; what the first `num_used` slots hold stays."""
@@ -71,12 +72,12 @@ class SlotCache:
         if not num_used:
             num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
             self._allocate(0, 0)  # first, so that old and new memory never exist together
-        kept, mask = self.tensors(), self.mask
+        before, mask = self.tensors(), self.mask
         self._allocate(
             _grown(num_slots, self.num_slots, 2 * self.num_slots, self._max_slots),
             _grown(num_positions, self.capacity, round_up(self.capacity * 3 // 2), self._max_positions),
         )
-        for new, old in zip(self.tensors(), kept, strict=True):
+        for new, old in zip(self.tensors(), before, strict=True):
             new[:, :num_used, :, : old.shape[3]] = old[:, :num_used]
         self.mask[:num_used, :, : mask.shape[2]] = mask[:num_used]
 
@@ -121,6 +122,15 @@ class SlotCache:
         while self.parked.num_tokens > self.num_slots * self.capacity:
             self.parked.evict()
 
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        return tuple(buffer[:, slot, 0, first:end].transpose(0, 1).clone() for buffer in self.routing)
+
+    def keep_routing(self, layer: int, routing: Routing, slots: Tensor, positions: Tensor) -> None:
+        """Of one token in each of these places."""
+        rows = slots * self.capacity + positions
+        for buffer, new in zip(self.routing, routing, strict=True):
+            buffer[layer].view(-1, new.shape[-1]).index_copy_(0, rows, new.to(buffer.dtype))
+
     @property
     def parked(self) -> ParkedSamples[tuple[Tensor, ...]]:
         return self._parked
@@ -149,11 +159,15 @@ class SlotCache:
         self.keys = self.keys.new_zeros(*sizes, shape.head_dim)
         self.values = self.keys[..., : shape.value_dim] if shape.latent else self.keys.new_zeros(*sizes, shape.value_dim)
         self.mask = self.keys.new_full((num_slots, num_kv_heads, capacity), -torch.inf)
+        self.kept = (self.keys,) if shape.latent else (self.keys, self.values)
+        self.routing: tuple[Tensor, ...] = ()
+        if self._routing_shape is not None:
+            self.routing = self._routing_shape.new_buffers(num_slots, 1, capacity, device=self.keys.device)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
         """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
         self.rows = tuple(
-            cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.tensors()
+            cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept
         )
         """Of what is kept what each layer has, flattened so."""
 
@@ -181,8 +195,14 @@ class _PrefillAttention(PrefillAttention):
         self._slots, self._heads = slots.unbind(-1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for cache, new in zip(self._cache.tensors(), (keys, values), strict=False):  # latents alone, where they are
-            cache[layer][self._slots, :, : self._width] = self._by_head(new)[self._heads]
+        self._store(self._cache.kept, layer, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        self._store(self._cache.routing, layer, [new[:, None] for new in routing])
+
+    def _store(self, buffers: Sequence[Tensor], layer: int, new: Sequence[Tensor]) -> None:
+        for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+            buffer[layer][self._slots, :, : self._width] = self._by_head(tokens)[self._heads].to(buffer.dtype)
 
 
 class _SuffixAttention(SuffixAttention):
@@ -194,8 +214,13 @@ class _SuffixAttention(SuffixAttention):
         tokens = [row * width + index for row, suffix in enumerate(suffixes) for index in range(len(suffix.tokens))]
         places = [(suffix.slot, position) for suffix in suffixes for position in range(suffix.first, suffix.end)]
         self._tokens = torch.tensor(tokens, device=cache.keys.device)
-        slots, positions = torch.tensor(places, device=cache.keys.device).unbind(1)
+        self._places = torch.tensor(places, device=cache.keys.device).unbind(1)
+        slots, positions = self._places
         self._written = (cache.first_positions[slots] + positions[:, None]).view(-1)
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        stored = Routing(*(new.index_select(0, self._tokens) for new in routing))
+        self._cache.keep_routing(layer, stored, *self._places)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._cache.rows, (keys, values), strict=False):
@@ -215,6 +240,7 @@ class _DecodeAttention:
 
     def __init__(self, cache: SlotCache, positions: Tensor, num_positions: int) -> None:
         num_slots = len(positions)
+        self._cache, self._positions = cache, positions
         num_positions = min(read_length(num_positions), cache.capacity)
         self._written = (cache.first_positions[:num_slots] + positions[:, None]).view(-1)
         cache.mask.view(-1).index_fill_(0, self._written, 0)
@@ -230,6 +256,10 @@ class _DecodeAttention:
         k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
         return _attend(q, k, v, self._bias, self._shape).view(len(queries), -1)
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        slots = torch.arange(len(self._positions), device=self._positions.device)
+        self._cache.keep_routing(layer, routing, slots, self._positions)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape) -> Tensor:
