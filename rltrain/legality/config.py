@@ -81,8 +81,8 @@ def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
     if parallel.tp % parallel.ep:
         yield (
-            f"{key}.ep: got {parallel.ep} with {key}.tp {parallel.tp}; expected a divisor of that: experts are dealt out "
-            "to the ranks of an engine"
+            f"{key}.ep: got {parallel.ep} with {key}.tp {parallel.tp}; expected a divisor of that: experts are dealt "
+            "out to the ranks of an engine"
         )
 
 

@@ -182,7 +182,8 @@ class Sample:
         }
         routing = record.get("routing")
         return cls(
-            **{**values, "status": Status(record["status"])} | {"routing": routing and RecordedRouting.of_record(routing)}
+            **{**values, "status": Status(record["status"])}
+            | {"routing": routing and RecordedRouting.of_record(routing)}
         )
 
 

@@ -1,5 +1,5 @@
-"""Tensor and expert parallelism change neither tokens nor log-probs, also with more ranks than KV heads, nor do interruptions,
-budgets for keys and values, and what is kept of conversations between their turns."""
+"""Tensor and expert parallelism change neither tokens nor log-probs, also with more ranks than KV heads, nor do
+interruptions, budgets for keys and values, and what is kept of conversations between their turns."""
 
 from pathlib import Path
 

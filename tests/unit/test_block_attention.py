@@ -164,7 +164,10 @@ def test_flash_attention_is_chosen_where_it_works(on_gpu: None, monkeypatch: pyt
 
 
 def test_latents_are_gathered(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, shape=AttentionShape(8, 1, 24, 16, 0.7, latent=True)) == (GatheredBlocks, GatheredBlocks.name)
+    assert chosen(monkeypatch, shape=AttentionShape(8, 1, 24, 16, 0.7, latent=True)) == (
+        GatheredBlocks,
+        GatheredBlocks.name,
+    )
 
 
 def test_where_this_torch_has_no_block_tables_the_kernel_is_chosen(

@@ -135,7 +135,10 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"reference": {"parallel": {"cp": 4}}}, "reference.parallel.cp: got 4; expected 1"),
         ({"rollout": {"parallel": {"pp": 2}}}, "rollout.parallel.pp: got 2; expected 1"),
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1"),
-        ({"rollout": {"parallel": {"ep": 2}}}, "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor"),
+        (
+            {"rollout": {"parallel": {"ep": 2}}},
+            "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor",
+        ),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
             "rollout.parallel.sequence_parallel: got true",
@@ -363,7 +366,11 @@ MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn
     ("family", "rollout", "expected"),
     [
         ("qwen3", {"parallel": {"tp": 2, "ep": 2}}, "rollout.parallel.ep: got 2; expected 1: the model has no experts"),
-        ("qwen3_moe", {"engine": "sglang"}, "rollout.engine: got sglang, but the model in m (model.path) has 4 experts"),
+        (
+            "qwen3_moe",
+            {"engine": "sglang"},
+            "rollout.engine: got sglang, but the model in m (model.path) has 4 experts",
+        ),
         ("qwen3_moe", {"dtype": "fp8"}, "rollout.dtype: got fp8, but the model in m (model.path) has 4 experts"),
         ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}, "ep: got 8, which does not divide the 12 experts"),
         (
@@ -372,7 +379,11 @@ MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn
             "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which cuts each expert in 4; expected a divisor of "
             "its 6 units, or a larger ep",
         ),
-        ("deepseek_v3", {"parallel": {"tp": 4, "ep": 2}}, "tp: got 4, which does not divide the 6 units of the model's"),
+        (
+            "deepseek_v3",
+            {"parallel": {"tp": 4, "ep": 2}},
+            "tp: got 4, which does not divide the 6 units of the model's",
+        ),
     ],
 )
 def test_what_engines_cannot_share_out_is_refused(family, rollout, expected):

@@ -8,7 +8,6 @@ from rltrain.rollout.embedded import slot_cache
 from rltrain.rollout.embedded.kv_cache import AttentionShape, CacheShape
 from rltrain.rollout.embedded.slot_cache import SlotCache
 
-
 HEADS = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=4, value_dim=4, scale=0.5)
 LATENTS = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=7, value_dim=5, scale=0.5, latent=True)
 

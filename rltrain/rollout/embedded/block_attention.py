@@ -166,13 +166,15 @@ class _Sample:
     """Blocks of a few short sequences, to try an attention on."""
 
     def __init__(self, kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> None:
-        self.shape, self.routing = shape, ()
+        self.shape = shape
+        self.routing: tuple[Tensor, ...] = ()
         self.block_tokens = kind.block_tokens
         self.capacity = 2 * kind.block_tokens
         sizes = (7, kind.block_tokens, shape.num_kv_heads)
         generator = torch.Generator().manual_seed(0)
         keys, values = (
-            torch.randn(*sizes, elements, generator=generator).to(like) for elements in (shape.head_dim, shape.value_dim)
+            torch.randn(*sizes, elements, generator=generator).to(like)
+            for elements in (shape.head_dim, shape.value_dim)
         )
         self.layers = [(keys, values)]
         self.table = torch.tensor([[3, 5], [1, 6], [4, 2]], dtype=torch.int32, device=like.device)

@@ -26,8 +26,8 @@ from rltrain.rollout.sample import Sample
 
 
 class BlockCache:
-    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once for
-    keys and once for values, or once for latents.
+    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once
+    for keys and once for values, or once for latents.
 
     Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
     entry is finite, written or not, so that a masked one contributes exactly zero. `agree` gives the least of the

@@ -33,6 +33,6 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def halves_of_pairs(heads: Tensor) -> Tensor:
-    """Elements 0, 2, 4, ... of `heads` [..., head_dim], then 1, 3, 5, ...: DeepSeek's checkpoints have those side by side
-    that are rotated together."""
+    """Elements 0, 2, 4, ... of `heads` [..., head_dim], then 1, 3, 5, ...: DeepSeek's checkpoints have those side by
+    side that are rotated together."""
     return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

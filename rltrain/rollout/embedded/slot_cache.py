@@ -157,7 +157,9 @@ class SlotCache:
         num_layers, num_kv_heads, shape = len(self.keys), self.attention.num_kv_heads, self.attention
         sizes = (num_layers, num_slots, num_kv_heads, capacity)
         self.keys = self.keys.new_zeros(*sizes, shape.head_dim)
-        self.values = self.keys[..., : shape.value_dim] if shape.latent else self.keys.new_zeros(*sizes, shape.value_dim)
+        self.values = (
+            self.keys[..., : shape.value_dim] if shape.latent else self.keys.new_zeros(*sizes, shape.value_dim)
+        )
         self.mask = self.keys.new_full((num_slots, num_kv_heads, capacity), -torch.inf)
         self.kept = (self.keys,) if shape.latent else (self.keys, self.values)
         self.routing: tuple[Tensor, ...] = ()
@@ -166,9 +168,7 @@ class SlotCache:
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
         """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
-        self.rows = tuple(
-            cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept
-        )
+        self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
         """Of what is kept what each layer has, flattened so."""
 
 
