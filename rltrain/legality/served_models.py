@@ -18,8 +18,6 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
     found = f"the model in {path} ({key}) has {architecture.num_experts} experts in a layer"
     if role == "rollout" and config.rollout.engine == "sglang":
         yield f"rollout.engine: got sglang, but {found}, which rltrain has served by its own alone; expected embedded"
-    if role == "rollout" and config.rollout.dtype == "fp8":
-        yield f"rollout.dtype: got fp8, but {found}, whose matrices the engine reads as they lie; expected auto"
     yield from _share_problems(parallel_key, grid, architecture)
 
 

@@ -371,7 +371,6 @@ MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn
             {"engine": "sglang"},
             "rollout.engine: got sglang, but the model in m (model.path) has 4 experts",
         ),
-        ("qwen3_moe", {"dtype": "fp8"}, "rollout.dtype: got fp8, but the model in m (model.path) has 4 experts"),
         ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}, "ep: got 8, which does not divide the 12 experts"),
         (
             "deepseek_v3",

@@ -108,7 +108,7 @@ def test_recorded_steps_keep_it_too(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kv_tokens: int | None
 ) -> None:
     """Steps can be recorded where all experts are multiplied without a look of the host, which CPUs can do as well."""
-    monkeypatch.setattr(grouped_product, "is_grouped_on_device", lambda matrices: True)
+    monkeypatch.setattr(grouped_product, "is_grouped_on_device", lambda matrices, dtype: True)
     record = Recorder()
     engine, _ = load_engine(checkpoints["deepseek_v3"], kv_tokens=kv_tokens, record_routing=True, record=record)
     for sample in engine.generate(ragged_requests(4), SAMPLED):

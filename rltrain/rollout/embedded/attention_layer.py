@@ -40,11 +40,11 @@ class GroupedAttention:
         self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
         self._head_dim = shape.head_dim
         self._norm = parameters["input_layernorm.weight"]
-        self._qkv = parameters.matrix("self_attn.qkv_proj")
+        self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
         self._qkv_bias = parameters.get("self_attn.qkv_proj.bias")
         self._q_norm = parameters.get("self_attn.q_norm.weight")
         self._k_norm = parameters.get("self_attn.k_norm.weight")
-        self._output = parameters.matrix("self_attn.o_proj")
+        self._output = parameters.matrix("self_attn.o_proj.weight")
         self._output_bias = parameters.get("self_attn.o_proj.bias")
 
     @staticmethod

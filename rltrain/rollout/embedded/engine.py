@@ -79,8 +79,11 @@ class EmbeddedEngine:
         self.decodes_by = "a slot of its own for each sample"
         self._was_released, self._has_budget = False, kv_budget is not None
         self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
-        if record is None and not self._model.needs_host:
+        if record is None:
             record = recorder(self._device, tp_group)
+            if record is not None and self._model.needs_host:
+                record = None
+                self.decodes_by += f"; steps are not recorded, since torch has no product for all experts in {dtype}"
         self._decoder = Decoder(self._model, self._slots, record)
         self._generation: Generation | None = None
 

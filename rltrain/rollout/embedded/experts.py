@@ -32,20 +32,21 @@ class Experts:
         self._norm = parameters["post_attention_layernorm.weight"]
         self._router = parameters[f"{block}.gate.weight"]
         self._router_bias = parameters.get(f"{block}.gate.e_score_correction_bias")
-        self._gate_up = parameters[f"{block}.experts.w13_weight"]
-        self._down = parameters[f"{block}.experts.w2_weight"]
-        self._count = len(self._gate_up)
+        names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
+        self._gate_up, self._down = (parameters.matrix(name) for name in names)
+        self._count = len(parameters[names[0]])
+        on_device = (is_grouped_on_device(parameters[name], self._norm.dtype) for name in names)
+        self.needs_host = not all(on_device)
+        """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
         ranks_of_each = group.size * self._count // moe.num_experts
         self._first = group.rank // ranks_of_each * self._count
         self._shared = None
         if moe.shared_ffn_hidden_size:
             shared = f"{block}.shared_experts"
-            self._shared = parameters.matrix(f"{shared}.gate_up_proj"), parameters.matrix(f"{shared}.down_proj")
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
-        return not is_grouped_on_device(self._gate_up)
+            self._shared = (
+                parameters.matrix(f"{shared}.gate_up_proj.weight"),
+                parameters.matrix(f"{shared}.down_proj.weight"),
+            )
 
     @property
     def stores(self) -> bool:
@@ -81,10 +82,10 @@ class Experts:
         expert, order = expert.sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self._count, device=expert.device), right=True)
         rows = inner.index_select(0, order // self._moe.top_k)
-        gate, up = grouped_product(rows, self._gate_up, ends).chunk(2, -1)
+        gate, up = grouped_product(rows, self._gate_up.read(), ends).chunk(2, -1)
         # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
         weighted = F.silu(gate).mul_(up).mul_(routing.weights.flatten().index_select(0, order)[:, None])
-        made = grouped_product(weighted, self._down, ends)
+        made = grouped_product(weighted, self._down.read(), ends)
         if self._count < self._moe.num_experts:
             made.masked_fill_((expert == self._count)[:, None], 0)
         # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.

@@ -41,8 +41,8 @@ class DenseFeedForward:
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         self._group, self._eps = group, architecture.norm_eps
         self._norm = parameters["post_attention_layernorm.weight"]
-        self._gate_up = parameters.matrix("mlp.gate_up_proj")
-        self._down = parameters.matrix("mlp.down_proj")
+        self._gate_up = parameters.matrix("mlp.gate_up_proj.weight")
+        self._down = parameters.matrix("mlp.down_proj.weight")
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
         add_product(hidden, gated(normed(hidden, self._norm, self._eps), self._gate_up), self._down, self._group)

@@ -8,20 +8,21 @@ _ALIGNMENT = 16
 """Bytes, of rows of what torch's grouped product takes."""
 
 
-def is_grouped_on_device(matrices: Tensor) -> bool:
-    """Whether torch multiplies all groups of `matrices` in one launch, without a look of the host at the groups."""
+def is_grouped_on_device(matrices: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies all groups of `matrices`, read as `dtype`, in one launch, without a look of the host at
+    the groups."""
     return (
         matrices.is_cuda
-        and matrices.dtype == torch.bfloat16
+        and dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
-        and all(size * matrices.itemsize % _ALIGNMENT == 0 for size in matrices.shape[1:])
+        and all(size * dtype.itemsize % _ALIGNMENT == 0 for size in matrices.shape[1:])
     )
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """[rows, m] from `rows` [rows, n] and `matrices` [groups, m, n]: group g, which `ends` at that row, times the
     transpose of matrix g. What lies behind the last group is left undefined."""
-    if is_grouped_on_device(matrices):
+    if is_grouped_on_device(matrices, matrices.dtype):
         product: Tensor = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.int())
         return product
     product = rows.new_empty(len(rows), matrices.shape[1])

@@ -31,16 +31,16 @@ class LatentAttention:
         self._num_heads = architecture.num_heads // group.size
         self._norm = parameters["input_layernorm.weight"]
         self._latent_norm = parameters["self_attn.kv_a_layernorm.weight"]
-        self._from_latent = parameters.matrix("self_attn.kv_b_proj")
-        self._output = parameters.matrix("self_attn.o_proj")
+        self._from_latent = parameters.matrix("self_attn.kv_b_proj.weight")
+        self._output = parameters.matrix("self_attn.o_proj.weight")
         self._query_norm: Tensor | None = None
         if mla.q_rank is None:
-            self._to_latents = parameters.matrix("self_attn.kv_a_proj_with_mqa")
-            self._queries = parameters.matrix("self_attn.q_proj")
+            self._to_latents = parameters.matrix("self_attn.kv_a_proj_with_mqa.weight")
+            self._queries = parameters.matrix("self_attn.q_proj.weight")
         else:
-            self._to_latents = parameters.matrix("self_attn.fused_qkv_a_proj_with_mqa")
+            self._to_latents = parameters.matrix("self_attn.fused_qkv_a_proj_with_mqa.weight")
             self._query_norm = parameters["self_attn.q_a_layernorm.weight"]
-            self._queries = parameters.matrix("self_attn.q_b_proj")
+            self._queries = parameters.matrix("self_attn.q_b_proj.weight")
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:

@@ -17,7 +17,7 @@ from rltrain.reshard.parts import parameter_types
 
 class Matrix(Protocol):
     def read(self) -> Tensor:
-        """[rows, columns], as it is now."""
+        """[rows, columns], or [matrices, rows, columns] of stacked ones, as it is now."""
         ...
 
 
@@ -43,8 +43,8 @@ class LayerParameters:
         return self._parameters.get(self._prefix + name)
 
     def matrix(self, name: str) -> Matrix:
-        """As products read it; `name` without "weight"."""
-        name = f"{self._prefix}{name}.weight"
+        """As products read it."""
+        name = self._prefix + name
         return self._matrices.get(name) or PlainMatrix(self._parameters[name])
 
 
@@ -64,7 +64,7 @@ class QuantizedMatrix:
         scales = self._scales.view(-1)[self._entries]
         values = self._weight.float()
         if self._width is None:
-            values *= scales[:, self._column_blocks]
+            values.flatten(0, -2).mul_(scales[:, self._column_blocks])
         else:
             values.view(*scales.shape, self._width).mul_(scales[:, :, None])
         return values.to(self._dtype)
