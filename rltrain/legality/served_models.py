@@ -10,14 +10,22 @@ from rltrain.models import Architecture
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Of the model of an engine of `role`."""
     parallel_key = config.parallel_of(role)[1]
+    is_sglang = role == "rollout" and config.rollout.engine == "sglang"
+    if is_sglang and architecture.mla is not None:
+        path, key = config.checkpoint_of(role)
+        yield (
+            f"rollout.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has served "
+            "by its own alone; expected embedded"
+        )
     if architecture.moe is None:
         if grid.ep > 1:
             yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts to share out"
         return
-    path, key = config.checkpoint_of(role)
-    found = f"the model in {path} ({key}) has {architecture.num_experts} experts in a layer"
-    if role == "rollout" and config.rollout.engine == "sglang":
-        yield f"rollout.engine: got sglang, but {found}, which rltrain has served by its own alone; expected embedded"
+    if is_sglang and grid.ep > 1:
+        yield (
+            f"{parallel_key}.ep: got {grid.ep} with rollout.engine sglang; expected 1: its servers cut every expert over "
+            "all of their ranks"
+        )
     yield from _share_problems(parallel_key, grid, architecture)
 
 

@@ -368,8 +368,13 @@ MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn
         ("qwen3", {"parallel": {"tp": 2, "ep": 2}}, "rollout.parallel.ep: got 2; expected 1: the model has no experts"),
         (
             "qwen3_moe",
+            {"engine": "sglang", "parallel": {"tp": 2, "ep": 2}},
+            "rollout.parallel.ep: got 2 with rollout.engine sglang; expected 1",
+        ),
+        (
+            "deepseek_v3",
             {"engine": "sglang"},
-            "rollout.engine: got sglang, but the model in m (model.path) has 4 experts",
+            "rollout.engine: got sglang, but the model in m (model.path) has latent attention",
         ),
         ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}, "ep: got 8, which does not divide the 12 experts"),
         (
