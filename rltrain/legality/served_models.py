@@ -14,8 +14,8 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
     if is_sglang and architecture.mla is not None:
         path, key = config.checkpoint_of(role)
         yield (
-            f"rollout.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has served "
-            "by its own alone; expected embedded"
+            f"rollout.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has "
+            "served by its own alone; expected embedded"
         )
     if architecture.moe is None:
         if grid.ep > 1:
@@ -23,8 +23,8 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
         return
     if is_sglang and grid.ep > 1:
         yield (
-            f"{parallel_key}.ep: got {grid.ep} with rollout.engine sglang; expected 1: its servers cut every expert over "
-            "all of their ranks"
+            f"{parallel_key}.ep: got {grid.ep} with rollout.engine sglang; expected 1: its servers cut every expert "
+            "over all of their ranks"
         )
     yield from _share_problems(parallel_key, grid, architecture)
 
