@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
+from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
@@ -27,7 +28,10 @@ def engine_completions(
     """Completions of every sampling mode, and conversations, with fewer slots than requests; where `interrupted`, with
     a suspension, in a tight budget for keys and values, another one on each rank of an engine."""
     limits = {"max_context_tokens": 32, "kv_tokens": 60 + 8 * (rank % grid.tp)} if interrupted else {}
-    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, **limits)
+    sparse = read_architecture(path).moe is not None
+    engine, _ = load_engine(
+        path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, record_routing=sparse, **limits
+    )
     results = []
     for sampling in SAMPLINGS:
         completions = (
@@ -37,6 +41,7 @@ def engine_completions(
             completions += converse(engine, sampling, kept=interrupted)
         results += [
             {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "status": int(done.status)}
+            | ({"experts": done.routing.experts.tolist()} if done.routing is not None else {})
             for done in completions
         ]
     metrics = engine.cache_metrics()

@@ -43,5 +43,6 @@ def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tup
             for done, reference in zip(generated, single[family], strict=True):
                 assert done["tokens"] == reference["tokens"]
                 assert done["status"] == reference["status"]
+                assert done.get("experts") == reference.get("experts")
                 assert done["logprobs"] == pytest.approx(reference["logprobs"], abs=2e-5)
     assert all(results == by_rank[0] for results in by_rank)

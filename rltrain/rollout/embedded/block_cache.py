@@ -168,6 +168,7 @@ class BlockCache:
             block_tokens=self.block_tokens,
             max_context_tokens=self._max_positions,
             max_running_requests=self._max_slots,
+            is_cut=not self.shape.latent,
         )
 
     def _moved(self, spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
