@@ -14,6 +14,10 @@ from rltrain.rollout.embedded.residual import normed
 from rltrain.rollout.embedded.routing import Routing, route
 
 
+_BLOCKS = ("mlp", "block_sparse_moe")
+"""What families call a router and its experts."""
+
+
 class Experts:
     """Implements `FeedForward`: a router, this rank's share of the experts, and of the shared ones where there are any.
 
@@ -28,7 +32,7 @@ class Experts:
         moe = architecture.moe
         assert moe is not None
         self._group, self._eps, self._moe, self._kept_as = group, architecture.norm_eps, moe, kept_as
-        block = "block_sparse_moe" if architecture.family == "mixtral" else "mlp"
+        block = next(name for name in _BLOCKS if parameters.get(f"{name}.gate.weight") is not None)
         self._norm = parameters["post_attention_layernorm.weight"]
         self._router = parameters[f"{block}.gate.weight"]
         self._router_bias = parameters.get(f"{block}.gate.e_score_correction_bias")
