@@ -13,7 +13,6 @@ from rltrain.rollout.embedded.parameters import LayerParameters
 from rltrain.rollout.embedded.residual import normed
 from rltrain.rollout.embedded.routing import Routing, route
 
-
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What families call a router and its experts."""
 
