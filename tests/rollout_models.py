@@ -9,12 +9,15 @@ import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
+from rltrain.estimate.memory import kv_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import GB, KvBudget
+from rltrain.rollout.embedded.model import routing_shape
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from tests.distributed.family_checkpoints import SPARSE
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256
@@ -23,12 +26,11 @@ MAX_POSITIONS = 256
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
     """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
     what `overrides` say comes first."""
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-    }
-    head_dim = {} if family == "qwen2" else {"head_dim": 8}
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    own: dict[str, object] = {} if family == "qwen2" else {"head_dim": 8}
+    if family in SPARSE:
+        names[family], own = SPARSE[family]
+        own = own | {"tie_word_embeddings": tied} | ({"num_key_value_heads": 8} if "kv_lora_rank" in own else {})
     settings = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -42,7 +44,7 @@ def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.P
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return classes[family](**settings | head_dim | overrides)
+    return getattr(transformers, f"{names[family]}Config")(**settings | own | overrides)
 
 
 def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:
@@ -54,7 +56,10 @@ def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int
     with torch.no_grad():
         for parameter in model.parameters():
             spread = torch.randn_like(parameter)
-            parameter.copy_(spread * 0.3 if parameter.ndim == 2 else parameter + 0.2 * spread)
+            parameter.copy_(spread * 0.3 if parameter.ndim > 1 else parameter + 0.2 * spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 
@@ -73,6 +78,7 @@ def load_engine(
     record: Record | None = None,
     kv_tokens: int | None = None,
     cache_returns: Callable[[], bool] = lambda: False,
+    record_routing: bool = False,
 ) -> tuple[EmbeddedEngine, dict[str, torch.Tensor]]:
     """An engine on the checkpoint, and the parameters it reads; `kv_tokens` have room in its KV cache."""
     architecture = read_architecture(path)
@@ -89,16 +95,21 @@ def load_engine(
         device=device,
         tokenizer=tokenizer,
         record=record,
-        kv_budget=kv_budget(architecture, kv_tokens, dtype) if kv_tokens else None,
+        kv_budget=kv_budget(architecture, kv_tokens, dtype, grid, record_routing) if kv_tokens else None,
         cache_returns=cache_returns,
+        record_routing=record_routing,
     )
     return engine, parameters
 
 
-def kv_budget(architecture: Architecture, num_tokens: int, dtype: torch.dtype) -> KvBudget:
-    """Of an engine of one rank."""
-    heads_bytes = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * dtype.itemsize
-    return KvBudget(num_tokens * heads_bytes / GB, lambda: num_tokens * heads_bytes)
+def kv_budget(
+    architecture: Architecture, num_tokens: int, dtype: torch.dtype, grid: Grid | None = None, routing: bool = False
+) -> KvBudget:
+    """Of a rank of an engine, with room for the tokens' routing."""
+    token_bytes = kv_bytes(architecture, 1, tp=grid.tp if grid else 1, item_bytes=dtype.itemsize)
+    if routing:
+        token_bytes += routing_shape(architecture).token_bytes
+    return KvBudget(num_tokens * token_bytes / GB, lambda: num_tokens * token_bytes)
 
 
 def ragged_requests(num_requests: int = 9, seed: int = 0) -> list[Sample]:

@@ -34,7 +34,7 @@ class Grid:
 
     This is Megatron's order "tp-cp-dp-pp". `len(ranks)` must be divisible by tp * cp * pp: placement checks it first.
     Experts lie on the ranks of each pipeline stage as etp x ep x expert dp, etp varying fastest: ep shares hold whole
-    experts, each cut over etp ranks (None: as many as tp).
+    experts, each cut over etp ranks (None: as many as tp). Those of an engine lie on its tp ranks: ep x etp is tp.
 
     A model's layers are cut into pp * vpp chunks: chunk v of pipeline stage s is the (v * pp + s)-th in the order of
     depth, in which `layers_per_stage` has the layers of each (None: as cluster.stages plans them).

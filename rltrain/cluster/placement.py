@@ -10,6 +10,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
+from rltrain.tasks.roles import served_roles
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
@@ -139,13 +140,15 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
                 f"{placement.given[role]}: role {role} has {len(ranks)} ranks, but one copy of its model takes "
                 f"{sizes}; expected a multiple of {replica_size} ranks, or another {key}"
             )
+        # An engine's experts lie on the ranks of its tensor parallelism.
+        of_engine = max(1, parallel.tp // parallel.ep) if parallel.ep > 1 and role in served_roles() else None
         grid = Grid(
             ranks,
             tp=parallel.tp,
             pp=parallel.pp,
             cp=parallel.cp,
             ep=parallel.ep,
-            etp=parallel.etp,
+            etp=of_engine or parallel.etp,
             vpp=parallel.vpp,
             layers_per_stage=None if parallel.layers_per_stage is None else tuple(parallel.layers_per_stage),
         )

@@ -56,6 +56,8 @@ class Served(Section):
     block of 128 x 128, quantised on their way to the engine; the rest in model.dtype. The actor's log-probs then differ
     from the rollout's: see loss.correction."""
     parallel: Parallel = Parallel()
+    """Of one engine: its matrices are cut over tp ranks. Experts are dealt out whole to ep shares of these, and each is
+    cut over the tp / ep ranks of its share."""
     sampling: Sampling = Sampling()
     max_running_requests: Count = 256
     """Sequences decoded at once per engine, at most."""

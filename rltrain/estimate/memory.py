@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import ceil
 
+from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
@@ -22,8 +23,8 @@ WEIGHT_SYNC_BUFFERS = 4
 EMBEDDED_SHARE_OF_FREE = 0.9
 """What rollout.kv_cache_gb: auto takes of what is free on a GPU."""
 SGLANG_STAGING_SLOTS = 2
-SGLANG_PREFILL_TOKENS = 8192
-"""At a time: longer prompts, and more of them, are read in pieces."""
+PREFILL_TOKENS = 8192
+"""At a time: more prompts are read in several passes, and by SGLang longer ones in pieces."""
 SGLANG_MEMORY_FRACTION = 0.85
 """Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
 chooses depends on the device and is near this."""
@@ -150,17 +151,27 @@ def _staging(job: PlannedJob, role: str) -> dict[str, int]:
 
 def _generating_bytes(job: PlannedJob) -> dict[str, int]:
     """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
-    architecture, tp, config = job.architectures["rollout"], job.grids["rollout"].tp, job.config
+    architecture, config = job.architectures["rollout"], job.config
     running = min(config.rollout.max_running_requests, job.samples_per_replica("rollout"))
     prompts = min(-(-running // job.shape.samples_per_group), running)
-    widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // tp
-    tokens = prompts * config.data.max_prompt_tokens
-    if config.rollout.engine == "sglang":
-        tokens = min(tokens, SGLANG_PREFILL_TOKENS)
-    hidden = tokens * (
-        architecture.hidden_size * job.residual_bytes + (architecture.hidden_size + widest) * job.item_bytes
-    )
+    prompt = config.data.max_prompt_tokens
+    at_once = PREFILL_TOKENS if config.rollout.engine == "sglang" else max(PREFILL_TOKENS, prompt)
+    inside = architecture.hidden_size + _widest(architecture, job.grids["rollout"])
+    of_token = architecture.hidden_size * job.residual_bytes + inside * job.item_bytes
+    hidden = min(prompts * prompt, at_once) * of_token
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
+
+
+def _widest(architecture: Architecture, grid: Grid) -> int:
+    """Elements of a token within a layer of an engine: in its attention, its MLP, or the experts that it visits."""
+    widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // grid.tp
+    if mla := architecture.mla:
+        of_a_head = 4 * architecture.head_dim + 2 * mla.value_head_dim  # queries, keys and values are each put together
+        widest = max(widest, architecture.num_heads * of_a_head // grid.tp)
+    if moe := architecture.moe:
+        inner = 3 * moe.ffn_hidden_size * grid.ep // grid.tp
+        widest = max(widest, moe.top_k * (3 * architecture.hidden_size + inner))
+    return widest
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:

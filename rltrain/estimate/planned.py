@@ -104,8 +104,8 @@ class PlannedJob:
 
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
-        is_fp8 = self.config.served(role).dtype == "fp8"
-        return served_bytes(self.architectures[role], self.grids[role].tp, self.config.model.dtype, is_fp8)
+        is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]
+        return served_bytes(self.architectures[role], grid.tp, self.config.model.dtype, is_fp8, grid.ep)
 
     @property
     def longest_tokens(self) -> int:

@@ -10,7 +10,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import served_elements
 from rltrain.estimate.workload import MEAN_OF_LONGEST, Workload
 from rltrain.models import Architecture
-from rltrain.models.flops import expert_flops, forward_flops
+from rltrain.models.flops import attention_flops, expert_flops, forward_flops, latent_reading_flops
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,12 @@ def decode_step(job: PlannedJob, gpu: Gpu, workload: Workload, running: float, r
     multiplied, whichever takes longer; and what tensor parallelism sends."""
     architecture, grid, efficiency = job.architectures[role], job.grids[role], gpu.efficiency
     context = workload.prompt + workload.response / 2
-    bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp)
-    read = weights_read(architecture, grid.tp, running) * bytes_per_element
+    bytes_per_element = job.served_bytes_of(role) / served_elements(architecture, grid.tp, grid.ep)
+    read = weights_read(architecture, grid.tp, running, grid.ep) * bytes_per_element
     read += running * kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * context
-    products = running * _at_peak(architecture, gpu, context) / grid.tp
+    wider = latent_reading_flops(architecture) - attention_flops(architecture) if architecture.mla else 0
+    products = _at_peak(architecture, gpu, context) + architecture.num_layers * context * wider / efficiency.matmul
+    products *= running / grid.tp
     work = max(read / gpu.memory, products / gpu.flops(job.config.model.dtype))
     link = GridLinks.of(grid, job.ranks_per_node, gpu).tp
     hidden = running * architecture.hidden_size * job.item_bytes
@@ -76,10 +78,10 @@ def _at_peak(architecture: Architecture, gpu: Gpu, context: float) -> float:
     return others / gpu.efficiency.matmul + experts / gpu.efficiency.experts
 
 
-def weights_read(architecture: Architecture, tp: int, running: float) -> float:
+def weights_read(architecture: Architecture, tp: int, running: float, ep: int = 1) -> float:
     """Elements of a rank's weights that a step with `running` tokens reads: of experts those that a token visits, if
     each visits any of them with equal chance. Of the embedding it reads next to nothing."""
-    held = served_elements(architecture, tp)
+    held = served_elements(architecture, tp, ep)
     if not architecture.tied_embeddings:
         held -= architecture.vocab_size * architecture.hidden_size // tp
     moe = architecture.moe

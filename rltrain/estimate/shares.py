@@ -50,16 +50,16 @@ def _trained(architecture: Architecture, grid: Grid, stage: int) -> Elements:
 
 
 @lru_cache(maxsize=1024)
-def served_elements(architecture: Architecture, tp: int) -> int:
+def served_elements(architecture: Architecture, tp: int, ep: int = 1) -> int:
     """Of the parameters on a rank of an engine."""
-    parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp)).on(0).parameters
+    parameters = engine_layout(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep)).on(0).parameters
     return sum(prod(shape) for _, shape in parameters)
 
 
 @lru_cache(maxsize=1024)
-def served_bytes(architecture: Architecture, tp: int, dtype: str, fp8: bool) -> int:
+def served_bytes(architecture: Architecture, tp: int, dtype: str, fp8: bool, ep: int = 1) -> int:
     """Of the same parameters in engines of `dtype`."""
-    return engine_of(architecture, Grid(tuple(range(tp)), tp=tp), dtype=dtype, fp8=fp8).held_bytes(0)
+    return engine_of(architecture, Grid(tuple(range(tp)), tp=tp, ep=ep), dtype=dtype, fp8=fp8).held_bytes(0)
 
 
 def expert_data_parallel(grid: Grid) -> int:

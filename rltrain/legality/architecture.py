@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
+from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, served_roles, trained_roles
@@ -22,8 +23,11 @@ def check_against_architecture(
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
-            problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
-            problems += _expert_problems(config, role, grids[role], architectures)
+            if role in served_roles():
+                problems += served_model_problems(config, role, grids[role], architectures[role])
+            else:
+                problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
+                problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
 
 
@@ -31,8 +35,6 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     architecture = architectures[role]
     path, key = config.checkpoint_of(role)
     found = f"{key}: the model in {path} has"
-    if role in served_roles():
-        yield from _served_model_problems(config, role, architecture, found)
     if DECLARED[role].reads_text:
         yield from _context_problems(config, role, architecture)
         return
@@ -47,17 +49,6 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
             f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
             "of at most that"
         )
-
-
-def _served_model_problems(config: Config, role: str, architecture: Architecture, found: str) -> Iterator[str]:
-    """What the embedded engine cannot serve yet."""
-    if role == "rollout" and config.rollout.engine != "embedded":
-        return
-    expected = "expected a dense one (llama, mistral, qwen2, qwen3) for"
-    if architecture.num_experts:
-        yield f"{found} {architecture.num_experts} experts in a layer; {expected} role {role} of the embedded engine"
-    if architecture.mla is not None:
-        yield f"{found} latent attention; {expected} role {role} of the embedded engine"
 
 
 def _context_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:

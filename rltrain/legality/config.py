@@ -82,15 +82,19 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_problems(key: str, parallel: Parallel) -> Iterator[str]:
-    if parallel.ep > 1 or parallel.etp is not None:
-        name, given = ("ep", parallel.ep) if parallel.ep > 1 else ("etp", parallel.etp)
-        yield f"{key}.{name}: got {given}; expected none: engines share out no experts"
+    if parallel.etp is not None:
+        yield f"{key}.etp: got {parallel.etp}; expected null: an engine's experts are each cut over tp / ep ranks"
     if parallel.pp > 1:
         yield f"{key}.pp: got {parallel.pp}; expected 1: the embedded engine has no pipeline stages"
     if parallel.cp > 1:
         yield f"{key}.cp: got {parallel.cp}; expected 1: only training and evaluation cut sequences among ranks"
     if parallel.sequence_parallel:
         yield f"{key}.sequence_parallel: got true; expected false: only training splits sequences"
+    if parallel.tp % parallel.ep:
+        yield (
+            f"{key}.ep: got {parallel.ep} with {key}.tp {parallel.tp}; expected a divisor of that: experts are dealt "
+            "out to the ranks of an engine"
+        )
 
 
 def _batch_problems(config: Config) -> Iterator[str]:

@@ -12,6 +12,8 @@ from rltrain.models.dense import INPUT_NORM, LLAMA, MLP, POST_ATTENTION_NORM
 from rltrain.models.moe import EXPERTS, ROUTER, SPARSE_MLP_NORM
 from rltrain.models.table import CHECKPOINT_LAYER, Layer, Row, Table, in_layer
 
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
 FUSED_LATENTS = "self_attn.fused_qkv_a_proj_with_mqa.weight"
 
 # Megatron's own layers split the projections to the latents, and gather what comes out; Transformer Engine's do not.

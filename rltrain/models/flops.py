@@ -85,6 +85,12 @@ def attention_flops(architecture: Architecture) -> int:
     return 2 * architecture.num_heads * (architecture.head_dim + value_head_dim)
 
 
+def latent_reading_flops(architecture: Architecture) -> int:
+    """As `attention_flops`, of engines that keep latents: queries and what is attended to are as wide as those."""
+    mla = architecture.mla
+    return 2 * architecture.num_heads * (2 * mla.kv_rank + mla.rope_head_dim) if mla else 0
+
+
 def positions_read(lengths: Collection[int]) -> int:
     """Pairs of a token and a position that it attends to, in sequences of `lengths` tokens."""
     return sum(length * (length + 1) // 2 for length in lengths)

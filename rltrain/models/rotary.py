@@ -39,6 +39,14 @@ def rotation_magnitude(architecture: Architecture) -> float:
     return _magnitude(scaling.factor, scaling.mscale) / _magnitude(scaling.factor, scaling.mscale_all_dim)
 
 
+def score_scale(architecture: Architecture) -> float:
+    """What attention multiplies scores by: 1 / sqrt(head_dim), with YaRN times the square of its mscale_all_dim's."""
+    scaling, scale = architecture.rope_scaling, architecture.head_dim**-0.5
+    if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
+        scale *= _magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+    return scale
+
+
 def _kept_by_yarn(scaling: YarnScaling, theta: float, rotated: int) -> Tensor:
     """[rotated / 2] how much of each frequency stays: all of those that turn more than `beta_fast` times in the
     original context, nothing of those that turn less than `beta_slow` times, a linear part of those between."""

@@ -26,26 +26,24 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return round_up(round_up(vocab_size, VOCAB_MULTIPLE), tp)
 
 
-def engine_layout(
-    architecture: Architecture, grid: Grid, *, dtype: str = "float32", expert_parallel: int = 1
-) -> Layout:
+def engine_layout(architecture: Architecture, grid: Grid, *, dtype: str = "float32") -> Layout:
     """Every data-parallel replica of `grid` is one engine of `dtype`, split by tensor parallelism alone.
 
-    The ranks of an engine form `expert_parallel` runs of consecutive ranks, to which experts are dealt out whole; the
-    ranks of a run cut each of its experts between them.
+    The ranks of an engine form `grid.ep` runs of consecutive ranks, to which experts are dealt out whole; the ranks of
+    a run cut each of its experts between them.
 
     `grid.tp` must divide the query heads, and divide the KV heads or be a multiple of them: they are then repeated.
-    `expert_parallel` must divide `grid.tp` and the experts. ValueError where something does not divide.
+    `grid.ep` must divide `grid.tp` and the experts. ValueError where something does not divide.
     """
     if grid.pp != 1 or grid.cp != 1:
         raise ValueError(f"engines split by tensor parallelism alone; got pp = {grid.pp}, cp = {grid.cp}")
-    even_share(grid.tp, 0, expert_parallel, "ranks of an engine")
+    even_share(grid.tp, 0, grid.ep, "ranks of an engine")
     return Layout(
         ranks=grid.ranks,
         parts=tuple(grid.coordinates(rank).tp for rank in grid.ranks),
         tensors=canonical_tensors(architecture),
         types=element_types(architecture, dtype),
-        build=partial(_build, ModelCutter(architecture, ENGINE), grid.tp, expert_parallel),
+        build=partial(_build, ModelCutter(architecture, ENGINE), grid.tp, grid.ep),
     )
 
 

@@ -16,7 +16,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
 from rltrain.data.experience import SIBLINGS_APART
+from rltrain.rollout.routing import RecordedRouting
 
 
 class Status(IntEnum):
@@ -68,6 +71,8 @@ class Sample:
     """Whether it may come back to an engine after the present turn, which keeps its keys and values if it can."""
     parent: int | None = None
     """The trajectory of the same episode from which this one branched, by id."""
+    routing: RecordedRouting | None = None
+    """Of the tokens that an engine which records it has fed: the last one drawn is not among them."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.policy_versions) == len(self.loss_mask):
@@ -132,6 +137,11 @@ class Sample:
             turns=self.turns if status == Status.PENDING else (*self.turns, num_tokens),
         )
 
+    def routed(self, experts: np.ndarray, weights: np.ndarray) -> "Sample":
+        """With the routing of tokens that follow those whose routing it has."""
+        new = RecordedRouting(experts, weights)
+        return replace(self, routing=self.routing.followed_by(new) if self.routing else new)
+
     def observed(self, tokens: Sequence[int], *, turn_limit: int | None = None) -> "Sample":
         """Pending, with these tokens after those that it has, none drawn by the model: what an environment answered.
         `turn_limit` is the next turn's."""
@@ -158,18 +168,23 @@ class Sample:
             status=Status.PENDING,
             turns=turns,
             turn_rewards=self.turn_rewards[: len(turns)],
+            routing=self.routing and self.routing.first(len(self.prompt) + num_tokens),
         )
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self)}
+        return {**vars(self), "routing": self.routing and self.routing.record()}
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Sample":
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
         }
-        return cls(**{**values, "status": Status(record["status"])})
+        routing = record.get("routing")
+        return cls(
+            **{**values, "status": Status(record["status"])}
+            | {"routing": routing and RecordedRouting.of_record(routing)}
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.cluster.grid import Grid
+from rltrain.models import read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine
 from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
@@ -26,8 +27,11 @@ def engine_completions(
 ) -> list[dict[str, list[Any] | str]]:
     """Completions of every sampling mode, and conversations, with fewer slots than requests; where `interrupted`, with
     a suspension, in a tight budget for keys and values, another one on each rank of an engine."""
-    limits = {"max_context_tokens": 32, "kv_tokens": 20 + 4 * (rank % grid.tp)} if interrupted else {}
-    engine, _ = load_engine(path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, **limits)
+    limits = {"max_context_tokens": 32, "kv_tokens": 60 + 8 * (rank % grid.tp)} if interrupted else {}
+    sparse = read_architecture(path).moe is not None
+    engine, _ = load_engine(
+        path, grid=grid, rank=rank, tp_group=group, max_running_requests=5, record_routing=sparse, **limits
+    )
     results = []
     for sampling in SAMPLINGS:
         completions = (
@@ -37,6 +41,7 @@ def engine_completions(
             completions += converse(engine, sampling, kept=interrupted)
         results += [
             {"tokens": list(done.tokens), "logprobs": list(done.logprobs), "status": int(done.status)}
+            | ({"experts": done.routing.experts.tolist()} if done.routing is not None else {})
             for done in completions
         ]
     metrics = engine.cache_metrics()
@@ -63,15 +68,19 @@ def draw_interrupted(engine: EmbeddedEngine, sampling: SamplingParams) -> list[S
     return sorted(completions, key=lambda done: done.id)
 
 
-def generate_with_tensor_parallelism(engines: list[tuple[int, str, bool]]) -> list[list[dict[str, list[Any] | str]]]:
-    """This rank's completions on every engine: ranks of one, checkpoint, whether it is interrupted."""
+def generate_with_tensor_parallelism(
+    engines: list[tuple[int, int, str, bool]],
+) -> list[list[dict[str, list[Any] | str]]]:
+    """This rank's completions on every engine: ranks of one, shares of its experts, checkpoint, whether it is
+    interrupted."""
     torch.manual_seed(dist.get_rank())  # ranks must agree without help from torch's own generator
     GatheredBlocks.block_tokens = 4  # this process is the test's own
     world = tuple(range(dist.get_world_size()))
-    grids = {size: Grid(world, tp=size) for size, _, _ in engines}
-    groups = {size: {ranks: dist.new_group(ranks) for ranks in grid.lists("tp")} for size, grid in grids.items()}
+    sizes = sorted({size for size, *_ in engines})
+    groups = {size: {ranks: dist.new_group(ranks) for ranks in Grid(world, tp=size).lists("tp")} for size in sizes}
     results = []
-    for size, path, interrupted in engines:
+    for size, ep, path, interrupted in engines:
         mine = next(group for ranks, group in groups[size].items() if dist.get_rank() in ranks)
-        results.append(engine_completions(Path(path), grids[size], dist.get_rank(), mine, interrupted=interrupted))
+        grid = Grid(world, tp=size, ep=ep, etp=size // ep)
+        results.append(engine_completions(Path(path), grid, dist.get_rank(), mine, interrupted=interrupted))
     return results

@@ -7,6 +7,7 @@ import torch
 
 from rltrain.rollout.embedded.block_attention import KernelBlocks, choose_attention, difference
 from rltrain.rollout.embedded.kv_budget import budget_of
+from rltrain.rollout.embedded.kv_cache import AttentionShape
 from rltrain.rollout.embedded.recording import CudaGraphs
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
@@ -29,13 +30,17 @@ def samples(count: int = 40) -> list[Sample]:
     return [Sample(number, prompts[number // 4], seed=number) for number in range(count)]
 
 
+def grouped(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, head_dim**-0.5)
+
+
 def test_what_is_chosen_gives_what_gathering_gives(capsys: pytest.CaptureFixture[str]) -> None:
     like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-    kind, words = choose_attention(32, 8, 128, like)
+    kind, words = choose_attention(grouped(32, 8, 128), like)
     with capsys.disabled():
         print(f"\ntorch {torch.__version__}: {words}")
     for num_heads, num_kv_heads, head_dim in ((32, 8, 128), (16, 16, 64), (8, 1, 128)):
-        assert difference(kind, num_heads, num_kv_heads, head_dim, like) < 0.05
+        assert difference(kind, grouped(num_heads, num_kv_heads, head_dim), like) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,7 +52,7 @@ def test_the_kernel_gives_what_gathering_gives(
 ) -> None:
     like = torch.empty(0, dtype=dtype, device="cuda")
     limit = 1e-5 if dtype == torch.float32 else 0.03
-    assert difference(KernelBlocks, num_heads, num_kv_heads, head_dim, like) < limit
+    assert difference(KernelBlocks, grouped(num_heads, num_kv_heads, head_dim), like) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,26 +49,26 @@ def megatron_places(grid: Grid, **settings: Any) -> dict[int, Place]:
     }
 
 
-def engine_places(grid: Grid, expert_parallel: int = 1) -> dict[int, Place]:
-    etp = grid.tp // expert_parallel
+def engine_places(grid: Grid) -> dict[int, Place]:
+    etp = grid.tp // grid.ep
     ranks = {rank: index % grid.tp for index, rank in enumerate(grid.ranks)}
     return {
-        rank: Place(grid.tp, at, ep=expert_parallel, ep_rank=at // etp, etp=etp, etp_rank=at % etp)
+        rank: Place(grid.tp, at, ep=grid.ep, ep_rank=at // etp, etp=etp, etp_rank=at % etp)
         for rank, at in ranks.items()
     }
 
 
 def side(kind: str, architecture: Architecture, grid: Grid, **settings: Any) -> Side:
-    """`settings` are those of megatron_layout and engine_layout."""
+    """`settings` are those of megatron_layout."""
     full = full_tensors(architecture)
     if kind == "megatron":
         places = megatron_places(grid, **settings)
         shards = {rank: megatron_shard(architecture, full, place) for rank, place in places.items()}
         return Side(megatron_layout(architecture, grid, **settings), shards)
     if kind == "engine":
-        places = engine_places(grid, **settings)
+        places = engine_places(grid)
         shards = {rank: engine_shard(architecture, full, place) for rank, place in places.items()}
-        return Side(engine_layout(architecture, grid, **settings), shards)
+        return Side(engine_layout(architecture, grid), shards)
     layout = hf_layout(architecture, grid.ranks)
     shards = {rank: {name: full[name] for name, _ in layout.on(rank).parameters} for rank in grid.ranks}
     return Side(layout, shards)

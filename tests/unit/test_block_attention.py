@@ -20,6 +20,7 @@ from rltrain.rollout.embedded.block_attention import (
     choose_attention,
     difference,
 )
+from rltrain.rollout.embedded.kv_cache import AttentionShape
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
@@ -37,6 +38,7 @@ def flash_attention(
     max_q: int,
     max_k: int,
     *,
+    scale: float,
     enable_gqa: bool,
     seqused_k: Tensor,
     block_table: Tensor,
@@ -58,10 +60,12 @@ def flash_attention(
     k, v = (stored.index_select(0, rows).view(count, max_k, num_kv_heads, -1) for stored in (key, value))
     bias = torch.zeros(()).masked_fill(torch.arange(max_k) >= seqused_k[:, None], -torch.inf)[:, None, None]
     q = query.reshape(count, num_kv_heads, -1, query.shape[-1])
-    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias).reshape(query.shape)
+    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias, scale=scale).view(query.shape)
 
 
-def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+def attend_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
+) -> Tensor:
     """What the Triton kernel does, which takes memory at these strides alone."""
     num_slots, num_heads, head_dim = queries.shape
     _, block_tokens, num_kv_heads, _ = keys.shape
@@ -72,7 +76,8 @@ def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, 
     k, v = (stored.index_select(0, rows).view(num_slots, -1, num_kv_heads, head_dim) for stored in (keys, values))
     bias = torch.zeros(()).masked_fill(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)[:, None, None]
     q = queries.reshape(num_slots, num_kv_heads, -1, head_dim)
-    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias).reshape(queries.shape)
+    attended = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), bias, scale=scale)
+    return attended.reshape(queries.shape)
 
 
 @pytest.fixture
@@ -84,12 +89,21 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rltrain.rollout.embedded.block_kernel", kernel)
 
 
+def shape_of(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:
+    """Scores are multiplied by something else than is usual."""
+    return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, 0.7)
+
+
+GROUPED = shape_of(8, 2, 16)
+
+
 class FewBlocks:
     """Three slots of up to two blocks of four tokens; what is in no slot is NaN but for block 0."""
 
     block_tokens, capacity = 4, 8
 
     def __init__(self, num_kv_heads: int, head_dim: int) -> None:
+        self.shape, self.routing = shape_of(4, num_kv_heads, head_dim), ()
         generator = torch.Generator().manual_seed(0)
         keys, values = torch.randn(2, 7, 4, num_kv_heads, head_dim, generator=generator)
         self.layers = [(keys, values)]
@@ -111,7 +125,7 @@ def test_gathered_blocks_attend_as_plain_attention_does(num_kv_heads: int) -> No
             for stored, new in ((keys, k), (values, v))
         )
         attended = F.scaled_dot_product_attention(
-            q[slot, :, None], own_keys.transpose(0, 1), own_values.transpose(0, 1), enable_gqa=True
+            q[slot, :, None], own_keys.transpose(0, 1), own_values.transpose(0, 1), enable_gqa=True, scale=0.7
         )
         torch.testing.assert_close(found[slot], attended.flatten())
         assert torch.equal(blocks.layers[0][0][rows[position // 4], position % 4], k[slot])
@@ -124,7 +138,7 @@ def test_gathered_blocks_attend_as_plain_attention_does(num_kv_heads: int) -> No
 def test_what_gpus_have_is_asked_for_what_gathering_gives(
     on_gpu: None, kind: type[BlockAttention], num_heads: int, num_kv_heads: int
 ) -> None:
-    assert difference(kind, num_heads, num_kv_heads, 16, torch.zeros(())) < 1e-5
+    assert difference(kind, shape_of(num_heads, num_kv_heads, 16), torch.zeros(())) < 1e-5
 
 
 class OnGpu:
@@ -133,16 +147,27 @@ class OnGpu:
     is_cuda = True
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Any] | None = None) -> tuple[type, str]:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    attention: Callable[..., Any] | None = None,
+    shape: AttentionShape = GROUPED,
+) -> tuple[type, str]:
     if attention:
         monkeypatch.setattr(varlen, "varlen_attn", attention)
     tried = block_attention.difference
     monkeypatch.setattr(block_attention, "difference", lambda *args: tried(*args[:-1], torch.zeros(())))
-    return choose_attention(8, 2, 16, OnGpu())  # type: ignore[arg-type]
+    return choose_attention(shape, OnGpu())  # type: ignore[arg-type]
 
 
 def test_flash_attention_is_chosen_where_it_works(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch) == (VarlenBlocks, VarlenBlocks.name)
+
+
+def test_latents_are_gathered(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, shape=AttentionShape(8, 1, 24, 16, 0.7, latent=True)) == (
+        GatheredBlocks,
+        GatheredBlocks.name,
+    )
 
 
 def test_where_this_torch_has_no_block_tables_the_kernel_is_chosen(

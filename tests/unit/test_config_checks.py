@@ -1,6 +1,7 @@
 """Refusals that span several keys: each names the keys, the values and what would be accepted."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from tests.model_shards import tiny_architecture
+from tests.model_shards import MOE, tiny_architecture
 
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 DPO = {"actor,reference": 0}
@@ -39,7 +40,7 @@ def check_in_world_of_8(sizes=SIZES, own=None, **sections) -> None:
     """With models of these sizes; `own` has those of roles that have another one."""
     config = make_config(**sections)
     placement = resolve_placement(config.placement, world_size=8, ranks_per_node=8)
-    architectures = dict.fromkeys(placement.roles, sizes) | (own or {})
+    architectures = dict.fromkeys(["actor", *placement.roles], sizes) | (own or {})
     check_against_architecture(config, role_grids(config, placement), architectures)
 
 
@@ -149,7 +150,7 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"rollout": {"parallel": {"cp": 2}}}, "rollout.parallel.cp: got 2; expected 1: only training and evaluation"),
         (
             {"rollout": {"parallel": {"ep": 2}}},
-            "rollout.parallel.ep: got 2; expected none: engines share out no experts",
+            "rollout.parallel.ep: got 2 with rollout.parallel.tp 1; expected a divisor",
         ),
         (
             {"rollout": {"parallel": {"tp": 2, "sequence_parallel": True}}},
@@ -373,24 +374,6 @@ def test_grids_that_do_not_fit_the_model_or_batch_are_refused(sections, expected
 
 
 @pytest.mark.parametrize(
-    ("family", "refusals"),
-    [
-        ("qwen3_moe", ["model.path: the model in m has 4 experts in a layer; expected a dense one"]),
-        ("mixtral", ["the model in m has 4 experts in a layer"]),
-        ("deepseek_v3", ["the model in m has 8 experts in a layer", "model.path: the model in m has latent attention"]),
-    ],
-)
-def test_models_that_the_embedded_engine_does_not_know_are_trained_but_not_served(family, refusals):
-    architecture = tiny_architecture(family, max_positions=4096, num_heads=8)
-    with pytest.raises(ConfigError) as refused:
-        check_in_world_of_8(architecture)
-    assert all(f"{refusal}" in str(refused.value) for refusal in refusals)
-    assert str(refused.value).count("for role rollout of the embedded engine") == len(refusals)
-    check_in_world_of_8(architecture, algorithm="sft", placement={"actor": "all"})
-    check_in_world_of_8(architecture, rollout={"engine": "sglang"})
-
-
-@pytest.mark.parametrize(
     ("family", "parallel", "expected"),
     [
         ("qwen3_moe", {"ep": 8}, "actor.parallel.ep: got 8, which does not divide the model's 4 experts; the nearest"),
@@ -442,6 +425,56 @@ def test_balance_of_what_is_not_there_is_refused(family, refused):
             continue
         with pytest.raises(ConfigError, match=rf"model.moe.{name}: got 0.5; expected 0: .*{refused[name]}"):
             check_in_world_of_8(architecture, **sections)
+
+
+SERVED = {"algorithm": "evaluate", "placement": {"rollout,reward": "all"}, "data": EVAL}
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [("qwen3_moe", {"tp": 4, "ep": 2}), ("mixtral", {"tp": 4, "ep": 4}), ("deepseek_v3", {"tp": 2})],
+)
+def test_engines_serve_experts_and_latent_attention(family, parallel):
+    sizes = tiny_architecture(family, max_positions=4096, num_heads=8)
+    check_in_world_of_8(sizes, **SERVED, rollout={"parallel": parallel})
+
+
+MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn_hidden_size=6)
+
+
+@pytest.mark.parametrize(
+    ("family", "rollout", "expected"),
+    [
+        ("qwen3", {"parallel": {"tp": 2, "ep": 2}}, "rollout.parallel.ep: got 2; expected 1: the model has no experts"),
+        (
+            "qwen3_moe",
+            {"engine": "sglang", "parallel": {"tp": 2, "ep": 2}},
+            "rollout.parallel.ep: got 2 with rollout.engine sglang; expected 1",
+        ),
+        (
+            "deepseek_v3",
+            {"engine": "sglang"},
+            "rollout.engine: got sglang, but the model in m (model.path) has latent attention",
+        ),
+        ("deepseek_v3", {"parallel": {"tp": 8, "ep": 8}}, "ep: got 8, which does not divide the 12 experts"),
+        (
+            "deepseek_v3",
+            {"parallel": {"tp": 8, "ep": 2}},
+            "rollout.parallel.tp: got 8 with rollout.parallel.ep 2, which cuts each expert in 4; expected a divisor of "
+            "its 6 units, or a larger ep",
+        ),
+        (
+            "deepseek_v3",
+            {"parallel": {"tp": 4, "ep": 2}},
+            "tp: got 4, which does not divide the model's 6 feed-forward units of shared experts",
+        ),
+    ],
+)
+def test_what_engines_cannot_share_out_is_refused(family, rollout, expected):
+    moe = {"moe": MANY} if family == "deepseek_v3" else {}
+    sizes = tiny_architecture(family, max_positions=4096, num_heads=8, **moe)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check_in_world_of_8(sizes, **SERVED, rollout=rollout)
 
 
 def test_dense_models_are_accepted():

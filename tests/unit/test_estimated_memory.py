@@ -76,6 +76,30 @@ def test_keys_and_values_are_those_that_a_rank_holds():
     assert kv_bytes(deepseek_v3(), 1, tp=8) == 61 * (512 + 64) * 2, "the latent is whole on every rank"
 
 
+def test_experts_that_are_dealt_out_take_what_experts_that_are_cut_do():
+    cut, dealt = (served_bytes(qwen3_30b_a3b(), 16, "bfloat16", False, ep) for ep in (1, 16))
+    assert cut == dealt
+    assert served_bytes(deepseek_v3(), 64, "bfloat16", False, 64) < 2 * 671e9 / 64 * 1.2
+
+
+def test_prompts_are_read_so_many_tokens_at_a_time():
+    apart = {"actor": "0-7", "rollout, reward": "8-15"}
+    few, many = (
+        job_of(
+            qwen3_30b_a3b(),
+            apart,
+            16,
+            batch={"prompts_per_step": number},
+            data={"train": {"path": "t"}, "max_prompt_tokens": 2048},
+        )
+        for number in (64, 640)
+    )
+    read, more = (
+        next(memory for memory in rank_memories(job, H100) if "rollout" in memory.kind.roles) for job in (few, many)
+    )
+    assert read.peak.bytes_of["activations"] == more.peak.bytes_of["activations"]
+
+
 def test_engines_in_fp8_hold_about_half():
     apart = {"actor": "0-7", "rollout, reward": "8-15"}
     plain, in_fp8 = (

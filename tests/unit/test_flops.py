@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rltrain.models import read_architecture
-from rltrain.models.flops import forward_flops, positions_read
+from rltrain.models.flops import forward_flops, latent_reading_flops, positions_read
 from tests.distributed.family_checkpoints import CHECKPOINTS
 from tests.distributed.tiny_checkpoints import SHAPE
 from tests.model_shards import tiny_architecture
+from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b
 
 LENGTH = 24
 COUNTED = ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight")
@@ -62,3 +63,9 @@ def test_a_value_head_has_one_row():
     assert forward_flops(architecture.value_model()).head == 2 * architecture.hidden_size
     assert forward_flops(architecture).head == 2 * architecture.hidden_size * architecture.vocab_size
     assert forward_flops(replace(architecture, tied_embeddings=True)).head == forward_flops(architecture).head
+
+
+def test_latents_are_attended_to_by_queries_as_wide_as_they_are():
+    """A score of 512 + 64 elements and a weighted latent of 512, of 128 heads."""
+    assert latent_reading_flops(deepseek_v3()) == 2 * 128 * (576 + 512)
+    assert latent_reading_flops(qwen3_8b()) == 0

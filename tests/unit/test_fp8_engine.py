@@ -25,7 +25,6 @@ from tests.model_shards import Place, engine_shard
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.schedule_configs import make_config
 
-DENSE = [name for name, architecture in ARCHITECTURES.items() if architecture.moe is None]
 CPU = torch.device("cpu")
 
 
@@ -35,7 +34,7 @@ def config(engine: str = "embedded", *, dtype: str = "fp8", model_dtype: str = "
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_products_read_whole_matrices_quantised_and_cut(name: str, tp: int) -> None:
     architecture = ARCHITECTURES[name]
     full = model(architecture, torch.float32)
@@ -58,10 +57,19 @@ def test_products_read_whole_matrices_quantised_and_cut(name: str, tp: int) -> N
             np.testing.assert_array_equal(matrix.read().numpy(), expected[parameter], err_msg=parameter)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_draws_what_an_engine_on_the_rounded_weights_draws(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("qwen3_moe", torch.float32),
+        ("deepseek_v3", torch.bfloat16),
+        ("moonlight", torch.float32),
+    ],
+)
+def test_it_draws_what_an_engine_on_the_rounded_weights_draws(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     sampling = SamplingParams(1.0, 1.0, 0, 8, (3,))
-    checkpoint = write_checkpoint(tmp_path, "qwen3", hidden_size=160, intermediate_size=200)
+    checkpoint = write_checkpoint(tmp_path, family, hidden_size=160, intermediate_size=200)
     plain, weights = load_engine(checkpoint, dtype=dtype)
     drawn_before = plain.generate(ragged_requests(), sampling)
     quantised, matrices = quantised_engine(read_architecture(checkpoint), weights, dtype)

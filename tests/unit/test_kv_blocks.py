@@ -292,3 +292,11 @@ def test_memory_that_returns_to_its_place_is_left_to_who_takes_it(
         hosted.engine.release_cache()
     assert (hosted.parts["kv_cache"].size_bytes > 0) == stays
     assert hosted.metrics()["rollout/preemptions"] == 0
+
+
+def test_more_ranks_are_no_remedy_where_each_keeps_all_of_a_token() -> None:
+    options = {"block_bytes": 10, "block_tokens": 4, "max_context_tokens": 18, "max_running_requests": 3}
+    with pytest.raises(ConfigError, match=r"lower rollout\.max_context_tokens, or give the engine more ranks"):
+        num_blocks(KvBudget(1, lambda: 0), 9, **options)
+    with pytest.raises(ConfigError, match=r"Raise rollout\.kv_cache_gb or lower rollout\.max_context_tokens\.$"):
+        num_blocks(KvBudget(1, lambda: 0), 9, **options, is_cut=False)

@@ -159,7 +159,7 @@ def test_variants_of_engines(variant: str, tp: int) -> None:
     full = full_tensors(architecture)
     grid = Grid(tuple(range(4)), tp=tp)
     layout = engine_layout(architecture, grid)
-    for rank, place in engine_places(grid, 1).items():
+    for rank, place in engine_places(grid).items():
         assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
 
 
@@ -189,9 +189,9 @@ def test_pipelines_of_megatron(
 def test_experts_of_engines(family: str, tp: int, ep: int, dp: int) -> None:
     architecture = tiny_architecture(family)
     full = full_tensors(architecture)
-    grid = Grid(tuple(range(tp * dp)), tp=tp)
-    layout = engine_layout(architecture, grid, expert_parallel=ep)
-    for rank, place in engine_places(grid, ep).items():
+    grid = Grid(tuple(range(tp * dp)), tp=tp, ep=ep, etp=tp // ep)
+    layout = engine_layout(architecture, grid)
+    for rank, place in engine_places(grid).items():
         assert_equal(filled(layout, rank, full), engine_shard(architecture, full, place))
         assert layout.on(rank) is layout.on(place.tp_rank)
 
@@ -276,12 +276,11 @@ def test_what_does_not_divide_is_refused(sizes: dict[str, Any], message: str) ->
 
 
 def test_experts_that_engines_cannot_share_out_are_refused() -> None:
-    grid = Grid((0, 1, 2, 3), tp=4)
     with pytest.raises(ValueError, match=r"ranks of an engine \(4\) cannot be split into 3"):
-        engine_layout(tiny_architecture("mixtral"), grid, expert_parallel=3)
+        engine_layout(tiny_architecture("mixtral"), Grid((0, 1, 2, 3), tp=4, ep=3))
     few = replace(MOE["mixtral"], num_experts=2)
     with pytest.raises(ValueError, match=r"experts \(2\) cannot be split into 4"):
-        engine_layout(tiny_architecture("mixtral", moe=few), grid, expert_parallel=4).on(0)
+        engine_layout(tiny_architecture("mixtral", moe=few), Grid((0, 1, 2, 3), tp=4, ep=4)).on(0)
 
 
 @pytest.mark.parametrize("transformer_engine", [False, True])

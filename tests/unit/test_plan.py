@@ -75,12 +75,12 @@ def test_every_element_is_written_once_and_as_the_oracle_says(data: st.DataObjec
 # name -> family, source grid and settings, destination grid and settings, ranks per node
 EXPERTS: dict[str, tuple[str, Grid, dict[str, Any], Grid, dict[str, Any], int]] = {
     "colocated, experts whole -> cut": ("qwen3_moe", Grid(R8, tp=2, ep=4, etp=1), {}, Grid(R8, tp=4), {}, 4),
-    "experts cut -> whole": ("mixtral", Grid(R8, tp=4, ep=2, etp=2), {}, Grid(R8, tp=4), {"expert_parallel": 4}, 8),
+    "experts cut -> whole": ("mixtral", Grid(R8, tp=4, ep=2, etp=2), {}, Grid(R8, tp=4, ep=4, etp=1), {}, 8),
     "two stages to two nodes": ("deepseek_v3", Grid(R8, tp=2, pp=2, ep=2), {}, Grid(NEXT8, tp=4), {}, 4),
     "stages take turns": ("qwen3_moe", Grid(R8, pp=2, ep=4, vpp=2), {}, Grid(NEXT8, tp=2), {}, 8),
     "uneven stages": (
-        "deepseek_v3", Grid(R8, tp=2, pp=2, ep=2, etp=1, layers_per_stage=(3, 1)), {}, Grid(NEXT8, tp=4),
-        {"expert_parallel": 2}, 2,
+        "deepseek_v3", Grid(R8, tp=2, pp=2, ep=2, etp=1, layers_per_stage=(3, 1)), {},
+        Grid(NEXT8, tp=4, ep=2, etp=2), {}, 2,
     ),
     "grouped experts": ("deepseek_v3", Grid(R8, tp=2, ep=4), {"transformer_engine": True}, Grid(NEXT8, tp=8), {}, 3),
 }  # fmt: skip

@@ -5,13 +5,16 @@ import torch
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded import slot_cache
-from rltrain.rollout.embedded.kv_cache import CacheShape
+from rltrain.rollout.embedded.kv_cache import AttentionShape, CacheShape
 from rltrain.rollout.embedded.slot_cache import SlotCache
 
+HEADS = AttentionShape(num_heads=2, num_kv_heads=2, head_dim=4, value_dim=4, scale=0.5)
+LATENTS = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=7, value_dim=5, scale=0.5, latent=True)
 
-def small_cache() -> SlotCache:
-    """Two layers and heads, at most 12 slots of 48 positions."""
-    return SlotCache(CacheShape(2, 2, 4, 12, 48, torch.float32, torch.device("cpu")))
+
+def small_cache(attention: AttentionShape = HEADS) -> SlotCache:
+    """Two layers, at most 12 slots of 48 positions."""
+    return SlotCache(CacheShape(2, attention, 12, 48, torch.float32, torch.device("cpu")))
 
 
 def shape_of(cache: SlotCache) -> tuple[int, int]:
@@ -64,6 +67,18 @@ def test_memory_stays_until_released() -> None:
     assert cache.keys.untyped_storage().nbytes() == cache.values.untyped_storage().nbytes() == 0
 
 
+def test_latents_are_kept_once_and_values_are_a_part_of_them() -> None:
+    cache = small_cache(LATENTS)
+    cache.reserve(3, 16, num_used=0)
+    assert [tensor.shape for tensor in cache.tensors()] == [(2, 3, 1, 16, LATENTS.token_elements)]
+    latents = torch.rand_like(cache.keys)
+    cache.keys.copy_(latents)
+    cache.reserve(7, 20, num_used=2)
+    assert torch.equal(cache.values[:, :2, :, :16], latents[:, :2, ..., :5])
+    cache.move([1], [0], 16)
+    assert torch.equal(cache.keys[:, 0, :, :16], latents[:, 1])
+
+
 def test_half_precision_attends_as_everything_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the attention that never takes cuDNN's kernel."""
     attended = []
@@ -75,7 +90,7 @@ def test_half_precision_attends_as_everything_else_does(monkeypatch: pytest.Monk
     monkeypatch.setattr(slot_cache, "attend", noted)
     q, k, v = torch.randn(3, 2, 4), torch.randn(3, 6, 4), torch.randn(3, 6, 4)
     bias = torch.zeros(3, 1, 6)
-    whole = slot_cache._attend(q, k, v, bias)
-    half = slot_cache._attend(*(tensor.bfloat16() for tensor in (q, k, v, bias)))
+    whole = slot_cache._attend(q, k, v, bias, HEADS)
+    half = slot_cache._attend(*(tensor.bfloat16() for tensor in (q, k, v, bias)), HEADS)
     assert attended == [torch.bfloat16]
     assert torch.allclose(half.float(), whole, atol=0.05)

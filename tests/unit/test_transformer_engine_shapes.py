@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rltrain.cluster.grid import Grid
+from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS
 from tests.forked.popen import PYTHON_PATH, REPOSITORY
 from tests.model_shards import MOE, VARIANTS, tiny_architecture
 

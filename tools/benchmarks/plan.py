@@ -49,8 +49,8 @@ def training(num_ranks: int, **sizes: Any) -> Callable[[Architecture], Layout]:
 
 
 def inference(first: int, num_ranks: int, tp: int, expert_parallel: int = 1) -> Callable[[Architecture], Layout]:
-    grid = Grid(tuple(range(first, first + num_ranks)), tp=tp)
-    return lambda architecture: engine_layout(architecture, grid, dtype="bfloat16", expert_parallel=expert_parallel)
+    grid = Grid(tuple(range(first, first + num_ranks)), tp=tp, ep=expert_parallel, etp=tp // expert_parallel)
+    return lambda architecture: engine_layout(architecture, grid, dtype="bfloat16")
 
 
 CASES = {

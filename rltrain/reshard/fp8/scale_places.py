@@ -1,5 +1,6 @@
 """Where the elements of quantised parameters find their scales, on a rank of the destination."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from rltrain.reshard.plan.match import boxes_of
 class ScalePlaces:
     """Element (r, c) of a matrix is scaled by number `entries[r, column_blocks[c]]` of its flattened scales.
 
-    `entries` [rows, blocks of a row], `column_blocks` [columns].
+    `entries` [rows, blocks of a row], `column_blocks` [columns]. Of stacked matrices rows are counted through.
     """
 
     entries: IntArray
@@ -39,7 +40,8 @@ def scale_places(layout: Layout, rank: int) -> dict[str, ScalePlaces]:
 
 
 def _places(name: str, shape: tuple[int, ...], pieces: Array) -> ScalePlaces:
-    rows, columns = shape
+    *leading, columns = shape
+    rows = math.prod(leading)
     pieces = pieces[np.argsort(pieces["offset"])]
     if (pieces["cols"] != columns).any() or np.ptp(pieces["col"]):
         raise ValueError(f"{name} holds pieces side by side; expected one below the other, of whole rows")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rltrain.models.attention import attend
-from rltrain.rollout.embedded.kv_cache import rounded
+from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded
+from rltrain.rollout.embedded.routing import Routing
 
 _RECORDED_SIZES = 4
 """Of numbers of blocks read, from each power of two up to the next."""
@@ -16,11 +17,15 @@ _RECORDED_SIZES = 4
 class Blocks(Protocol):
     """What attention reads and writes; all of it stays where it is from step to step."""
 
+    shape: AttentionShape
     block_tokens: int
     capacity: int
     """Positions of the longest sample, in whole blocks."""
     layers: list[tuple[Tensor, Tensor]]
-    """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim]."""
+    """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim or value_dim]; with latent attention
+    values are views of keys."""
+    routing: tuple[Tensor, ...]
+    """Experts and weights [layers, blocks, block_tokens, top_k], where they are kept."""
     table: Tensor
     """[slots, capacity / block_tokens] int32: the blocks of each slot."""
     offsets: Tensor
@@ -32,12 +37,13 @@ class BlockAttention:
 
     name: str
     block_tokens: int
+    reads_cache = True
 
     def __init__(self, blocks: Blocks, positions: Tensor, num_positions: int) -> None:
         size = blocks.block_tokens
         holding = blocks.table[: len(positions)].gather(1, (positions // size)[:, None])[:, 0]
         self._written = holding * size + positions % size
-        self._layers = blocks.layers
+        self._layers, self._shape, self._routing = blocks.layers, blocks.shape, blocks.routing
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
@@ -45,12 +51,19 @@ class BlockAttention:
         raise NotImplementedError
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            stored.flatten(0, 1).index_copy_(0, self._written, new)
-        return self._attend(*self._layers[layer], queries)
+        stored_keys, stored_values = self._layers[layer]
+        stored_keys.flatten(0, 1).index_copy_(0, self._written, keys)
+        if not self._shape.latent:
+            stored_values.flatten(0, 1).index_copy_(0, self._written, values)
+        return self._attend(stored_keys, stored_values, queries)
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """As DecodeAttention says."""
+        for buffer, new in zip(self._routing, routing, strict=True):
+            buffer[layer].flatten(0, 1).index_copy_(0, self._written, new.to(buffer.dtype))
 
     def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
+        """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
         raise NotImplementedError
 
 
@@ -74,11 +87,15 @@ class GatheredBlocks(BlockAttention):
         return rounded(-(-num_positions // blocks.block_tokens), _RECORDED_SIZES) * blocks.block_tokens
 
     def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        num_slots, num_kv_heads = len(queries), keys.shape[2]
-        shape = (num_slots, -1, num_kv_heads, keys.shape[3])
-        k, v = (stored.index_select(0, self._read).view(shape).transpose(1, 2) for stored in (keys, values))
+        num_slots, num_kv_heads = len(queries), self._shape.num_kv_heads
+        k = self._gathered(keys, num_slots)
+        v = k[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values, num_slots)
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
-        return attend(q, k, v, self._bias).reshape(num_slots, -1)
+        return attend(q, k, v, self._bias, scale=self._shape.scale).reshape(num_slots, -1)
+
+    def _gathered(self, stored: Tensor, num_slots: int) -> Tensor:
+        """[slots, kv_heads, positions, elements]"""
+        return stored.index_select(0, self._read).view(num_slots, -1, *stored.shape[2:]).transpose(1, 2)
 
 
 class VarlenBlocks(BlockAttention):
@@ -113,6 +130,7 @@ class VarlenBlocks(BlockAttention):
             self._first_keys,
             1,
             self._capacity,
+            scale=self._shape.scale,
             enable_gqa=queries.shape[1] != keys.shape[2],
             seqused_k=self._lengths,
             block_table=self._table,
@@ -140,56 +158,60 @@ class KernelBlocks(BlockAttention):
         return blocks.capacity
 
     def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        return self._attention(queries, keys, values, self._table, self._positions).view(len(queries), -1)
+        scale = self._shape.scale
+        return self._attention(queries, keys, values, self._table, self._positions, scale).view(len(queries), -1)
 
 
 class _Sample:
     """Blocks of a few short sequences, to try an attention on."""
 
-    def __init__(self, kind: type[BlockAttention], num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+    def __init__(self, kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> None:
+        self.shape = shape
+        self.routing: tuple[Tensor, ...] = ()
         self.block_tokens = kind.block_tokens
         self.capacity = 2 * kind.block_tokens
-        shape = (7, kind.block_tokens, num_kv_heads, head_dim)
+        sizes = (7, kind.block_tokens, shape.num_kv_heads)
         generator = torch.Generator().manual_seed(0)
-        keys, values = torch.randn(2, *shape, generator=generator).to(like)
+        keys, values = (
+            torch.randn(*sizes, elements, generator=generator).to(like)
+            for elements in (shape.head_dim, shape.value_dim)
+        )
         self.layers = [(keys, values)]
         self.table = torch.tensor([[3, 5], [1, 6], [4, 2]], dtype=torch.int32, device=like.device)
         self.offsets = torch.arange(self.capacity + 1, dtype=torch.int32, device=like.device)
 
 
 @torch.inference_mode()
-def difference(kind: type[BlockAttention], num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> float:
+def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> float:
     """The largest one between what `kind` and GatheredBlocks give for random numbers of the dtype and device of `like`.
     Raises whatever `kind` does."""
     positions = torch.tensor([0, kind.block_tokens, 2 * kind.block_tokens - 7], device=like.device)
     generator = torch.Generator().manual_seed(1)
-    heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(like)
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    heads = torch.randn(3, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator).to(like)
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     found, expected = (
-        attention(_Sample(kind, num_kv_heads, head_dim, like), positions, 2 * kind.block_tokens)(0, q, k, v)
+        attention(_Sample(kind, shape, like), positions, 2 * kind.block_tokens)(0, q, k, v)
         for attention in (kind, GatheredBlocks)
     )
     return float((found.float() - expected.float()).abs().max().nan_to_num(torch.inf))
 
 
-def choose_attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor
-) -> tuple[type[BlockAttention], str]:
+def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAttention], str]:
     """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
-    of `like`, and is tried."""
+    of `like`, and is tried. Latents are gathered: neither kernel reads them."""
     reasons: list[str] = []
-    for kind in (VarlenBlocks, KernelBlocks) if like.is_cuda else ():
-        reason = _why_not(kind, num_heads, num_kv_heads, head_dim, like)
+    for kind in (VarlenBlocks, KernelBlocks) if like.is_cuda and not shape.latent else ():
+        reason = _why_not(kind, shape, like)
         if not reason:
             return kind, "; not ".join([kind.name, *reasons])
         reasons.append(f"{kind.name}: {reason}")
     return GatheredBlocks, "; not ".join([GatheredBlocks.name, *reasons])
 
 
-def _why_not(kind: type[BlockAttention], num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> str:
+def _why_not(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) -> str:
     """Empty where `kind` works."""
     try:
-        error = difference(kind, num_heads, num_kv_heads, head_dim, like)
+        error = difference(kind, shape, like)
     except Exception as refusal:  # whatever a version, a GPU, a compiler or a driver has against it
         return f"{type(refusal).__name__}: {refusal}".split("\n")[0]
     return "" if error < 0.05 else f"it is off by {error:.3g}"

@@ -21,11 +21,13 @@ from rltrain.rollout.embedded.kv_cache import (
     SuffixAttention,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 
 class BlockCache:
-    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives.
+    """Implements `KvCache`: [layers, blocks, block_tokens, kv_heads, head_dim] of a size that the budget gives, once
+    for keys and once for values, or once for latents.
 
     Memory is taken once, by whoever needs it first, and stays until `release`; it grows and is copied no more. Every
     entry is finite, written or not, so that a masked one contributes exactly zero. `agree` gives the least of the
@@ -47,8 +49,9 @@ class BlockCache:
         self._budget, self._attention, self._agree = budget, attention, agree
         self.table = torch.zeros(max_slots, self.capacity // self.block_tokens, dtype=torch.int32, device=device)
         self.offsets = torch.arange(max(max_slots, self.capacity) + 1, dtype=torch.int32, device=device)
-        self._shape = (shape.num_layers, 0, self.block_tokens, shape.num_kv_heads, shape.head_dim)
-        self._hold(torch.zeros(self._shape, dtype=shape.dtype, device=device))
+        self.shape = shape.attention
+        self._num_layers, self._routing_shape = shape.num_layers, shape.routing
+        self._hold(torch.zeros(0, dtype=shape.dtype, device=device), 0)
         self._tables: BlockTables | None = None
         self._none_parked: ParkedSamples[Any] = ParkedSamples(lambda memory: None)
         self._shown: np.ndarray = np.zeros(())
@@ -57,14 +60,14 @@ class BlockCache:
     @property
     def block_bytes(self) -> int:
         """Of one block, in all layers."""
-        num_layers, _, *sizes = self._shape
-        return 2 * num_layers * int(np.prod(sizes)) * self._keys.itemsize
+        routing = self._routing_shape.token_bytes if self._routing_shape else 0
+        return self.block_tokens * (self._num_layers * self.shape.token_elements * self._keys.itemsize + routing)
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self._keys, self._values
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
-        return self._keys.data_ptr(), self._values.data_ptr()
+        return tuple(cache.data_ptr() for cache in self.tensors())
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Bring the device's table up to date."""
@@ -75,7 +78,7 @@ class BlockCache:
 
     def release(self) -> None:
         self._tables, self._shown = None, np.zeros(())
-        self._hold(self._keys.new_zeros(self._shape))
+        self._hold(self._keys, 0)
 
     def num_admissible(self, waiting: Sequence[Sample], num_wanted: int, num_running: int, version: int) -> int:
         return self._taken().num_admissible(waiting, num_wanted, num_running, version)
@@ -93,9 +96,9 @@ class BlockCache:
                 copies.append(entry.copy)
         if copies:
             sources, destinations = torch.tensor(copies, device=self.table.device).unbind(1)
-            for layer in self.layers:
-                for buffer in layer:  # one by one, so that little more memory is needed
-                    buffer.index_copy_(0, destinations, buffer.index_select(0, sources))
+            for cache in self.tensors():
+                for layer in cache:  # one by one, so that little more memory is needed
+                    layer.index_copy_(0, destinations, layer.index_select(0, sources))
         return entered
 
     def extend(self, slot: int, position: int) -> int:
@@ -112,6 +115,12 @@ class BlockCache:
 
     def park(self, slot: int, sample: Sample) -> None:
         self._taken().park(slot, sample)
+
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        if not self.routing:
+            return ()
+        rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
+        return tuple(buffer.flatten(1, 2).index_select(1, rows).transpose(0, 1) for buffer in self.routing)
 
     @property
     def parked(self) -> ParkedSamples[Any]:
@@ -159,6 +168,7 @@ class BlockCache:
             block_tokens=self.block_tokens,
             max_context_tokens=self._max_positions,
             max_running_requests=self._max_slots,
+            is_cut=not self.shape.latent,
         )
 
     def _moved(self, spans: Sequence[tuple[int, int, int, int]]) -> Tensor:
@@ -167,18 +177,22 @@ class BlockCache:
         read, written = [], []
         for token, slot, first, end in spans:
             positions = np.arange(first, end)
-            blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
             read.append(token - first + positions)
-            written.append(blocks * self.block_tokens + positions % self.block_tokens)
+            written.append(self._rows(slot, positions))
         return torch.from_numpy(np.stack([np.concatenate(read), np.concatenate(written)])).to(self.table.device)
+
+    def _rows(self, slot: int, positions: np.ndarray) -> np.ndarray:
+        """Where these positions of a slot lie in the flattened blocks."""
+        blocks = self._taken().rows[slot, positions // self.block_tokens].astype(np.int64)
+        rows: np.ndarray = blocks * self.block_tokens + positions % self.block_tokens
+        return rows
 
     def _taken(self) -> BlockTables:
         """The tables, once the memory is there."""
         if self._tables is None:
             count = self.num_blocks()
-            num_layers, _, *sizes = self._shape
             try:
-                self._hold(self._keys.new_zeros(num_layers, count, *sizes))
+                self._hold(self._keys, count)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"rollout.kv_cache_gb: got {self._budget.given}, of which {count * self.block_bytes / 1e9:.3g} GB "
@@ -187,8 +201,15 @@ class BlockCache:
             self._tables = BlockTables(count, self.block_tokens, self._max_slots, self._max_positions)
         return self._tables
 
-    def _hold(self, keys: Tensor) -> None:
-        self._keys, self._values = keys, torch.zeros_like(keys)
+    def _hold(self, like: Tensor, num_blocks: int) -> None:
+        shape = self.shape
+        sizes = (self._num_layers, num_blocks, self.block_tokens, shape.num_kv_heads)
+        self._keys = like.new_zeros(*sizes, shape.head_dim)
+        self._values = self._keys[..., : shape.value_dim] if shape.latent else like.new_zeros(*sizes, shape.value_dim)
+        self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
+        self.routing: tuple[Tensor, ...] = ()
+        if self._routing_shape is not None:
+            self.routing = self._routing_shape.new_buffers(num_blocks, self.block_tokens, device=like.device)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
 
 
@@ -196,11 +217,14 @@ class _PrefillAttention(PrefillAttention):
     """`moved` [2, stored tokens]: which token of the padded heads goes where in the flattened blocks."""
 
     def __init__(self, cache: BlockCache, moved: Tensor, width: int) -> None:
-        super().__init__(width)
-        self._layers, self._moved = cache.layers, moved
+        super().__init__(width, cache.shape)
+        self._cache, self._moved = cache, moved
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        _store(self._layers[layer], self._moved, (keys, values))
+        _store(self._cache.kept, layer, self._moved, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        _store(self._cache.routing, layer, self._moved, routing)
 
 
 class _SuffixAttention(SuffixAttention):
@@ -209,19 +233,27 @@ class _SuffixAttention(SuffixAttention):
     def __init__(
         self, cache: BlockCache, moved: Tensor, blocks: Tensor, suffixes: Sequence[Suffix], width: int
     ) -> None:
-        super().__init__(suffixes, width, blocks.shape[1] * cache.block_tokens, cache.layers[0][0])
-        self._layers, self._moved, self._blocks = cache.layers, moved, blocks
+        num_read = blocks.shape[1] * cache.block_tokens
+        super().__init__(suffixes, width, cache.shape, num_read, cache.layers[0][0])
+        self._cache, self._moved, self._blocks = cache, moved, blocks
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        _store(self._layers[layer], self._moved, (keys, values))
+        _store(self._cache.kept, layer, self._moved, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        _store(self._cache.routing, layer, self._moved, routing)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        shape = (len(self._blocks), -1, *self._layers[layer][0].shape[2:])
-        blocks = self._blocks.reshape(-1)
-        keys, values = (buffer.index_select(0, blocks).view(shape).transpose(1, 2) for buffer in self._layers[layer])
-        return keys, values
+        keys, values = self._cache.layers[layer]
+        read_keys = self._gathered(keys)
+        return read_keys, read_keys[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values)
+
+    def _gathered(self, stored: Tensor) -> Tensor:
+        blocks = stored.index_select(0, self._blocks.reshape(-1))
+        return blocks.view(len(self._blocks), -1, *stored.shape[2:]).transpose(1, 2)
 
 
-def _store(layer: tuple[Tensor, Tensor], moved: Tensor, new: tuple[Tensor, Tensor]) -> None:
-    for buffer, tokens in zip(layer, new, strict=True):
-        buffer.flatten(0, 1).index_copy_(0, moved[1], tokens.index_select(0, moved[0]))
+def _store(buffers: Sequence[Tensor], layer: int, moved: Tensor, new: Sequence[Tensor]) -> None:
+    for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+        stored = tokens.index_select(0, moved[0]).to(buffer.dtype)
+        buffer[layer].flatten(0, 1).index_copy_(0, moved[1], stored)

@@ -41,14 +41,17 @@ def _attend(
     tl.store(attended + places, (result / total[:, None]).to(q.dtype), mask=is_query)
 
 
-def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """[slots, heads, head_dim] from queries of that shape, a layer's blocks, their table, and where queries stand."""
+def attend_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """[slots, heads, head_dim] from queries of that shape, a layer's blocks, their table, where queries stand, and what
+    scores are multiplied by."""
     num_slots, num_heads, head_dim = queries.shape
     _, block_tokens, num_kv_heads, _ = keys.shape
     group_size = num_heads // num_kv_heads
     attended = queries.new_empty(queries.shape)
     _attend[num_slots, num_kv_heads](
-        queries, keys, values, table, positions, attended, head_dim**-0.5,
+        queries, keys, values, table, positions, attended, scale,
         queries.stride(0), queries.stride(1), table.stride(0), num_kv_heads, group_size, head_dim,
         group_rows=max(16, triton.next_power_of_2(group_size)),  # the least that matrix units take
         block_tokens=block_tokens,

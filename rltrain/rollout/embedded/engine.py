@@ -35,7 +35,9 @@ class EmbeddedEngine:
     long as the longest. `cache_returns` tells whether whoever takes that memory away brings it back to its addresses:
     then it is not released, and what is recorded stays. `record` says how decode steps are recorded to be replayed;
     None takes what the device has, if it has anything. `matrices` are those of `parameters` that are read in another
-    way than as they lie, by name. `residual_dtype` and `head_dtype` are as in config section model.
+    way than as they lie, by name. `residual_dtype` and `head_dtype` are as in config section model. With
+    `record_routing` samples come back with the experts that their tokens visited (ValueError for a model without
+    experts).
 
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
@@ -57,6 +59,7 @@ class EmbeddedEngine:
         cache_returns: Callable[[], bool] = lambda: False,
         residual_dtype: torch.dtype | None = None,
         head_dtype: torch.dtype | None = None,
+        record_routing: bool = False,
     ) -> None:
         self.policy_version: int | None = 0
         self._device = torch.device(device)
@@ -75,12 +78,18 @@ class EmbeddedEngine:
             self._device,
             residual_dtype=residual_dtype,
             head_dtype=head_dtype,
+            record_routing=record_routing,
         )
         self._cache_returns = cache_returns
         self.decodes_by = "a slot of its own for each sample"
         self._was_released, self._has_budget = False, kv_budget is not None
         self._slots = Slots(self._new_cache(kv_budget, dtype), max_running_requests, self._device)
-        self._decoder = Decoder(self._model, self._slots, record or recorder(self._device, tp_group))
+        if record is None:
+            record = recorder(self._device, tp_group)
+            if record is not None and self._model.needs_host:
+                record = None
+                self.decodes_by += f"; steps are not recorded, since torch has no product for all experts in {dtype}"
+        self._decoder = Decoder(self._model, self._slots, record)
         self._generation: Generation | None = None
 
     @property
@@ -197,7 +206,7 @@ class EmbeddedEngine:
         """Samples that will not come back: what was kept of their keys and values is free."""
         self._slots.cache.parked.forget(ids)
 
-    def cache_tensors(self) -> tuple[Tensor, Tensor]:
+    def cache_tensors(self) -> tuple[Tensor, ...]:
         """The keys and values that the cache holds memory for now."""
         return self._slots.cache.tensors()
 
@@ -226,12 +235,12 @@ class EmbeddedEngine:
 
     def _new_cache(self, budget: KvBudget | None, dtype: torch.dtype) -> KvCache:
         model = self._model
-        sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-        shape = CacheShape(*sizes, self._max_running_requests, self._max_context_tokens, dtype, self._device)
+        limits = (self._max_running_requests, self._max_context_tokens)
+        shape = CacheShape(model.num_layers, model.attention_shape, *limits, dtype, self._device, model.routing_shape)
         if budget is None:
             return SlotCache(shape)
         like = torch.empty(0, dtype=dtype, device=self._device)
-        attention, self.decodes_by = choose_attention(model.num_heads, model.num_kv_heads, model.head_dim, like)
+        attention, self.decodes_by = choose_attention(model.attention_shape, like)
         agree = partial(self._tensor_parallel.least, device=self._device)
         cache = BlockCache(shape, budget=budget, attention=attention, agree=agree)
         if budget.given != "auto":

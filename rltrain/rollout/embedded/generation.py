@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -37,6 +37,8 @@ class _Running:
     """The first decode step that draws for it."""
     recent: deque[int] | None
     """The last tokens of its turn, where stop strings are looked for."""
+    routed: tuple[Tensor, ...] = ()
+    """Experts and weights of what was fed and is not in the sample's routing yet, once it has been asked for."""
     end_step: int | None = None
     """The first decode step that draws for it no more; None while it runs."""
     status: Status = Status.PENDING
@@ -120,16 +122,20 @@ class Generation:
 
     def unfinished(self) -> list[Sample]:
         """All samples that are not finished, in the order of submission, each with what it has drawn so far."""
+        self._take_routing(range(len(self._running)))
         return list((self._unfinished | {sample.id: sample for sample in self._read(self._running)}).values())
 
     def progress(self, ids: Collection[int]) -> list[Sample]:
         """Those of the running samples, each with what it has drawn so far."""
-        return list(self._read([running for running in self._running if running.sample.id in ids]))
+        slots = [slot for slot, running in enumerate(self._running) if running.sample.id in ids]
+        self._take_routing(slots)
+        return list(self._read([self._running[slot] for slot in slots]))
 
     def withdraw(self, ids: Collection[int]) -> list[Sample]:
         """Those of the unfinished samples, in the order of submission, each with what it has drawn so far."""
         self._read_ended()
         slots = [slot for slot, running in enumerate(self._running) if running.sample.id in ids]
+        self._take_routing(slots)
         leaving = [self._running[slot] for slot in slots]
         self._unfinished |= {sample.id: sample for sample in self._read(leaving)}
         if leaving:
@@ -181,6 +187,7 @@ class Generation:
                 num_done += 1
             else:
                 leaving.append(staying.pop())
+                self._take_routing(leaving[-1:])
                 cache.free(leaving[-1], leaving[-1] + 1)
         if leaving:
             self._preempt(leaving)
@@ -258,8 +265,18 @@ class Generation:
             running.end_step = self._num_steps
             running.status = Status.STOPPED if ended else Status.TRUNCATED
             self._ended.append(running)
+        self._take_routing(finished)
         self._park([slot for slot in finished if self._running[slot].sample.goes_on])
         self._compact(finished)
+
+    def _take_routing(self, slots: Iterable[int]) -> None:
+        """Note what the cache has of the routing of these slots, before it is gone."""
+        if self._model.routing_shape is None:
+            return
+        for slot in slots:
+            running = self._running[slot]
+            known = len(running.sample.routing) if running.sample.routing else 0
+            running.routed = self._slots.cache.routed(slot, known, running.position(self._num_steps))
 
     def _park(self, slots: Sequence[int]) -> None:
         """Keep the keys and values of what has ended a turn in these slots."""
@@ -312,7 +329,8 @@ class Generation:
                     f"The rollout policy (version {versions[-1]}) gives log-probs that are not finite: its weights "
                     "have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
                 )
-            yield running.sample.drawn(tokens, logprobs, versions, running.status)
+            sample = running.sample.drawn(tokens, logprobs, versions, running.status)
+            yield sample.routed(*(part.cpu().numpy() for part in running.routed)) if running.routed else sample
 
     def _policy_versions(self, first_step: int, end_step: int) -> list[int]:
         """Of every decode step from `first_step` up to `end_step`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 Head = tuple[int, ...]
@@ -37,33 +38,83 @@ class Entered(NamedTuple):
     suffixes: list[Suffix]
 
 
+class AttentionShape(NamedTuple):
+    """A rank's attention over what is cached: `num_heads` queries and `num_kv_heads` keys of `head_dim` elements and as
+    many values of `value_dim`. Scores are multiplied by `scale`.
+
+    With `latent` a value is the first elements of its key, and is not kept a second time.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    latent: bool = False
+
+    @property
+    def token_elements(self) -> int:
+        """That are kept of a token in each layer."""
+        return self.num_kv_heads * (self.head_dim if self.latent else self.head_dim + self.value_dim)
+
+
+class RoutingShape(NamedTuple):
+    """What is kept of a token beside keys and values: in each of `num_layers` the `top_k` experts that it visits, and
+    their weights in float32."""
+
+    num_layers: int
+    top_k: int
+    experts: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.top_k * (self.experts.itemsize + torch.float32.itemsize)
+
+    def new_buffers(self, *sizes: int, device: torch.device) -> tuple[Tensor, ...]:
+        """[layers, *sizes, top_k] of experts and of weights."""
+        return tuple(
+            torch.zeros(self.num_layers, *sizes, self.top_k, dtype=dtype, device=device)
+            for dtype in (self.experts, torch.float32)
+        )
+
+
 class CacheShape(NamedTuple):
     """What a cache is to hold at most, and where."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionShape
     max_slots: int
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    routing: RoutingShape | None = None
 
 
 class PrefillAttention:
     """Causal attention within heads of `width` tokens (shorter ones padded on the right), which it also stores."""
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    reads_cache = False
+
+    def __init__(self, width: int, shape: AttentionShape) -> None:
+        self._width, self._shape = width, shape
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        """As DecodeAttention."""
         self.store(layer, keys, values)
+        return self.among(queries, keys, values)
+
+    def among(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads * value_dim]: attention of the tokens to each other alone, whatever is kept of them."""
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
-        attended = attend(q, k, v, causal=True)
+        attended = attend(q, k, v, causal=True, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values [tokens, kv_heads, head_dim] of the heads."""
+        raise NotImplementedError
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """As DecodeAttention."""
         raise NotImplementedError
 
     def _by_head(self, tokens: Tensor) -> Tensor:
@@ -75,8 +126,12 @@ class SuffixAttention(PrefillAttention):
     """Attention of what follows in several slots, rows of `width` tokens (shorter ones padded on the right), to all
     that stands in their slots up to themselves. It stores them first; `num_read` positions of each slot are read."""
 
-    def __init__(self, suffixes: Sequence[Suffix], width: int, num_read: int, like: Tensor) -> None:
-        super().__init__(width)
+    reads_cache = True
+
+    def __init__(
+        self, suffixes: Sequence[Suffix], width: int, shape: AttentionShape, num_read: int, like: Tensor
+    ) -> None:
+        super().__init__(width, shape)
         firsts = torch.tensor([suffix.first for suffix in suffixes], device=like.device)
         positions = firsts[:, None] + torch.arange(width, device=like.device)
         beyond = torch.arange(num_read, device=like.device) > positions[:, :, None]
@@ -85,7 +140,7 @@ class SuffixAttention(PrefillAttention):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.store(layer, keys, values)
         k, v = self.read(layer)
-        attended = attend(self._by_head(queries), k, v, self._bias)
+        attended = attend(self._by_head(queries), k, v, self._bias, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -96,8 +151,18 @@ class SuffixAttention(PrefillAttention):
 class DecodeAttention(Protocol):
     """One new token in each of the first slots, stored, attending to its slot up to itself."""
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether more is attended to than the tokens themselves: of that there is nothing but what is kept."""
+        ...
+
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] from [tokens, heads, head_dim] and (keys, values) [tokens, kv_heads, head_dim]."""
+        """[tokens, heads * value_dim] from queries [tokens, heads, head_dim], keys [tokens, kv_heads, head_dim] and
+        values [tokens, kv_heads, value_dim]."""
+        ...
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        """Keep the tokens' routing in one of the layers that have experts, numbered by itself."""
         ...
 
 
@@ -109,7 +174,7 @@ class KvCache(Protocol):
         """Positions that a slot may have now."""
         ...
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The memory that is held for keys and values now."""
         ...
 
@@ -151,6 +216,11 @@ class KvCache(Protocol):
     def park(self, slot: int, sample: Sample) -> None:
         """Keep what the slot holds of `sample`, all but the last token, for when it comes back; the slot holds nothing
         any more."""
+        ...
+
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """What is kept of the routing of positions `first` up to `end`: experts and weights, copies [positions, layers,
+        top_k]; empty where none is kept."""
         ...
 
     @property

@@ -1,61 +1,39 @@
-"""The decoder (Llama, Qwen2, Qwen3) on this rank's shard, reading parameters where the weight sync writes them."""
+"""The decoder on this rank's shard, reading parameters where the weight sync writes them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.projection import wide_product
-from rltrain.models.rotary import inverse_frequencies
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
+from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
+from rltrain.rollout.embedded.experts import Experts
+from rltrain.rollout.embedded.feed_forward import DenseFeedForward, FeedForward
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, RoutingShape
+from rltrain.rollout.embedded.latent_attention import LatentAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
-from rltrain.rollout.embedded.parameters import Matrix, PlainMatrix
-from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation, rotate
+from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
+from rltrain.rollout.embedded.residual import normed
+from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
+from rltrain.rollout.routing import expert_type
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
+    attention: AttentionLayer
+    feed_forward: FeedForward
     stages: tuple[str, str]
-    input_norm: Tensor
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Matrix
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-
-
-def _layer(parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], index: int) -> _Layer:
-    prefix = f"model.layers.{index}"
-
-    def matrix(name: str) -> Matrix:
-        name = f"{prefix}.{name}.weight"
-        return matrices.get(name) or PlainMatrix(parameters[name])
-
-    return _Layer(
-        stages=stages_of_layer(index),
-        input_norm=parameters[f"{prefix}.input_layernorm.weight"],
-        qkv=matrix("self_attn.qkv_proj"),
-        qkv_bias=parameters.get(f"{prefix}.self_attn.qkv_proj.bias"),
-        q_norm=parameters.get(f"{prefix}.self_attn.q_norm.weight"),
-        k_norm=parameters.get(f"{prefix}.self_attn.k_norm.weight"),
-        output=matrix("self_attn.o_proj"),
-        output_bias=parameters.get(f"{prefix}.self_attn.o_proj.bias"),
-        mlp_norm=parameters[f"{prefix}.post_attention_layernorm.weight"],
-        gate_up=matrix("mlp.gate_up_proj"),
-        down=matrix("mlp.down_proj"),
-    )
 
 
 class EngineModel:
-    """Tensors are held by reference and read on every call: an in-place update takes effect at the next token."""
+    """Tensors are held by reference and read on every call: an in-place update takes effect at the next token.
+
+    With `record_routing` layers with experts keep the tokens' routing beside keys and values.
+    """
 
     def __init__(
         self,
@@ -68,24 +46,42 @@ class EngineModel:
         device: torch.device,
         residual_dtype: torch.dtype | None = None,
         head_dtype: torch.dtype | None = None,
+        record_routing: bool = False,
     ) -> None:
         self._tp = tensor_parallel
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._eps = architecture.norm_eps
         self._vocab_size = architecture.vocab_size
-        self.head_dim = architecture.head_dim
-        self.num_heads = architecture.num_heads // tensor_parallel.size
-        self.num_kv_heads = max(1, architecture.num_kv_heads // tensor_parallel.size)
         self.num_layers = architecture.num_layers
+        attention = LatentAttention if architecture.mla else GroupedAttention
+        self.attention_shape = attention.shape(architecture, tensor_parallel.size)
+        """What of a token each layer keeps, and attends to."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
-        self._layers = tuple(_layer(parameters, matrices, index) for index in range(self.num_layers))
+        self.routing_shape = routing_shape(architecture) if record_routing else None
+        layers: list[_Layer] = []
+        num_sparse = 0
+        for index, sparse in enumerate(architecture.sparse_layers):
+            own = LayerParameters(parameters, matrices, index)
+            feed_forward: FeedForward
+            if sparse:
+                feed_forward = Experts(own, architecture, tensor_parallel, num_sparse if record_routing else None)
+                num_sparse += 1
+            else:
+                feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
+            layers.append(_Layer(attention(own, architecture, tensor_parallel), feed_forward, stages_of_layer(index)))
+        self._layers = tuple(layers)
         self._final_norm = parameters["model.norm.weight"]
         self._head = parameters.get("lm_head.weight", self._embedding)
-        frequencies = inverse_frequencies(architecture)
-        self._rotary = RotaryEmbedding(frequencies, max_positions, device)
+        self._rotary = RotaryEmbedding(architecture, max_positions, device)
         self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
         """Called with what `forward` and `logits` have come to at each stage, as tools/parity.py names them."""
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a step waits for the host to read something, so that it cannot be recorded."""
+        experts = (layer.feed_forward for layer in self._layers if isinstance(layer.feed_forward, Experts))
+        return any(layer.needs_host for layer in experts)
 
     def addresses(self) -> tuple[int, ...]:
         """Where each parameter lies now: memory that is offloaded comes back elsewhere."""
@@ -100,7 +96,7 @@ class EngineModel:
         self.observe(EMBEDDING, hidden)
         rotation = self._rotary.at(positions)
         for index in range(self.num_layers):
-            self._apply_layer(index, hidden, rotation, attention)
+            self._add_layer(index, hidden, rotation, attention)
         return hidden
 
     def fill_cache(self, tokens: Tensor, positions: Tensor, attention: PrefillAttention) -> None:
@@ -110,24 +106,21 @@ class EngineModel:
         """
         hidden = self._embed(tokens)
         rotation = self._rotary.at(positions)
-        last = self.num_layers - 1
-        for index in range(last):
-            self._apply_layer(index, hidden, rotation, attention)
-        _, keys, values = self._project(self._layers[last], hidden, rotation)
-        attention.store(last, keys, values)
+        number, last = self.num_layers - 1, self._layers[-1]
+        for index in range(number):
+            self._add_layer(index, hidden, rotation, attention)
+        if last.feed_forward.stores:
+            last.attention.add(number, hidden, rotation, attention)
+            last.feed_forward.store(hidden, attention)
+        else:
+            last.attention.store(number, hidden, rotation, attention)
 
-    def _apply_layer(
-        self, index: int, hidden: Tensor, rotation: Rotation, attention: DecodeAttention | PrefillAttention
-    ) -> None:
+    def _add_layer(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         """Add one layer's attention and MLP to `hidden`, in place."""
         layer = self._layers[index]
-        queries, keys, values = self._project(layer, hidden, rotation)
-        self._add_projected(hidden, attention(index, queries, keys, values), layer.output)
-        if layer.output_bias is not None:
-            hidden.add_(layer.output_bias)
+        layer.attention.add(index, hidden, rotation, attention)
         self.observe(layer.stages[0], hidden)
-        gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up.read()).chunk(2, dim=-1)
-        self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
+        layer.feed_forward.add(hidden, attention)
         self.observe(layer.stages[1], hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -135,7 +128,7 @@ class EngineModel:
 
         Collective over: the engine's tensor-parallel group.
         """
-        final = self._norm(hidden, self._final_norm)
+        final = normed(hidden, self._final_norm, self._eps)
         self.observe(FINAL_NORM, final)
         shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
         logits = self._tp.all_gather_columns(shard).float()
@@ -152,28 +145,10 @@ class EngineModel:
         local, outside = local_token_ids(tokens, self._tp.rank * num_rows, num_rows)
         return self._tp.all_reduce(F.embedding(local, self._embedding).masked_fill_(outside[:, None], 0))
 
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """In the weights' type, rounded once, also where `hidden` is wider."""
-        return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), self._eps).to(weight.dtype)
 
-    def _project(self, layer: _Layer, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = F.linear(self._norm(hidden, layer.input_norm), layer.qkv.read(), layer.qkv_bias).view(
-            len(hidden), -1, self.head_dim
-        )
-        num_rotated = self.num_heads + self.num_kv_heads
-        rotated = fused[:, :num_rotated]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            normed = F.rms_norm(rotated.float(), (self.head_dim,), None, self._eps)  # rounded once, as the trainer's is
-            normed[:, : self.num_heads].mul_(layer.q_norm)
-            normed[:, self.num_heads :].mul_(layer.k_norm)
-            rotated = normed.to(rotated.dtype)
-        rotated = rotate(rotated, rotation)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], fused[:, num_rotated:]
-
-    def _add_projected(self, hidden: Tensor, inner: Tensor, matrix: Matrix) -> None:
-        """hidden += inner @ matrix.T, where `inner` and `matrix` are split by columns over the group."""
-        if self._tp.size == 1 and hidden.dtype == inner.dtype:
-            hidden.addmm_(inner, matrix.read().t())
-        else:
-            hidden.add_(self._tp.all_reduce(F.linear(inner, matrix.read())))
+def routing_shape(architecture: Architecture) -> RoutingShape:
+    """What is kept of a token's routing. ValueError where the model has no experts."""
+    if architecture.moe is None:
+        raise ValueError("record_routing: the model has no experts, so there is nothing to record")
+    experts = torch.from_numpy(np.empty(0, expert_type(architecture.num_experts))).dtype
+    return RoutingShape(sum(architecture.sparse_layers), architecture.moe.top_k, experts)

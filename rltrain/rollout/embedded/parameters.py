@@ -17,7 +17,7 @@ from rltrain.reshard.parts import parameter_types
 
 class Matrix(Protocol):
     def read(self) -> Tensor:
-        """[rows, columns], as it is now."""
+        """[rows, columns], or [matrices, rows, columns] of stacked ones, as it is now."""
         ...
 
 
@@ -27,6 +27,25 @@ class PlainMatrix:
 
     def read(self) -> Tensor:
         return self._weight
+
+
+class LayerParameters:
+    """Those of one layer, by their names in it."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], layer: int) -> None:
+        self._parameters, self._matrices, self._prefix = parameters, matrices, f"model.layers.{layer}."
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parameters[self._prefix + name]
+
+    def get(self, name: str) -> Tensor | None:
+        """None where the layer has no such parameter."""
+        return self._parameters.get(self._prefix + name)
+
+    def matrix(self, name: str) -> Matrix:
+        """As products read it."""
+        name = self._prefix + name
+        return self._matrices.get(name) or PlainMatrix(self._parameters[name])
 
 
 class QuantizedMatrix:
@@ -45,7 +64,7 @@ class QuantizedMatrix:
         scales = self._scales.view(-1)[self._entries]
         values = self._weight.float()
         if self._width is None:
-            values *= scales[:, self._column_blocks]
+            values.flatten(0, -2).mul_(scales[:, self._column_blocks])
         else:
             values.view(*scales.shape, self._width).mul_(scales[:, :, None])
         return values.to(self._dtype)

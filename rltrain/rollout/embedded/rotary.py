@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from rltrain.models import Architecture
+from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
+
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines, each [tokens, 1, head_dim] fp32."""
 
@@ -10,10 +13,11 @@ Rotation = tuple[Tensor, Tensor]
 class RotaryEmbedding:
     """Cosines and sines of every position up to `num_positions`: functions of the architecture, not of weights."""
 
-    def __init__(self, frequencies: Tensor, num_positions: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-        self._cos = torch.cat([angles.cos(), angles.cos()], -1).to(device)
-        self._signed_sin = torch.cat([-angles.sin(), angles.sin()], -1).to(device)
+    def __init__(self, architecture: Architecture, num_positions: int, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(architecture))
+        cos, sin = angles.cos() * rotation_magnitude(architecture), angles.sin() * rotation_magnitude(architecture)
+        self._cos = torch.cat([cos, cos], -1).to(device)
+        self._signed_sin = torch.cat([-sin, sin], -1).to(device)
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of tokens at `positions` [tokens]."""
@@ -28,3 +32,9 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     cos, signed_sin = rotation
     wide = heads.float()
     return (wide * cos).addcmul_(wide.roll(heads.shape[-1] // 2, -1), signed_sin).to(heads.dtype)
+
+
+def halves_of_pairs(heads: Tensor) -> Tensor:
+    """Elements 0, 2, 4, ... of `heads` [..., head_dim], then 1, 3, 5, ...: DeepSeek's checkpoints have those side by
+    side that are rotated together."""
+    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

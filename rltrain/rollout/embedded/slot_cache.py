@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import (
+    AttentionShape,
     CacheShape,
     DecodeAttention,
     Entered,
@@ -17,6 +18,7 @@ from rltrain.rollout.embedded.kv_cache import (
     rounded,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
+from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -27,7 +29,8 @@ _RECORDED_SIZES = 4
 
 
 class SlotCache:
-    """Implements `KvCache`: [layers, slots, kv_heads, capacity, head_dim].
+    """Implements `KvCache`: [layers, slots, kv_heads, capacity, head_dim] of keys and as much of values, or of latents
+    alone: `values` are a view of them then.
 
     Memory follows what was needed: `reserve` makes slots that fall short twice as many or more, and positions half as
     many more or more (what is read lies denser than after doubling), up to what `shape` says. Every entry is finite,
@@ -38,13 +41,13 @@ class SlotCache:
     """
 
     def __init__(self, shape: CacheShape) -> None:
-        self.num_layers, self.num_kv_heads = shape.num_layers, shape.num_kv_heads
+        self.attention, self._routing_shape = shape.attention, shape.routing
         self._max_slots = shape.max_slots
         self._max_positions = round_up(shape.max_positions)
-        sizes = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
+        sizes = (shape.num_layers, 0, shape.attention.num_kv_heads, 0, shape.attention.head_dim)
         self.keys = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
         self._allocate(0, 0)
-        self._parked: ParkedSamples[tuple[Tensor, Tensor]] = ParkedSamples(lambda memory: None)
+        self._parked: ParkedSamples[tuple[Tensor, ...]] = ParkedSamples(lambda memory: None)
 
     @property
     def num_slots(self) -> int:
@@ -54,11 +57,11 @@ class SlotCache:
     def capacity(self) -> int:
         return self.keys.shape[3]
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.kept, *self.routing
 
     def addresses(self) -> tuple[int, ...]:
-        return self.keys.data_ptr(), self.values.data_ptr(), *self.mask.shape
+        return *(cache.data_ptr() for cache in self.tensors()), *self.mask.shape
 
     def reserve(self, num_slots: int, num_positions: int, *, num_used: int) -> None:
         """Make room for `num_positions` in each of `num_slots`; what the first `num_used` slots hold stays."""
@@ -69,12 +72,12 @@ class SlotCache:
         if not num_used:
             num_slots, num_positions = max(num_slots, self.num_slots), max(num_positions, self.capacity)
             self._allocate(0, 0)  # first, so that old and new memory never exist together
-        keys, values, mask = self.keys, self.values, self.mask
+        before, mask = self.tensors(), self.mask
         self._allocate(
             _grown(num_slots, self.num_slots, 2 * self.num_slots, self._max_slots),
             _grown(num_positions, self.capacity, round_up(self.capacity * 3 // 2), self._max_positions),
         )
-        for new, old in ((self.keys, keys), (self.values, values)):
+        for new, old in zip(self.tensors(), before, strict=True):
             new[:, :num_used, :, : old.shape[3]] = old[:, :num_used]
         self.mask[:num_used, :, : mask.shape[2]] = mask[:num_used]
 
@@ -91,7 +94,7 @@ class SlotCache:
             head = sample.context[:-1]
             if parked := self._parked.take(sample):
                 first = len(parked.head)
-                for cache, kept in zip((self.keys, self.values), parked.memory, strict=True):
+                for cache, kept in zip(self.tensors(), parked.memory, strict=True):
                     cache[:, slot, :, :first] = kept
                 entered.suffixes.append(Suffix(slot, first, head[first:]))
             else:
@@ -106,7 +109,7 @@ class SlotCache:
 
     def move(self, sources: Sequence[int], destinations: Sequence[int], num_positions: int) -> None:
         to, by = torch.tensor([destinations, sources], device=self.mask.device)
-        for cache in (self.keys, self.values):
+        for cache in self.tensors():
             cache[:, to, :, :num_positions] = cache[:, by, :, :num_positions]
         self.mask[to, :, :num_positions] = self.mask[by, :, :num_positions]
 
@@ -115,12 +118,21 @@ class SlotCache:
 
     def park(self, slot: int, sample: Sample) -> None:
         count = len(sample.context) - 1
-        self.parked.add(sample, (self.keys[:, slot, :, :count].clone(), self.values[:, slot, :, :count].clone()))
+        self.parked.add(sample, tuple(cache[:, slot, :, :count].clone() for cache in self.tensors()))
         while self.parked.num_tokens > self.num_slots * self.capacity:
             self.parked.evict()
 
+    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
+        return tuple(buffer[:, slot, 0, first:end].transpose(0, 1).clone() for buffer in self.routing)
+
+    def keep_routing(self, layer: int, routing: Routing, slots: Tensor, positions: Tensor) -> None:
+        """Of one token in each of these places."""
+        rows = slots * self.capacity + positions
+        for buffer, new in zip(self.routing, routing, strict=True):
+            buffer[layer].view(-1, new.shape[-1]).index_copy_(0, rows, new.to(buffer.dtype))
+
     @property
-    def parked(self) -> ParkedSamples[tuple[Tensor, Tensor]]:
+    def parked(self) -> ParkedSamples[tuple[Tensor, ...]]:
         return self._parked
 
     def prefill_attention(
@@ -142,16 +154,22 @@ class SlotCache:
         return self.parked.metrics()
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
-        num_layers, _, num_kv_heads, _, head_dim = self.keys.shape
-        self.keys = self.keys.new_zeros(num_layers, num_slots, num_kv_heads, capacity, head_dim)
-        self.values = torch.zeros_like(self.keys)
+        num_layers, num_kv_heads, shape = len(self.keys), self.attention.num_kv_heads, self.attention
+        sizes = (num_layers, num_slots, num_kv_heads, capacity)
+        self.keys = self.keys.new_zeros(*sizes, shape.head_dim)
+        self.values = (
+            self.keys[..., : shape.value_dim] if shape.latent else self.keys.new_zeros(*sizes, shape.value_dim)
+        )
         self.mask = self.keys.new_full((num_slots, num_kv_heads, capacity), -torch.inf)
+        self.kept = (self.keys,) if shape.latent else (self.keys, self.values)
+        self.routing: tuple[Tensor, ...] = ()
+        if self._routing_shape is not None:
+            self.routing = self._routing_shape.new_buffers(num_slots, 1, capacity, device=self.keys.device)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
         """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
-        shape = (num_layers, len(rows) * capacity, head_dim)
-        self.rows = tuple(buffer.view(shape).unbind() for buffer in (self.keys, self.values))
-        """Keys and values of each layer, flattened so."""
+        self.rows = tuple(cache.view(num_layers, len(rows) * capacity, cache.shape[-1]).unbind() for cache in self.kept)
+        """Of what is kept what each layer has, flattened so."""
 
 
 def _grown(wanted: int, present: int, enough: int, limit: int) -> int:
@@ -172,29 +190,40 @@ class _PrefillAttention(PrefillAttention):
     """`slots` [copies, 2] names a slot and the head it receives: samples with equal contexts share one."""
 
     def __init__(self, cache: SlotCache, slots: Tensor, width: int) -> None:
-        super().__init__(width)
+        super().__init__(width, cache.attention)
         self._cache = cache
         self._slots, self._heads = slots.unbind(-1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for cache, new in ((self._cache.keys, keys), (self._cache.values, values)):
-            cache[layer][self._slots, :, : self._width] = self._by_head(new)[self._heads]
+        self._store(self._cache.kept, layer, (keys, values))
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        self._store(self._cache.routing, layer, [new[:, None] for new in routing])
+
+    def _store(self, buffers: Sequence[Tensor], layer: int, new: Sequence[Tensor]) -> None:
+        for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
+            buffer[layer][self._slots, :, : self._width] = self._by_head(tokens)[self._heads].to(buffer.dtype)
 
 
 class _SuffixAttention(SuffixAttention):
     def __init__(self, cache: SlotCache, suffixes: Sequence[Suffix], width: int) -> None:
         self._num_read = min(read_length(max(suffix.end for suffix in suffixes)), cache.capacity)
-        super().__init__(suffixes, width, self._num_read, cache.keys)
+        super().__init__(suffixes, width, cache.attention, self._num_read, cache.keys)
         self._cache = cache
         self._slots = torch.tensor([suffix.slot for suffix in suffixes], device=cache.keys.device)
         tokens = [row * width + index for row, suffix in enumerate(suffixes) for index in range(len(suffix.tokens))]
         places = [(suffix.slot, position) for suffix in suffixes for position in range(suffix.first, suffix.end)]
         self._tokens = torch.tensor(tokens, device=cache.keys.device)
-        slots, positions = torch.tensor(places, device=cache.keys.device).unbind(1)
+        self._places = torch.tensor(places, device=cache.keys.device).unbind(1)
+        slots, positions = self._places
         self._written = (cache.first_positions[slots] + positions[:, None]).view(-1)
 
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        stored = Routing(*(new.index_select(0, self._tokens) for new in routing))
+        self._cache.keep_routing(layer, stored, *self._places)
+
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for rows, new in zip(self._cache.rows, (keys, values), strict=True):
+        for rows, new in zip(self._cache.rows, (keys, values), strict=False):
             rows[layer].index_copy_(0, self._written, new.index_select(0, self._tokens).flatten(0, 1))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -207,33 +236,40 @@ class _SuffixAttention(SuffixAttention):
 class _DecodeAttention:
     """Reads all slots up to the same position, `num_positions` or a few more."""
 
+    reads_cache = True
+
     def __init__(self, cache: SlotCache, positions: Tensor, num_positions: int) -> None:
         num_slots = len(positions)
+        self._cache, self._positions = cache, positions
         num_positions = min(read_length(num_positions), cache.capacity)
         self._written = (cache.first_positions[:num_slots] + positions[:, None]).view(-1)
         cache.mask.view(-1).index_fill_(0, self._written, 0)
         self._bias = cache.mask[:num_slots].flatten(0, 1)[:, None, :num_positions]
-        self._stores = cache.rows
+        self._stores, self._shape = cache.rows, cache.attention
         buffers = (cache.keys, cache.values)
         self._reads = [buffer[:, :num_slots].flatten(1, 2)[:, :, :num_positions].unbind() for buffer in buffers]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         head_dim = queries.shape[-1]
-        for stores, new in zip(self._stores, (keys, values), strict=True):
-            stores[layer].index_copy_(0, self._written, new.reshape(-1, head_dim))
+        for stores, new in zip(self._stores, (keys, values), strict=False):
+            stores[layer].index_copy_(0, self._written, new.reshape(-1, new.shape[-1]))
         k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
-        return _attend(q, k, v, self._bias).view(len(queries), -1)
+        return _attend(q, k, v, self._bias, self._shape).view(len(queries), -1)
+
+    def keep_routing(self, layer: int, routing: Routing) -> None:
+        slots = torch.arange(len(self._positions), device=self._positions.device)
+        self._cache.keep_routing(layer, routing, slots, self._positions)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention of q [n, group, head_dim] over k, v [n, positions, head_dim]; the heads that share a KV head are rows.
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape) -> Tensor:
+    """Attention of q [n, group, head_dim] over k [n, positions, head_dim] and v [n, positions, value_dim]; the heads
+    that share a KV head are rows.
 
     `bias` [n, 1, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
     pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
     """
-    scale = q.shape[-1] ** -0.5
     if q.dtype != torch.float32:
-        return attend(q[:, None], k[:, None], v[:, None], bias[:, None], scale=scale)[:, 0]
-    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale)
+        return attend(q[:, None], k[:, None], v[:, None], bias[:, None], scale=shape.scale)[:, 0]
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=shape.scale)
     return torch.bmm(torch.softmax(scores, -1), v)

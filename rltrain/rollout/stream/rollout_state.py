@@ -175,6 +175,7 @@ def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sam
     number, seed, status, limit, goes_on, parent, num_prompt, num_tokens, *num_turns = row
     lengths = {"prompt": num_prompt} | dict.fromkeys(TOKEN_FIELDS, num_tokens)
     lengths |= dict(zip(TURN_FIELDS, num_turns, strict=True))
+    fields: dict[str, Any] = {name: tuple(islice(values[name], length)) for name, length in lengths.items()}
     return Sample(
         number,
         seed=seed,
@@ -182,7 +183,7 @@ def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sam
         turn_limit=None if limit == NO_LIMIT else limit,
         goes_on=bool(goes_on),
         parent=None if parent == NO_PARENT else parent,
-        **{name: tuple(islice(values[name], length)) for name, length in lengths.items()},
+        **fields,
     )
 
 

@@ -16,11 +16,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from rltrain.models import Architecture, YarnScaling
+from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
 from rltrain.training.megatron.attention import PositionRotaryEmbedding
-
-LATENT_NORM_EPS = 1e-6
-"""DeepSeek's norms of latents have this whatever config.json says of the others, and so have those of transformers."""
 
 
 class ExplicitLatentAttention(MLASelfAttention):

@@ -33,9 +33,10 @@ from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
+from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
-from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
+from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 

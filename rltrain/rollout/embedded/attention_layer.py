@@ -1,0 +1,78 @@
+"""Attention with keys and values of its own for each head, or for several heads together."""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from rltrain.models import Architecture
+from rltrain.models.rotary import score_scale
+from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
+from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.parameters import LayerParameters
+from rltrain.rollout.embedded.residual import add_product, normed
+from rltrain.rollout.embedded.rotary import Rotation, rotate
+
+Attention = DecodeAttention | PrefillAttention
+
+
+class AttentionLayer(Protocol):
+    """Attention of layer number `layer` on this rank."""
+
+    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """Add what it makes of `hidden` [tokens, hidden] to that, in place; what is kept of the tokens is stored.
+
+        Collective over: the engine's tensor-parallel group.
+        """
+        ...
+
+    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
+        """Only store what is kept of the tokens."""
+        ...
+
+
+class GroupedAttention:
+    """Implements `AttentionLayer`: multi-head and grouped-query attention."""
+
+    def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
+        self._group, self._eps = group, architecture.norm_eps
+        shape = self.shape(architecture, group.size)
+        self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
+        self._head_dim = shape.head_dim
+        self._norm = parameters["input_layernorm.weight"]
+        self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
+        self._qkv_bias = parameters.get("self_attn.qkv_proj.bias")
+        self._q_norm = parameters.get("self_attn.q_norm.weight")
+        self._k_norm = parameters.get("self_attn.k_norm.weight")
+        self._output = parameters.matrix("self_attn.o_proj.weight")
+        self._output_bias = parameters.get("self_attn.o_proj.bias")
+
+    @staticmethod
+    def shape(architecture: Architecture, tp: int) -> AttentionShape:
+        """On one of `tp` ranks."""
+        num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
+        return AttentionShape(architecture.num_heads // tp, num_kv_heads, head_dim, head_dim, score_scale(architecture))
+
+    def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
+        queries, keys, values = self._project(hidden, rotation)
+        add_product(hidden, attention(layer, queries, keys, values), self._output, self._group)
+        if self._output_bias is not None:
+            hidden.add_(self._output_bias)
+
+    def store(self, layer: int, hidden: Tensor, rotation: Rotation, attention: PrefillAttention) -> None:
+        _, keys, values = self._project(hidden, rotation)
+        attention.store(layer, keys, values)
+
+    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
+        fused = F.linear(normed(hidden, self._norm, self._eps), self._qkv.read(), self._qkv_bias).view(
+            len(hidden), -1, self._head_dim
+        )
+        rotated = fused[:, : self._num_rotated]
+        if self._q_norm is not None and self._k_norm is not None:
+            wide = F.rms_norm(rotated.float(), (self._head_dim,), None, self._eps)  # rounded once, as the trainer's is
+            wide[:, : self._num_heads].mul_(self._q_norm)
+            wide[:, self._num_heads :].mul_(self._k_norm)
+            rotated = wide.to(rotated.dtype)
+        rotated = rotate(rotated, rotation)
+        return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :]

@@ -1,0 +1,95 @@
+"""Experts of a layer: each token visits a few of them, and some layers have others that every token visits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rltrain.models import Architecture
+from rltrain.rollout.embedded.attention_layer import Attention
+from rltrain.rollout.embedded.feed_forward import gated
+from rltrain.rollout.embedded.grouped_product import grouped_product, is_grouped_on_device
+from rltrain.rollout.embedded.parallel import TensorParallel
+from rltrain.rollout.embedded.parameters import LayerParameters
+from rltrain.rollout.embedded.residual import normed
+from rltrain.rollout.embedded.routing import Routing, route
+
+_BLOCKS = ("mlp", "block_sparse_moe")
+"""What families call a router and its experts."""
+
+
+class Experts:
+    """Implements `FeedForward`: a router, this rank's share of the experts, and of the shared ones where there are any.
+
+    Of the engine's ranks, runs hold experts whole between them and cut each among themselves (`engine_layout`). Every
+    rank has all tokens and adds what its share makes of them, so that one sum over all ranks completes it.
+    """
+
+    def __init__(
+        self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel, kept_as: int | None = None
+    ) -> None:
+        """`kept_as` numbers the layer among those with experts, where the tokens' routing is to be kept."""
+        moe = architecture.moe
+        assert moe is not None
+        self._group, self._eps, self._moe, self._kept_as = group, architecture.norm_eps, moe, kept_as
+        block = next(name for name in _BLOCKS if parameters.get(f"{name}.gate.weight") is not None)
+        self._norm = parameters["post_attention_layernorm.weight"]
+        self._router = parameters[f"{block}.gate.weight"]
+        self._router_bias = parameters.get(f"{block}.gate.e_score_correction_bias")
+        names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
+        self._gate_up, self._down = (parameters.matrix(name) for name in names)
+        self._count = len(parameters[names[0]])
+        on_device = (is_grouped_on_device(parameters[name], self._norm.dtype) for name in names)
+        self.needs_host = not all(on_device)
+        """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
+        ranks_of_each = group.size * self._count // moe.num_experts
+        self._first = group.rank // ranks_of_each * self._count
+        self._shared = None
+        if moe.shared_ffn_hidden_size:
+            shared = f"{block}.shared_experts"
+            self._shared = (
+                parameters.matrix(f"{shared}.gate_up_proj.weight"),
+                parameters.matrix(f"{shared}.down_proj.weight"),
+            )
+
+    @property
+    def stores(self) -> bool:
+        return self._kept_as is not None
+
+    def add(self, hidden: Tensor, attention: Attention) -> None:
+        inner = normed(hidden, self._norm, self._eps)
+        share = self._visited(inner, self._routed(inner, attention))
+        if self._shared is not None:
+            gate_up, down = self._shared
+            share += F.linear(gated(inner, gate_up), down.read())
+        hidden.add_(self._group.all_reduce(share))
+
+    def store(self, hidden: Tensor, attention: Attention) -> None:
+        self._routed(normed(hidden, self._norm, self._eps), attention)
+
+    def _routed(self, inner: Tensor, attention: Attention) -> Routing:
+        """Of the normed tokens [tokens, hidden]; equal on all ranks."""
+        routing = route(inner, self._router, self._router_bias, self._moe)
+        if self._kept_as is not None:
+            attention.keep_routing(self._kept_as, routing)
+        return routing
+
+    def _visited(self, inner: Tensor, routing: Routing) -> Tensor:
+        """[tokens, hidden]: what the experts of this rank add to the tokens, in this rank's share of their columns.
+
+        Visits lie by expert, so that each expert has one product; those to experts of other ranks lie last.
+        """
+        expert = routing.experts.flatten()
+        if self._count < self._moe.num_experts:
+            expert = expert - self._first
+            expert = torch.where((expert < 0) | (expert >= self._count), self._count, expert)
+        expert, order = expert.sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(self._count, device=expert.device), right=True)
+        rows = inner.index_select(0, order // self._moe.top_k)
+        gate, up = grouped_product(rows, self._gate_up.read(), ends).chunk(2, -1)
+        # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
+        weighted = F.silu(gate).mul_(up).mul_(routing.weights.flatten().index_select(0, order)[:, None])
+        made = grouped_product(weighted, self._down.read(), ends)
+        if self._count < self._moe.num_experts:
+            made.masked_fill_((expert == self._count)[:, None], 0)
+        # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.
+        return torch.empty_like(made).index_copy_(0, order, made).view(len(inner), self._moe.top_k, -1).sum(1)

@@ -1,0 +1,126 @@
+"""The embedded engine on models with experts and with latent attention, against transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.models import read_architecture
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.planner import plan
+from rltrain.rollout.embedded import allocate_parameters
+from rltrain.rollout.embedded.block_attention import GatheredBlocks
+from rltrain.rollout.embedded.grouped_product import grouped_product
+from rltrain.rollout.embedded.routing import route
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.sample import Sample
+from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+
+FAMILIES = ["qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight"]
+"""The second does not normalise weights, the fourth has groups of experts and yarn."""
+GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sparse")
+    return {family: write_checkpoint(folder / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
+
+
+def hf_model(path: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hf_logprobs(model: transformers.PreTrainedModel, done: Sample) -> torch.Tensor:
+    tokens = torch.tensor([done.context])
+    logits = model(tokens).logits[0, len(done.prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, tokens[0, len(done.prompt) :, None])[:, 0]
+
+
+def hf_greedy(model: transformers.PreTrainedModel, sample: Sample) -> list[int]:
+    prompt = torch.tensor([sample.prompt])
+    mask = torch.ones_like(prompt)
+    drawn = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    return drawn[0, len(sample.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
+    """In slots, in blocks, in few blocks, where samples wait again and again, and where a second turn goes on from what
+    was kept of the first."""
+    model, samples = hf_model(checkpoints[family]), ragged_requests(7)
+    expected = [hf_greedy(model, sample) for sample in samples]
+    for kv_tokens in (None, 52, 4000):
+        engine, _ = load_engine(checkpoints[family], max_context_tokens=48, kv_tokens=kv_tokens)
+        found = engine.generate(samples, GREEDY)
+        assert [list(done.tokens) for done in found] == expected
+        assert (engine.cache_metrics().get("rollout/preemptions", 0) > 0) == (kv_tokens == 52)
+        turns = [Sample(s.id, s.prompt, s.seed, turn_limit=4, goes_on=True) for s in samples]
+        turns = [done.observed((7, 9, 11), turn_limit=12) for done in engine.generate(turns, GREEDY)]
+        found += engine.generate(turns, GREEDY)
+        assert engine.cache_metrics()["rollout/kv_reused_tokens"] > 0 or kv_tokens == 52
+        for done in found:
+            drawn = torch.tensor(done.loss_mask)
+            torch.testing.assert_close(
+                torch.tensor(done.logprobs)[drawn], hf_logprobs(model, done)[drawn], atol=TOLERANCE, rtol=0
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_visit_the_experts_of_transformers(
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype
+) -> None:
+    """Scores are computed in float32 from weights of any type; in bfloat16 transformers rounds some of them first."""
+    model, architecture = hf_model(checkpoints[family]).to(dtype), read_architecture(checkpoints[family])
+    moe = architecture.moe
+    assert moe is not None
+    layer = model.model.layers[architecture.sparse_layers.index(True)]
+    gate = layer.mlp.gate
+    hidden = torch.randn(200, architecture.hidden_size, dtype=dtype)
+    exact = gate.float()
+    _, weights, experts = exact(hidden.float())
+    found = route(hidden, gate.weight.to(dtype), getattr(gate, "e_score_correction_bias", None), moe)
+    experts, order = experts.sort(-1)
+    found_experts, found_order = found.experts.sort(-1)
+    assert torch.equal(found_experts, experts)
+    torch.testing.assert_close(found.weights.gather(-1, found_order), weights.gather(-1, order).float())
+    assert found.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sync_from_the_trainer_s_layout_gives_the_bits_of_the_checkpoint(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    path, rank = checkpoints[family], Grid((0,))
+    architecture = read_architecture(path)
+    source, destination = megatron_layout(architecture, rank), engine_layout(architecture, rank)
+    trained, served = allocate_parameters(source, 0), allocate_parameters(destination, 0)
+    load_parameters(path, source, 0, trained)
+    resharding = Resharding(
+        plan(source, destination, 0, 1), group=None, cpu_group=None, bucket_bytes=2**16, device=torch.device("cpu")
+    )
+    resharding.run(trained, served)
+    _, expected = load_engine(path)
+    assert served.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == served[name].dtype and torch.equal(tensor, served[name]), name
+
+
+def test_a_product_per_expert_with_tokens() -> None:
+    rows, matrices, ends = torch.randn(7, 5), torch.randn(4, 3, 5), torch.tensor([0, 2, 2, 6])
+    product = grouped_product(rows, matrices, ends)
+    expected = torch.cat([rows[0:2] @ matrices[1].T, rows[2:6] @ matrices[3].T])
+    torch.testing.assert_close(product[:6], expected)

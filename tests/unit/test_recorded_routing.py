@@ -1,0 +1,159 @@
+"""The routing that an engine hands over with samples is that of transformers' routers, for every token it has fed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.models import read_architecture
+from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
+from rltrain.rollout.embedded.block_attention import GatheredBlocks
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.routing import RecordedRouting, expert_type
+from rltrain.rollout.sample import Sample
+from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.unit.recorded_steps import Recorder
+
+SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sparse")
+    return {family: write_checkpoint(folder / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
+
+
+@torch.no_grad()
+def expected_routing(path: Path, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights [tokens, layers, top_k] of transformers' routers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda module, given, found: routed.append((found[2], found[1])))
+    model(torch.tensor([tokens]))
+    experts, weights = (torch.stack(parts, 1) for parts in zip(*routed, strict=True))
+    return experts, weights
+
+
+def check(path: Path, sample: Sample, first: int = 0) -> None:
+    """All tokens but the last one have been fed; in the order of experts, which is nobody's."""
+    routing = sample.routing
+    assert routing is not None and len(routing) == len(sample.context) - 1
+    assert routing.experts.dtype == np.int8 and routing.weights.dtype == np.float32
+    expected, expected_weights = expected_routing(path, sample.context[:-1])
+    found, found_weights = torch.from_numpy(routing.experts).long(), torch.from_numpy(routing.weights)
+    (found, order), (expected, expected_order) = found.sort(-1), expected.sort(-1)
+    assert torch.equal(found[first:], expected[first:])
+    torch.testing.assert_close(
+        found_weights.gather(-1, order)[first:], expected_weights.gather(-1, expected_order)[first:], atol=1e-4, rtol=0
+    )
+
+
+def whole(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
+    return engine.generate(samples, SAMPLED)
+
+
+def suspended(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
+    """And withdrawn, looked at in the middle, and handed in again."""
+    engine.submit(samples, SAMPLED)
+    done = [sample for _ in range(4) for sample in engine.step()]
+    running = engine.progress([sample.id for sample in samples])
+    assert all(len(sample.routing) == len(sample.context) - 1 for sample in running if sample.routing is not None)
+    back = engine.withdraw([samples[-1].id]) + engine.suspend()
+    return sorted(done + engine.generate(back, SAMPLED), key=lambda sample: sample.id)
+
+
+def in_turns(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
+    turns = engine.generate([replace(sample, turn_limit=4, goes_on=True) for sample in samples], SAMPLED)
+    return engine.generate([done.observed((7, 9, 11), turn_limit=12) for done in turns], SAMPLED)
+
+
+@pytest.mark.parametrize("way", [whole, suspended, in_turns])
+@pytest.mark.parametrize(("family", "kv_tokens"), [("qwen3_moe", None), ("mixtral", 60), ("deepseek_v3", 4000)])
+def test_every_fed_token_has_that_of_transformers(
+    checkpoints: dict[str, Path],
+    family: str,
+    kv_tokens: int | None,
+    way: Callable[[EmbeddedEngine, list[Sample]], list[Sample]],
+) -> None:
+    """Prompts that several samples share are computed once, and samples that find no room are computed anew."""
+    path = checkpoints[family]
+    engine, _ = load_engine(path, kv_tokens=kv_tokens, max_context_tokens=48, record_routing=True)
+    prompts = ragged_requests(7)[::2]
+    samples = [replace(prompts[n // 2], id=n, seed=n) for n in range(2 * len(prompts))]
+    done = way(engine, samples)
+    assert kv_tokens != 60 or way is in_turns or engine.cache_metrics()["rollout/preemptions"] > 0
+    without, _ = load_engine(path, kv_tokens=kv_tokens, max_context_tokens=48)
+    assert [sample.tokens for sample in way(without, samples)] == [sample.tokens for sample in done]
+    for sample in done:
+        check(path, sample)
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 4000])
+def test_recorded_steps_keep_it_too(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kv_tokens: int | None
+) -> None:
+    """Steps can be recorded where all experts are multiplied without a look of the host, which CPUs can do as well."""
+    monkeypatch.setattr(grouped_product, "is_grouped_on_device", lambda matrices, dtype: True)
+    record = Recorder()
+    engine, _ = load_engine(checkpoints["deepseek_v3"], kv_tokens=kv_tokens, record_routing=True, record=record)
+    for sample in engine.generate(ragged_requests(4), SAMPLED):
+        check(checkpoints["deepseek_v3"], sample)
+    assert record.num_replayed > 0
+
+
+def test_what_was_recorded_stays_when_it_is_computed_anew_under_other_weights(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path, other = checkpoints["qwen3_moe"], write_checkpoint(tmp_path, "qwen3_moe", seed=1)
+    engine, parameters = load_engine(path, record_routing=True)
+    engine.submit(ragged_requests(3), SamplingParams(1.0, 1.0, 0, 12, ()))
+    for _ in range(5):
+        engine.step()
+    before = engine.suspend()
+    for sample in before:
+        check(path, sample)
+    load_parameters(other, engine_layout(read_architecture(other), Grid((0,))), 0, parameters)
+    after = engine.generate(before, SamplingParams(1.0, 1.0, 0, 12, ()))
+    for sample, earlier in zip(after, before, strict=True):
+        assert sample.routing is not None and earlier.routing is not None
+        assert sample.routing.first(len(earlier.routing)) == earlier.routing
+        check(other, sample, first=len(earlier.routing))
+
+
+def test_it_crosses_json_and_is_cut_with_its_sample(checkpoints: dict[str, Path]) -> None:
+    engine, _ = load_engine(checkpoints["mixtral"], record_routing=True)
+    (sample,) = engine.generate(ragged_requests(1), SAMPLED)
+    assert Sample.of_record(sample.record()) == sample
+    routing = sample.first(2).routing
+    assert sample.routing is not None and routing == sample.routing.first(len(sample.prompt) + 2)
+    assert routing != sample.routing
+    assert replace(sample, routing=None) == Sample.of_record(replace(sample, routing=None).record())
+
+
+def test_numbers_of_experts_are_as_small_as_they_can_be() -> None:
+    assert [expert_type(count) for count in (8, 128, 129, 256)] == [np.int8, np.int8, np.int16, np.int16]
+
+
+def test_a_model_without_experts_has_nothing_to_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="record_routing: the model has no experts"):
+        load_engine(write_checkpoint(tmp_path, "qwen3"), record_routing=True)
+
+
+def test_routings_follow_each_other() -> None:
+    one, two = (RecordedRouting(np.full((n, 2, 1), n, np.int8), np.ones((n, 2, 1), np.float32)) for n in (1, 2))
+    assert one.followed_by(two).experts[:, 0, 0].tolist() == [1, 2, 2]
