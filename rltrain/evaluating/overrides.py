@@ -39,6 +39,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, 
     after = {
         "algorithm": "evaluate",
         "steps": 1,
+        "data.solved_rate": None,
         "model.path": str(checkpoint),
         "output_dir": str(output),
         "checkpoint": {"resume": "none", "save_hf": False},
