@@ -95,13 +95,13 @@ class Curriculum(Section):
 class SolvedRate(Section):
     """Prompts are drawn by how often the policy solves them: those that it never or always solves teach little."""
 
-    low: Share = 0.2
-    high: Share = 0.8
+    low: Share = 0.1
+    high: Share = 0.9
     """Between the two, both included, lies the estimated share of solved samples of the prompts that are drawn each
     time that their turn comes, as are those of which nothing is known."""
     outside: Share = 0.1
     """Of the times that the turn of another prompt comes, in how many it is drawn all the same."""
-    memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    memory: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of the estimate before, what stays when samples of the prompt were scored once more. 0: the last ones alone."""
     solved_above: float = 0.5
     """A sample with a larger reward has solved its prompt."""

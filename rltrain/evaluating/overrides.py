@@ -40,6 +40,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
     after = {
         "algorithm": "evaluate",
         "steps": 1,
+        "data.solved_rate": None,
         "model.path": checkpoint,
         "output_dir": str(output),
         "checkpoint": {"resume": "none", "save_hf": False},

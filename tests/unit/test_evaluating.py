@@ -53,14 +53,14 @@ def evaluated(tmp_path: Path) -> Any:
 
 
 def test_nothing_is_left_of_training(evaluated, tmp_path: Path):
-    config = evaluated()
+    config = evaluated("data.solved_rate={}")
     check_config(config)
     assert (config.algorithm, config.model.path) == ("evaluate", str(tmp_path / "trained"))
     assert config.placement == {"rollout, reward": "all"}
     assert config.output_dir == "runs/trained/evaluations/trained"
     assert config.checkpoint.save_interval == 0 and not config.checkpoint.save_hf
     assert config.evaluation.keep_best is None and config.stop_metric is None
-    assert config.logging.wandb.project is None
+    assert config.logging.wandb.project is None and config.data.solved_rate is None
     assert [plan.name for plan in config.evaluations] == ["eval", "a"]
     assert config.rollout.sampling.max_response_tokens == 40
 

@@ -2,7 +2,9 @@
 whenever they ask and over a checkpoint."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid
 from rltrain.config.data import SolvedRate
 from rltrain.data.experience import SIBLINGS_APART
@@ -19,7 +22,7 @@ from rltrain.data.order import Order, PromptOrder
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import Outcomes, SolvedRates
 from rltrain.errors import CheckpointError
-from rltrain.roles.outcomes import OutcomeTeller
+from rltrain.roles.outcomes import OutcomeTeller, training_rows
 from rltrain.rollout.stream.outcome_log import OutcomeLog
 from rltrain.rollout.stream.rollout_state import Consumed
 from rltrain.rollout.stream.row_stream import SolvedRateRows
@@ -219,6 +222,32 @@ def test_what_was_learnt_stays_where_steps_are_drawn_anew():
     assert [*again.ranks[0].order.windows] == [4]
 
 
+def job_with(store: dist.Store, resumed: Resumed | None = None) -> Any:
+    """What the curriculum needs of a job."""
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            data=SimpleNamespace(solved_rate=SolvedRate()), batch=SimpleNamespace(prompts_per_step=4), seed=0
+        ),
+        prompts=SimpleNamespace(order=base_order(SIZES), train=range(sum(SIZES))),
+        world=SimpleNamespace(store=store),
+        grids={"rollout": Grid((0,))},
+        shape=SimpleNamespace(lead=0),
+        waiter=ShortPatience(),
+        leader_of=lambda role: 0,
+        first_step=resumed.step if resumed else 0,
+        resumed=resumed,
+    )
+
+
+def test_a_checkpoint_without_is_refused_where_its_samples_are_gone_on_with(tmp_path: Path) -> None:
+    """What those that were scored before it have shown is not known."""
+    with pytest.raises(CheckpointError, match=r"data.solved_rate: .* was saved without"):
+        training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=True)))
+    anew = training_rows(job_with(dist.HashStore(), Resumed(tmp_path, 5, continues=False)))
+    anew.begin(5, Consumed(20), None)
+    assert anew.row(20) == base_order(SIZES).row(0), "nothing is known, and the first rows are drawn"
+
+
 def test_an_episode_counts_once_and_one_that_failed_does_not():
     """Samples 0 and 2 of row 5, a further trajectory of 2, which is worth as much, 4 of row 6, and a failed one."""
     experience = packed_experience([(2, length) for length in (3, 1, 2, 2, 0)]).with_fields(
@@ -227,14 +256,7 @@ def test_an_episode_counts_once_and_one_that_failed_does_not():
         rewards=torch.tensor([0.5, 1.0, 1.0, 0.0, 1.0]),
     )
     store = dist.HashStore()
-    job = SimpleNamespace(
-        config=SimpleNamespace(data=SimpleNamespace(solved_rate=SolvedRate())),
-        world=SimpleNamespace(store=store),
-        grids={"rollout": Grid((0,))},
-        shape=SimpleNamespace(lead=0),
-        resumed=None,
-    )
-    teller = OutcomeTeller(job, is_leader=True)
+    teller = OutcomeTeller(job_with(store), is_leader=True)
     teller.begin_step()
     teller.add(experience)
     teller.tell(3, [teller.record(), [(7, 1, 2), (5, 0, 1)]])
