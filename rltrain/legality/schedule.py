@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
-from rltrain.config.roles import role_names
 from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
 from rltrain.legality.problems import refuse
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles
+from rltrain.tasks.roles import DECLARED, device_roles, roles_of_samples
 
 OVERLAP_OFF = "disable_overlap_schedule"
 """SGLang's argument."""
@@ -32,7 +31,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         named = f"algorithm {config.algorithm}"
         yield f"schedule.mode: got {mode} with {named}, which generates nothing; expected sequential"
         return
-    consumers = [role for role in ("reward", *_roles_of_samples()) if role in placement.roles]
+    consumers = [role for role in ("reward", *roles_of_samples()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
     apart = [role for role in consumers if rollout.isdisjoint(placement.ranks(role))]
     if mode == "pipelined" and not apart:
@@ -45,14 +44,9 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         yield from _asynchronous_problems(config, placement, apart)
 
 
-def _roles_of_samples() -> list[str]:
-    """Those whose models work on what the rollout drew."""
-    return [role for role in role_names() if role in device_roles() and role != "rollout"]
-
-
 def _asynchronous_problems(config: Config, placement: Placement, apart: list[str]) -> Iterator[str]:
     nearest = f"schedule.mode: {'pipelined' if apart else 'sequential'}{_without_staleness(config)}"
-    for role in _roles_of_samples():
+    for role in roles_of_samples():
         if role in placement.roles and role not in apart:
             shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
             yield (
@@ -125,7 +119,7 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
         )
     share = prompts // chunks
     for role, grid in grids.items():
-        if role != "rollout" and share < grid.dp:
+        if role != "rollout" and not DECLARED[role].beside_steps and share < grid.dp:
             return f": chunks of {share} prompts are too few for the {grid.dp} data-parallel replicas of {role}"
     return None
 

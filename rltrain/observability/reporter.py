@@ -92,10 +92,11 @@ class Reporter:
             self._collect(complete_only=False)
         self.abandon()
 
-    def await_end(self) -> None:
-        """Wait until the logging rank closes: for a rank without a role, which nobody waits for. Were it to end before
-        the others, its launcher would leave them once all of a machine's ranks had."""
-        self.job_store.get(f"metrics/closed/{self.logging_rank}", waiting_for="the end of the run")
+    def await_end(self, rank: int | None = None) -> None:
+        """Wait until `rank` closes, None being the logging rank: for those whom nobody waits for. Were they to end
+        before the others, their launcher would leave these once all of a machine's ranks had."""
+        last = self.logging_rank if rank is None else rank
+        self.job_store.get(f"metrics/closed/{last}", waiting_for="the end of the run")
 
     def abandon(self) -> None:
         """Close the sinks without waiting for anybody."""

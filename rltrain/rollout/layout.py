@@ -91,8 +91,13 @@ def engine_parts(config: Config, architecture: Architecture, grid: Grid) -> list
     whole = whole_engine(config, architecture, grid)
     if config.rollout.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
+    return in_parts(whole, int(config.rollout.sglang.staging_mb * 2**20))
+
+
+def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
+    """Of whole parameters, as many in each as `max_bytes` hold. Equal on all ranks."""
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
-    parts = split(replace(whole.plain, types=as_held), int(config.rollout.sglang.staging_mb * 2**20))
+    parts = split(replace(whole.plain, types=as_held), max_bytes)
     return [EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part)) for part in parts]
 
 

@@ -199,6 +199,20 @@ ROLLOUT = RoleTasks(
     ),
     model="served",
 )
+EVALUATION = RoleTasks(
+    "evaluation",
+    (
+        Task(
+            "run_evaluation",
+            Needs(updates=_weights("evaluation"), rewrites=parts_of("evaluation", "kv_cache")),
+            kind="evaluation",
+        ),
+        Task("keep_evaluated", kind=OTHER),
+    ),
+    model="served",
+    needed_by_algorithm=False,
+    beside_steps=True,
+)
 ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
 """Answers what the rollout draws, in the rollout's tasks."""
 REWARD = RoleTasks(
@@ -211,12 +225,17 @@ REWARD = RoleTasks(
 
 DECLARED: dict[str, RoleTasks] = {
     role.name: role
-    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, ENV, ROLLOUT, REWARD)
+    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, EVALUATION, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 
 
-SYNCED = {"weight_sync": "rollout", "sync_inference": "inference", "refresh_reference": "reference"}
+SYNCED = {
+    "weight_sync": "rollout",
+    "sync_inference": "inference",
+    "refresh_reference": "reference",
+    "sync_evaluation": "evaluation",
+}
 """Tasks that give the actor's weights to another role, and to which."""
 
 
@@ -231,7 +250,9 @@ JOINT = {
         _gives_weights("weight_sync", reports=metrics.WEIGHT_SYNC),
         _gives_weights("sync_inference"),
         _gives_weights("refresh_reference"),
+        Task("sync_evaluation", Needs(reads=_weights("actor")), kind="weight sync"),
         Task("decide_to_stop", kind=OTHER),
+        Task("stop_if_reached", kind=OTHER),
     )
 }
 """Tasks of several roles."""
@@ -270,6 +291,12 @@ def device_roles() -> frozenset[str]:
 def device_roles_if_offloaded() -> frozenset[str]:
     """Those that have something there where their `offload` says that it is to leave."""
     return frozenset(role.name for role in DECLARED.values() if role.on_device_if_offloaded)
+
+
+def roles_of_samples() -> tuple[str, ...]:
+    """Roles with something on the device that work on a step's samples once they are drawn."""
+    others = {role.name for role in DECLARED.values() if role.beside_steps}
+    return tuple(role for role in DECLARED if role in device_roles() - others - {"rollout"})
 
 
 def optional_roles() -> tuple[str, ...]:

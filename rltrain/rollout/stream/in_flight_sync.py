@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rltrain.liveness.polling import POLL_S, poll
 from rltrain.liveness.waiting import Waiter
+from rltrain.schedule.order import WEIGHT_SYNC
 
 
 class NoInFlightSync:
@@ -23,7 +24,7 @@ class NoInFlightSync:
 
 
 class InFlightSync:
-    """For one rank of the rollout or the actor, which share no ranks.
+    """For one rank of the actor or of a role with engines, which share no ranks.
 
     A sync is due once the actor has arrived at it: `announce`, by one rank of the actor. The first rank of an engine,
     its leader, then decides when to join, and the engine's other ranks follow it: in a generate task by what the leader
@@ -38,11 +39,12 @@ class InFlightSync:
         leader: int,
         rank: int,
         run: Callable[[int], None],
+        name: str = WEIGHT_SYNC,
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
-        executes the entry at a position. `leader` is that of this rank's engine, or the rank that speaks for the
+        executes the entry at a position. `name` is what they are called there. `leader` is that of this rank's engine, or the rank that speaks for the
         actor."""
-        self.store = dist.PrefixStore("in_flight", store)
+        self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
         self._joined_last = -1
@@ -106,7 +108,7 @@ class InFlightSync:
         )
 
     def join(self) -> None:
-        """Join the next sync. Collective over: the ranks of actor and rollout."""
+        """Join the next sync. Collective over: the ranks of the actor and of the role that it is for."""
         if self.is_leader:
             self.store.add(self.joined_key, 1)
         self.num_joined += 1
