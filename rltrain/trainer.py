@@ -28,18 +28,21 @@ from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
-from rltrain.tasks.roles import SYNCED
+from rltrain.tasks.roles import DECLARED, SYNCED
 from rltrain.transfers import Transfers
 
 
-def reporting_rank(job: Job, entry: Entry) -> int:
-    """The rank whose metrics of a task are those of the whole role."""
-    return job.leader_of(entry.roles[0])
+def reporting_rank(job: Job, entry: Entry) -> int | None:
+    """The rank whose metrics of a task are those of the whole role. None: whoever evaluates beside the others reports
+    nothing but evaluations."""
+    beside = DECLARED[entry.roles[0]].beside_steps and entry.name in (CHECKPOINT, "stop_if_reached")
+    return None if beside else job.leader_of(entry.roles[0])
 
 
 def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) -> Reporter:
     def expected(step: int) -> Counter[int]:
-        return Counter(reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
+        ranks = (reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
+        return Counter(rank for rank in ranks if rank is not None)
 
     logging_rank = job.leader
     is_logging = job.world.rank == logging_rank
@@ -49,7 +52,8 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         goes_on = job.resumed is not None
         shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
-    ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
+    ranks = {rank for entry in order.distinct() if entry.kind == "task" and (rank := reporting_rank(job, entry)) is not None}
+    late = [job.leader_of(role) for role in job.placement.roles if DECLARED[role].beside_steps]
     steps = range(job.first_step, job.config.steps + 1)
 
     def of_whole_step(merged: Metrics) -> Metrics:
@@ -58,7 +62,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         return {"perf/tokens_per_gpu_s": merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size}
 
     return Reporter(
-        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step
+        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step, late
     )
 
 
