@@ -52,7 +52,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         goes_on = job.resumed is not None
         shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
-    ranks = {rank for entry in order.distinct() if entry.kind == "task" and (rank := reporting_rank(job, entry)) is not None}
+    ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"} - {None}
     late = [job.leader_of(role) for role in job.placement.roles if DECLARED[role].beside_steps]
     steps = range(job.first_step, job.config.steps + 1)
 
@@ -137,7 +137,7 @@ class Trainer:
             self.trace.close()
             raise
         self.reporter.close()
-        if self.job.config.evaluates_apart:
+        if "evaluation" in self.job.placement.roles:
             self.reporter.await_end(self.job.leader_of("evaluation"))
         self.job.heartbeat.finish()
         for role in self.roles.values():

@@ -8,7 +8,7 @@ from functools import cached_property
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, role_grids
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, Rollout
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
 from rltrain.models.element_types import ITEM_BYTES, ElementType
@@ -16,7 +16,7 @@ from rltrain.models.of_roles import reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order
-from rltrain.tasks.roles import device_roles, trained_roles
+from rltrain.tasks.roles import device_roles, drawing_roles, trained_roles
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,13 @@ class PlannedJob:
         """Of an element of the weights."""
         return int(ITEM_BYTES[ElementType[self.config.model.dtype.upper()]])
 
-    @property
-    def served_bytes(self) -> int:
-        """Of the weights on a rank of the rollout's engine."""
-        return self.served_bytes_of("rollout")
+    def engines(self, role: str) -> Rollout:
+        """What is said of engines of a role that draws."""
+        return self.config.serving(role).rollout
 
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
-        is_fp8 = role == "rollout" and self.config.rollout.dtype == "fp8"
+        is_fp8 = role in drawing_roles() and self.engines(role).dtype == "fp8"
         return served_bytes(self.architectures[role], self.grids[role].tp, self.config.model.dtype, is_fp8)
 
     @property

@@ -26,6 +26,8 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
             "when a reward function answers decides at which decode step other prompts take the place of those that "
             "are dropped (batch.dynamic_sampling)"
         )
+    if config.evaluates_apart and config.stop_metric is not None:
+        return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     left_open = _left_to_the_fastest(config, shape)
     if left_open and num_engines > 1:
         return f"{left_open} depends on how fast each of the {num_engines} engines is"

@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
+from rltrain.legality.evaluation import apart_problems
 from rltrain.legality.problems import refuse
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.roles import DECLARED, device_roles, roles_of_samples
@@ -19,7 +20,7 @@ def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Gri
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
     problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
-    problems += [*_overlap_problems(config), *dynamic_sampling_problems(config, placement, grids)]
+    problems += [*apart_problems(config, placement), *_overlap_problems(config), *dynamic_sampling_problems(config, placement, grids)]
     refuse(problems, several="things in the schedule that cannot be")
 
 

@@ -7,10 +7,7 @@ from rltrain.roles.evaluation import Evaluation
 from rltrain.roles.role import Job, Role
 from rltrain.roles.weight_sync import resharding_into
 from rltrain.rollout.embedded.parameters import allocate_parameters
-from rltrain.rollout.layout import in_parts, whole_engine
-
-PART_BYTES = 512 * 2**20
-"""That are on the evaluation's devices at a time."""
+from rltrain.rollout.layout import ARRIVING_BYTES, in_parts, whole_engine
 
 
 class EvaluationSync:
@@ -25,7 +22,7 @@ class EvaluationSync:
         self.actor = actor if isinstance(actor, Actor) else None
         self.evaluation = evaluation if isinstance(evaluation, Evaluation) else None
         whole = whole_engine(job.config.serving("evaluation"), job.architecture, job.grids["evaluation"])
-        self.parts = [resharding_into(job, "evaluation", part) for part in in_parts(whole, PART_BYTES)]
+        self.parts = [resharding_into(job, "evaluation", part) for part in in_parts(whole, ARRIVING_BYTES)]
 
     def __call__(self, step: int, chunk: int) -> None:
         """The evaluation of the step has its weights afterwards."""

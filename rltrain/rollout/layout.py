@@ -18,6 +18,9 @@ from rltrain.reshard.parts import parameter_types, split
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
 
+ARRIVING_BYTES = 512 * 2**20
+"""Of weights for an evaluation by engines of its own, that are on their devices at a time while another goes on."""
+
 ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
 
 

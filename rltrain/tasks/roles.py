@@ -205,7 +205,7 @@ EVALUATION = RoleTasks(
         Task(
             "run_evaluation",
             Needs(updates=_weights("evaluation"), rewrites=parts_of("evaluation", "kv_cache")),
-            kind="evaluation",
+            kind="generate",
         ),
         Task("keep_evaluated", kind=OTHER),
     ),
@@ -281,6 +281,11 @@ def model_roles() -> tuple[str, ...]:
 def served_roles() -> tuple[str, ...]:
     """Roles whose model an engine has."""
     return tuple(role.name for role in DECLARED.values() if role.model == "served")
+
+
+def drawing_roles() -> tuple[str, ...]:
+    """Those whose engines have the policy's weights."""
+    return tuple(role for role in served_roles() if not DECLARED[role].reads_text)
 
 
 def device_roles() -> frozenset[str]:

@@ -185,8 +185,9 @@ def test_a_run_of_one_step_can_be_described():
 def test_every_shipped_run_can_be_described(name):
     text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    from_pairs = name in ("quickstart_dpo", "quickstart_reward_model")
     assert titles == [
-        "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", "Repeats", "Overlaps", "Memory",
-        "Weight sync",
+        "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", *([] if from_pairs else ["Evaluation"]),
+        "Repeats", "Overlaps", "Memory", "Weight sync",
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 130

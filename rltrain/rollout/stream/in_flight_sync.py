@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from rltrain.liveness.polling import POLL_S, poll
 from rltrain.liveness.waiting import Waiter
-from rltrain.schedule.order import WEIGHT_SYNC
 
 
 class NoInFlightSync:
@@ -39,7 +38,7 @@ class InFlightSync:
         leader: int,
         rank: int,
         run: Callable[[int], None],
-        name: str = WEIGHT_SYNC,
+        name: str = "weight_sync",
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
         executes the entry at a position. `name` is what they are called there. `leader` is that of this rank's engine, or the rank that speaks for the
