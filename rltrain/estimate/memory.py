@@ -153,10 +153,12 @@ def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
 def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
     architecture, tp, config = job.architectures[role], job.grids[role].tp, job.config.serving(role)
-    running = config.rollout.max_running_requests
-    if role == "rollout":
+    running, samples_per_prompt = config.rollout.max_running_requests, job.shape.samples_per_group
+    if role == "evaluation":
+        samples_per_prompt = min(plan.samples_per_prompt for plan in config.evaluations)
+    else:
         running = min(running, job.samples_per_replica(role))
-    prompts = min(-(-running // job.shape.samples_per_group), running)
+    prompts = min(-(-running // samples_per_prompt), running)
     widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // tp
     tokens = prompts * config.data.max_prompt_tokens
     if config.rollout.engine == "sglang":

@@ -58,9 +58,9 @@ def _own_engine_problems(config: Config) -> Iterator[str]:
     for plan in config.evaluations if models else ():
         if plan.reward is None:
             yield (
-                f"{plan.config_key.removesuffix('data')}reward: got null, the run's, of which {', '.join(models)} "
-                "is part and works on training's samples; with role evaluation placed expected a section of functions "
-                "for each of evaluation.sets. Or leave the role out: the rollout's engines then evaluate"
+                f"{plan.config_key}: is scored by the run's reward, of which {', '.join(models)} is part and has "
+                "training's samples to score; with role evaluation placed expected each set in evaluation.sets, with a "
+                "reward section of functions. Or leave the role out: the rollout's engines then evaluate"
             )
     if engines.dtype == "fp8" and config.evaluation.keep_best is not None:
         yield (
@@ -104,8 +104,13 @@ def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterato
         if not is_checked and prompt + response > context:
             yield (
                 f"{role}.max_context_tokens: got {context}; expected at least data.max_prompt_tokens {prompt} + "
-                f"{plan.config_key.removesuffix('data')}sampling.max_response_tokens {response} = {prompt + response}"
+                f"{_response_key(plan)} {response} = {prompt + response}"
             )
+
+
+def _response_key(plan: EvaluationPlan) -> str:
+    section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
+    return f"{section}sampling.max_response_tokens"
 
 
 def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
