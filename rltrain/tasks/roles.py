@@ -298,10 +298,14 @@ def device_roles_if_offloaded() -> frozenset[str]:
     return frozenset(role.name for role in DECLARED.values() if role.on_device_if_offloaded)
 
 
+def roles_beside_steps() -> tuple[str, ...]:
+    """Roles that work on nothing which is part of a step's samples."""
+    return tuple(role.name for role in DECLARED.values() if role.beside_steps)
+
+
 def roles_of_samples() -> tuple[str, ...]:
     """Roles with something on the device that work on a step's samples once they are drawn."""
-    others = {role.name for role in DECLARED.values() if role.beside_steps}
-    return tuple(role for role in DECLARED if role in device_roles() - others - {"rollout"})
+    return tuple(role for role in DECLARED if role in device_roles() - {*roles_beside_steps(), "rollout"})
 
 
 def optional_roles() -> tuple[str, ...]:

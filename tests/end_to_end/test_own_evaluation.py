@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.jobs import REPOSITORY, train
+from tests.end_to_end.jobs import REPOSITORY, train, try_to_train
 from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
 from tests.end_to_end.waiting_reward import RUN, STEP
 
@@ -27,20 +27,12 @@ def by_step(output: Path) -> dict[int, dict[str, Any]]:
     return records
 
 
-def test_an_evaluation_holds_up_neither_training_nor_generation(
-    quickstart_files: Path, warmed_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its scores come once a later step is trained on, behind an evaluation that is due before: so whoever waited would
-    wait forever. They end the run, and the policy that was scored is kept."""
-    output = tmp_path / "run"
-    monkeypatch.setenv(RUN, str(output))
-    monkeypatch.setenv(STEP, str(HELD_UP_UNTIL))
-    data = f"{{path: {quickstart_files}/eval.jsonl, max_rows: 3}}"
-    train(
-        CONFIG,
+def settings(files: Path, warmed_up: Path, output: Path) -> tuple[str, ...]:
+    data = f"{{path: {files}/eval.jsonl, max_rows: 3}}"
+    return (
         f"model.path={warmed_up}",
         f"output_dir={output}",
-        f"data={{train: {{path: {quickstart_files}/train.jsonl}}, max_prompt_tokens: 16}}",
+        f"data={{train: {{path: {files}/train.jsonl}}, max_prompt_tokens: 16}}",
         f"evaluation={{interval: 2, sets: [{{name: held, data: {data}, reward: {WAITING}}}]}}",
         "evaluation.keep_best={metric: eval/held/score}",
         "evaluation.stop_at=0.5",
@@ -50,10 +42,18 @@ def test_an_evaluation_holds_up_neither_training_nor_generation(
         "schedule={mode: asynchronous, max_staleness: 1}",
         "batch={prompts_per_step: 4, samples_per_prompt: 4}",
         "checkpoint.save_hf=false",
-        "steps=300",
-        num_ranks=3,
-        timeout_s=120,
     )
+
+
+def test_an_evaluation_holds_up_neither_training_nor_generation(
+    quickstart_files: Path, warmed_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scores come once a later step is trained on, behind an evaluation that is due before: so whoever waited would
+    wait forever. They end the run, and the policy that was scored is kept."""
+    output = tmp_path / "run"
+    monkeypatch.setenv(RUN, str(output))
+    monkeypatch.setenv(STEP, str(HELD_UP_UNTIL))
+    train(CONFIG, *settings(quickstart_files, warmed_up, output), "steps=300", num_ranks=3, timeout_s=120)
     records = by_step(output)
     evaluated = {step: record for step, record in records.items() if "eval/held/score" in record}
     assert HELD_UP_UNTIL <= max(records) < 299, "it ends early, and no earlier than the first score can be there"
@@ -64,6 +64,17 @@ def test_an_evaluation_holds_up_neither_training_nor_generation(
     kept, start = load_file(output / "hf_best/model.safetensors"), load_file(warmed_up / "model.safetensors")
     assert kept.keys() == start.keys()
     assert all(torch.equal(kept[name], start[name]) for name in kept)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_hangs_is_named_once_nobody_gets_on(
+    quickstart_files: Path, warmed_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN, str(tmp_path))
+    monkeypatch.setenv(STEP, "1000000")
+    done = try_to_train(CONFIG, *settings(quickstart_files, warmed_up, tmp_path), "steps=3", "timeouts.no_progress_s=4", num_ranks=3)
+    assert done.returncode != 0
+    assert "rank 2 is at run_evaluation[0] (evaluation) and has shown no progress" in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.slow
