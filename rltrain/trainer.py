@@ -52,7 +52,8 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         goes_on = job.resumed is not None
         shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
-    ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"} - {None}
+    found = (reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task")
+    ranks = {rank for rank in found if rank is not None}
     late = [job.leader_of(role) for role in job.placement.roles if DECLARED[role].beside_steps]
     steps = range(job.first_step, job.config.steps + 1)
 
@@ -213,13 +214,16 @@ class Trainer:
 
     def _syncs(self) -> dict[str, Callable[[int, int], Metrics | None]]:
         """By task, those of the actor's weights in which this rank takes part. Collective over: all ranks."""
-        job, syncs = self.job, dict[str, Callable[[int, int], Metrics | None]]()
-        for task in sorted({entry.name for entry in self.order.distinct()} & SYNCED.keys()):
-            if self.hosted & {"actor", SYNCED[task]}:
-                made = {WEIGHT_SYNC: WeightSync, SYNC_EVALUATION: EvaluationSync}.get(task)
-                both = self.roles.get("actor"), self.roles.get(SYNCED[task])
-                syncs[task] = made(job, *both) if made else ModelSync(job, SYNCED[task], *both)
-        return syncs
+        tasks = sorted({entry.name for entry in self.order.distinct()} & SYNCED.keys())
+        return {task: self._sync(task) for task in tasks if self.hosted & {"actor", SYNCED[task]}}
+
+    def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
+        actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
+        if task == WEIGHT_SYNC:
+            return WeightSync(self.job, actor, follower)  # type: ignore[arg-type]
+        if task == SYNC_EVALUATION:
+            return EvaluationSync(self.job, actor, follower)
+        return ModelSync(self.job, SYNCED[task], actor, follower)
 
     def _in_flight(self) -> dict[str, InFlightSync]:
         """By task, for the actor, which announces syncs, and for engines, which join them between decode steps."""

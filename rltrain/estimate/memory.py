@@ -80,8 +80,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
 
 
 def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
-    """Bytes of keys and values on a rank of an engine that draws, where `beside` bytes of the device are taken when its turn
-    comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
+    """Bytes of keys and values on a rank of an engine that draws, where `beside` bytes of the device are taken when its
+    turn comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
     context."""
     rollout = job.engines(role)
     memory = gpu.memory_gb * GB

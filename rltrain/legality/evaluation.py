@@ -64,8 +64,8 @@ def _own_engine_problems(config: Config) -> Iterator[str]:
             )
     if engines.dtype == "fp8" and config.evaluation.keep_best is not None:
         yield (
-            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to keep; "
-            "expected evaluation.dtype: auto"
+            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
+            "keep; expected evaluation.dtype: auto"
         )
     if engines.engine == "sglang" and engines.kv_cache_gb != "auto":
         yield (

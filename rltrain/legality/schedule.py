@@ -20,7 +20,11 @@ def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Gri
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
     problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
-    problems += [*apart_problems(config, placement), *_overlap_problems(config), *dynamic_sampling_problems(config, placement, grids)]
+    problems += [
+        *apart_problems(config, placement),
+        *_overlap_problems(config),
+        *dynamic_sampling_problems(config, placement, grids),
+    ]
     refuse(problems, several="things in the schedule that cannot be")
 
 

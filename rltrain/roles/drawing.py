@@ -1,6 +1,5 @@
 """What roles have in common that draw responses: engines, and the evaluation sets that they answer."""
 
-from collections.abc import Sequence
 from zlib import crc32
 
 from rltrain.config.schema import Sampling

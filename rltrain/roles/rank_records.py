@@ -25,7 +25,9 @@ class RankRecords:
         if rank != self.ranks[0]:
             return []
         others = [other for other in keys if other != rank]
-        poll(self.job.waiter, lambda: job_store.has(*keys.values()) or None, f"the rewards of step {step}", others, serve)
+        poll(
+            self.job.waiter, lambda: job_store.has(*keys.values()) or None, f"the rewards of step {step}", others, serve
+        )
         gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             job_store.forget(key)

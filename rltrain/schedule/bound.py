@@ -21,9 +21,9 @@ class Period(NamedTuple):
 def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entry, Period]:
     """When each task would be done at the earliest.
 
-    Transfers are free. A weight sync to engines waits for the actor, and an engine waits for it only at its place in the
-    order, as with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts before waits, so
-    one pass over it is enough.
+    Transfers are free. A weight sync to engines waits for the actor, and an engine waits for it only at its place in
+    the order, as with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts
+    before waits, so one pass over it is enough.
     """
     clock: dict[int, float] = defaultdict(float)
     posted: dict[tuple[object, ...], float] = {}

@@ -72,7 +72,9 @@ def test_an_evaluation_that_hangs_is_named_once_nobody_gets_on(
 ) -> None:
     monkeypatch.setenv(RUN, str(tmp_path))
     monkeypatch.setenv(STEP, "1000000")
-    done = try_to_train(CONFIG, *settings(quickstart_files, warmed_up, tmp_path), "steps=3", "timeouts.no_progress_s=4", num_ranks=3)
+    done = try_to_train(
+        CONFIG, *settings(quickstart_files, warmed_up, tmp_path), "steps=3", "timeouts.no_progress_s=4", num_ranks=3
+    )
     assert done.returncode != 0
     assert "rank 2 is at run_evaluation[0] (evaluation) and has shown no progress" in done.stderr, done.stderr[-3000:]
 

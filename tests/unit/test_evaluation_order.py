@@ -112,9 +112,15 @@ def test_whoever_evaluates_for_itself_follows_from_what_is_due():
     own = [str(entry) for entry in order if "evaluation" in entry.roles]
     of_evaluation = ["sync_evaluation[{}] (actor+evaluation)", "run_evaluation[{}] (evaluation)"]
     assert own == [
-        *(text.format(0) for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")),
+        *(
+            text.format(0)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
         "stop_if_reached[1] (evaluation)",
-        *(text.format(2) for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")),
+        *(
+            text.format(2)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
         *(text.format(3) for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)")),
     ]
     assert not {"generate_evaluation", "score_evaluation", "save_candidate", "decide_to_stop"} & {e.name for e in order}

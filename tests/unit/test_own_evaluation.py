@@ -74,8 +74,8 @@ def test_it_may_be_placed_on_ranks_of_its_own_in_any_mode(sections: dict[str, An
         ),
         (
             {"rollout": {"dtype": "fp8"}, "evaluation": {"keep_best": {"metric": "eval/score"}}},
-            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to keep; "
-            "expected evaluation.dtype: auto",
+            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
+            "keep; expected evaluation.dtype: auto",
         ),
         (
             {"evaluation": {"engine": "sglang", "kv_cache_gb": 4.0}},
@@ -102,7 +102,9 @@ def test_what_it_cannot_have_is_refused_with_the_key(sections: dict[str, Any], e
 
 
 def test_its_engines_are_the_rollouts_but_for_what_it_says():
-    config = make_config(placement=PLACED, rollout={"dtype": "fp8", "parallel": {"tp": 2}}, evaluation={"dtype": "auto"})
+    config = make_config(
+        placement=PLACED, rollout={"dtype": "fp8", "parallel": {"tp": 2}}, evaluation={"dtype": "auto"}
+    )
     own = config.serving("evaluation").rollout
     assert own == config.rollout.model_copy(update={"dtype": "auto"})
     assert config.parallel_of("evaluation") == (config.rollout.parallel, "rollout.parallel")

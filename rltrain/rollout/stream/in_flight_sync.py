@@ -41,8 +41,8 @@ class InFlightSync:
         name: str = "weight_sync",
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
-        executes the entry at a position. `name` is what they are called there. `leader` is that of this rank's engine, or the rank that speaks for the
-        actor."""
+        executes the entry at a position. `leader` is that of this rank's engine, or the rank that speaks for the
+        actor. `name` is what the syncs are called in the order."""
         self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
