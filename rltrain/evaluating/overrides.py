@@ -23,18 +23,21 @@ KEPT = frozenset(
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
-    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError without such a folder."""
+    has such, unless `given` places them otherwise; engines are those of role evaluation, where the config has such.
+    Raises ConfigError, and CheckpointError without such a folder."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"--checkpoint: there is no folder {str(checkpoint)!r}; expected one of a model")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
     roles += [role for role in rewarding_roles() if getattr(config, role).path is not None]
+    of_engines = config.evaluation.model_dump(mode="json", include={*config.evaluation.engine_keys})
     output = output or Path(config.output_dir, "evaluations", checkpoint.resolve().name)
     before = {
         **{name: {} for name in _sections() - KEPT},
         "placement": {", ".join(roles): "all"},
         "reward": config.reward.model_dump(mode="json", exclude_unset=True),
         "evaluation.logged_prompts": "all",
+        **{f"rollout.{key}": value for key, value in of_engines.items()},
     }
     after = {
         "algorithm": "evaluate",
@@ -45,6 +48,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: Path, 
         "evaluation.stop_at": None,
         "evaluation.stop_metric": None,
         "evaluation.keep_best": None,
+        **{f"evaluation.{key}": None for key in of_engines},
         "logging.wandb": {},
         "logging.tensorboard": False,
     }
