@@ -6,6 +6,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.rewards.registry import TRUSTED
 from rltrain.schedule.shape import RunShape
+from rltrain.tasks.roles import drawing_roles
 
 
 def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | None:
@@ -14,11 +15,14 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     An engine draws the same as long as it begins and ends the same at the same decode steps. One that is alone counts
     those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
     """
+    drawing = [config.serving(role).rollout for role in drawing_roles() if role in grids]
+    if any(engines.engine == "sglang" and not engines.sglang.heeds_seeds for engines in drawing):
+        return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
+    if config.evaluates_apart and config.stop_metric is not None:
+        return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     if "rollout" not in grids:
         return None
     rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
-    if rollout.engine == "sglang" and not rollout.sglang.heeds_seeds:
-        return "SGLang draws with random numbers of its own (rollout.sglang.args.enable_deterministic_inference)"
     if shape.syncs_in_flight:
         return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
     if shape.selects_groups and not TRUSTED.issuperset(config.reward.names):
@@ -26,8 +30,6 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
             "when a reward function answers decides at which decode step other prompts take the place of those that "
             "are dropped (batch.dynamic_sampling)"
         )
-    if config.evaluates_apart and config.stop_metric is not None:
-        return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     left_open = _left_to_the_fastest(config, shape)
     if left_open and num_engines > 1:
         return f"{left_open} depends on how fast each of the {num_engines} engines is"
