@@ -233,9 +233,14 @@ class Trainer:
                 continue
             drawing = self.roles.get(SYNCED[task])
             leader = drawing.engine_ranks[0] if isinstance(drawing, DrawingRole) else job.leader_of("actor")
-            syncs = self.order.syncs(task)
             found[task] = InFlightSync(
-                syncs, job.world.store, leader=leader, rank=self.rank, run=self._join_sync, name=task
+                self.order.syncs(task),
+                job.world.store,
+                leader=leader,
+                rank=self.rank,
+                run=self._join_sync,
+                name=task,
+                has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
             )
             if isinstance(drawing, DrawingRole):
                 drawing.take_in_flight(found[task])

@@ -72,6 +72,9 @@ class Evaluation(Section):
     logged_prompts: NonNegativeInt | Literal["all"] = 4
     """Of so many prompts of a set, its first ones, each evaluation writes the samples to
     <output_dir>/evaluation_samples."""
+    max_waiting: NonNegativeInt = 4
+    """Evaluations, beside the one that is under way, whose weights role evaluation keeps on the host until their turn.
+    When more are due training waits."""
     engine: Literal["embedded", "sglang"] | None = None
     """Of role evaluation, as all keys from here on: as of section rollout, which null stands for."""
     dtype: Literal["auto", "fp8"] | None = None

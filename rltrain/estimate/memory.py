@@ -31,8 +31,6 @@ chooses depends on the device and is near this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Logits that are looked at in fp32 at a time."""
 LOGPROB_COPIES = 2
-EVALUATIONS_KEPT = 2
-"""Whose weights its host keeps: of the one that is under way, and of the next; more where these come faster."""
 SAMPLING_COPIES = 3
 """Of the running responses' logits in fp32, while tokens are drawn."""
 
@@ -194,7 +192,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         if role in stages and job.engines(role).engine == "sglang" and job.engines(role).sglang.keep_weights:
             found["engine"] = parts[role, "weights"]
     if "evaluation" in stages:
-        found["evaluations, not pinned"] = EVALUATIONS_KEPT * parts["evaluation", "weights"]
+        kept = 1 + job.config.evaluation.max_waiting
+        found["evaluations, not pinned"] = kept * parts["evaluation", "weights"]
     return {name: size for name, size in found.items() if size}
 
 

@@ -55,6 +55,10 @@ class DrawingRole(Role):
         """Whether the engine's weights may change while it has responses under way."""
         raise NotImplementedError
 
+    def has_room(self) -> bool:
+        """Whether weights may come now that are not yet due."""
+        return True
+
     def take_in_flight(self, in_flight: InFlightSync) -> None:
         """Before the first task: syncs that come while this rank draws."""
         raise NotImplementedError

@@ -51,6 +51,10 @@ class Evaluation(DrawingRole):
     def draws_during_syncs(self) -> bool:
         return False
 
+    def has_room(self) -> bool:
+        waiting = [step for step in self.weights if step != self.engine.policy_version]
+        return len(waiting) < self.config.evaluation.max_waiting
+
     def take_in_flight(self, in_flight: InFlightSync) -> None:
         self.in_flight = in_flight
 

@@ -130,7 +130,7 @@ def test_its_bytes_and_seconds_are_foretold_and_are_no_part_of_a_step():
     (crowded,) = (more for more in rank_memories(more_at_once, gpu) if "evaluation" in more.kind.roles)
     assert not crowded.fits(gpu)
     assert any(change.text.startswith("evaluation.") for change in best_changes(more_at_once, gpu, anything))
-    assert sum(memory.host.values()) == 2 * memory.parts["evaluation", "weights"]
+    assert sum(memory.host.values()) == (1 + 4) * memory.parts["evaluation", "weights"]
     without = job_of(qwen3_8b(), {"actor": "0-3", "rollout, reward": "4-5"}, 8, **sections)
     workload = Workload.of(job.config)
     steps = [Clock(each, gpu, workload).step() for each in (job, without)]
@@ -181,6 +181,16 @@ def test_weights_wait_for_the_turn_of_their_evaluation(monkeypatch: pytest.Monke
         seen.append((engine.policy_version, engine.parameters["w"].tolist(), sorted(role.weights)))
     assert seen == [(2, [2.0, 2.0], [2, 4, 6]), (2, [2.0, 2.0], [2, 4, 6]), (4, [4.0, 4.0], [4, 6])]
     assert engine.num_updates == 2
+
+
+@pytest.mark.parametrize(("kept", "version", "has_room"), [((), None, True), ((2, 4), 2, True), ((2, 4, 6), 2, False)])
+def test_no_more_weights_come_early_than_the_host_is_to_keep(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...], version: int | None, has_room: bool
+):
+    role = role_of(monkeypatch)
+    role.config = make_config(placement=PLACED, evaluation={"max_waiting": 2})
+    role.weights, role.engine.policy_version = {step: {} for step in kept}, version
+    assert role.has_room() == has_room
 
 
 @pytest.mark.parametrize(("verdict", "kept"), [(None, []), ({"step": 4, "metric": "m", "value": 0.5}, [4])])
