@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +21,13 @@ from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.schedule.order import Order
+from rltrain.tasks.roles import roles_beside_steps
 from rltrain.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+MAX_INCOMPLETE = 4
+"""Checkpoints that wait for evaluations beside training; then training waits."""
 STOPPED = "stopped"
 """Key in the store: the checkpoint at which the run is stopped is complete."""
 
@@ -55,8 +59,10 @@ class Checkpointing:
         self.stopped_by: str | None = None
         """The signal because of which the run ends at the boundary that this rank has come to."""
         self._boundary: int | None = None
-        self._incomplete: int | None = None
-        """The step of a checkpoint that this rank has yet to complete."""
+        self._incomplete: deque[int] = deque()
+        """The steps of checkpoints that this rank has yet to complete, in their order."""
+        self._late = frozenset(job.placement.hosting_nothing_but(roles_beside_steps()))
+        """Ranks that come to a boundary when others are long past it."""
         self._metrics: Metrics = {}
 
     def at_boundary(self, step: int, chunk: int) -> None:
@@ -67,7 +73,7 @@ class Checkpointing:
         reason = self.stop.verdict(step) if self.stop else None
         if reason or self.order.saves(step):
             with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
-                self.finish()  # nothing is stopped for that one
+                self._make_way()
             self.stopped_by = reason
             self._save(step)
 
@@ -78,9 +84,8 @@ class Checkpointing:
 
     def look(self) -> None:
         """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
-        if self._incomplete is not None and self.store.check([*self._reports(self._incomplete).values()]):
-            step, self._incomplete = self._incomplete, None
-            self._complete(step)
+        while self._incomplete and self.store.check([*self._reports(self._incomplete[0]).values()]):
+            self._complete(self._incomplete.popleft())
 
     def finish(self) -> None:
         """Wait until what was begun is complete, as far as it is this rank's to do.
@@ -88,11 +93,24 @@ class Checkpointing:
         In a run that is stopped every rank waits for all of it: once one has ended, a launcher may kill the others.
         """
         self.writer.join()
-        if self._incomplete is not None:
-            self._wait_for(self._reports(self._incomplete))
-            self.look()
+        if self._incomplete:
+            while self._incomplete:
+                self._wait_for(self._reports(self._incomplete[0]))
+                self.look()
         elif self.stopped_by:
             self._wait_for({self.leader: STOPPED})
+
+    def _make_way(self) -> None:
+        """For another checkpoint: the one before is written but for what late ranks have yet to write, of which no more
+        than MAX_INCOMPLETE may take room on the disk."""
+        self.writer.join()
+        if self._incomplete:
+            reports = self._reports(self._incomplete[-1])
+            self._wait_for({rank: key for rank, key in reports.items() if rank not in self._late})
+        while len(self._incomplete) >= MAX_INCOMPLETE:
+            self._wait_for(self._reports(self._incomplete[0]))
+            self.look()
+        self.look()
 
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """`keys` are by the ranks that set them."""
@@ -110,7 +128,7 @@ class Checkpointing:
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
         if rank == self.leader:
-            self._incomplete = step
+            self._incomplete.append(step)
         self._metrics["perf/checkpoint_copy_s"] = time.perf_counter() - begin
         self.writer.start(self.folder.begin(step), files, self._report(step))
 
@@ -151,12 +169,16 @@ class Checkpointing:
         self._metrics["perf/checkpoint_bytes"] = sum(record.num_bytes for record in files.values())
         self.reporter.collect()  # of the steps before; whoever goes on from here does not report them again
         self.folder.complete(step, files, self._run(step), self.settings.keep)
-        if self.stopped_by:
+        if self._stopped_by(step):
             where = self.folder.path / name_of(step)
             self.store.set(STOPPED, "1")
             logger.warning(
                 "%s: stopped after step %d, saved in %s; the same command goes on", self.stopped_by, step, where
             )
+
+    def _stopped_by(self, step: int) -> str | None:
+        """The signal because of which the run ends at the boundary of the step."""
+        return self.stopped_by if step == self._boundary else None
 
     def _run(self, step: int) -> dict[str, Any]:
         """What must be known before anything of the checkpoint is read."""
@@ -168,6 +190,6 @@ class Checkpointing:
             "config": job.config.model_dump(mode="json"),
             "architectures": {role: asdict(job.architectures[role]) for role in job.architectures},
             "crossing": [list(entry.transfer) for entry in self.order.crossing(self.order.boundary(step)).values()],
-            "stopped_by": self.stopped_by,
+            "stopped_by": self._stopped_by(step),
             "history": read_id(Path(job.config.output_dir, ID_FILE)),
         }

@@ -10,6 +10,7 @@ from rltrain.residency.storage_memory import memory_saver
 from rltrain.roles.actor import Actor
 from rltrain.roles.critic import Critic
 from rltrain.roles.env import Env
+from rltrain.roles.evaluation import Evaluation
 from rltrain.roles.inference import Inference
 from rltrain.roles.judge import Judge
 from rltrain.roles.reference import Reference, uses_actor_modules
@@ -22,7 +23,11 @@ from rltrain.schedule.order import Order
 from rltrain.tasks.roles import device_roles
 
 ROLES: dict[str, type[Role]] = {
-    role.name: role for role in (Actor, Critic, Reference, Teacher, Inference, RewardModel, Judge, Env, Rollout, Reward)
+    role.name: role
+    for role in (
+        *(Actor, Critic, Reference, Teacher, Inference, RewardModel, Judge),
+        *(Evaluation, Env, Rollout, Reward),
+    )
 }
 
 

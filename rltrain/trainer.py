@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpointing import Checkpointing
 from rltrain.errors import DivergenceError
 from rltrain.estimate.hardware import known_gpu
-from rltrain.evaluation.verdicts import end_verdict_of
+from rltrain.evaluation.verdicts import REACHED, end_verdict_of, stop_verdict_of
 from rltrain.exchange.exchange import Exchange
 from rltrain.hosting import host_roles
 from rltrain.observability.evaluation_table import EvaluationTable
@@ -21,24 +21,28 @@ from rltrain.observability.role_work import RoleWork
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
+from rltrain.roles.drawing import DrawingRole
+from rltrain.roles.evaluation_sync import EvaluationSync
 from rltrain.roles.model_sync import ModelSync
 from rltrain.roles.role import Job, Metrics, Role
-from rltrain.roles.rollout import Rollout
 from rltrain.roles.weight_sync import WeightSync
 from rltrain.rollout.stream.in_flight_sync import InFlightSync
-from rltrain.schedule.order import CHECKPOINT, WEIGHT_SYNC, Entry, Order
-from rltrain.tasks.roles import SYNCED
+from rltrain.schedule.order import CHECKPOINT, SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
+from rltrain.tasks.roles import DECLARED, SYNCED
 from rltrain.transfers import Transfers
 
 
-def reporting_rank(job: Job, entry: Entry) -> int:
-    """The rank whose metrics of a task are those of the whole role."""
-    return job.leader_of(entry.roles[0])
+def reporting_rank(job: Job, entry: Entry) -> int | None:
+    """The rank whose metrics of a task are those of the whole role. None: whoever evaluates beside the others reports
+    nothing but evaluations."""
+    beside = DECLARED[entry.roles[0]].beside_steps and entry.name in (CHECKPOINT, "stop_if_reached")
+    return None if beside else job.leader_of(entry.roles[0])
 
 
 def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) -> Reporter:
     def expected(step: int) -> Counter[int]:
-        return Counter(reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
+        ranks = (reporting_rank(job, entry) for _, entry in order.of_step(step) if entry.kind == "task")
+        return Counter(rank for rank in ranks if rank is not None)
 
     logging_rank = job.leader
     is_logging = job.world.rank == logging_rank
@@ -48,7 +52,9 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         goes_on = job.resumed is not None
         shown: Sink = Progress(job.config) if algorithm_of(job.config).trains else EvaluationTable(job.config)
         sinks = [Sinks(job.config, goes_on=goes_on, first_step=job.first_step), shown]
-    ranks = {reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task"}
+    found = (reporting_rank(job, entry) for entry in order.distinct() if entry.kind == "task")
+    ranks = {rank for rank in found if rank is not None}
+    late = [job.leader_of(role) for role in job.placement.roles if DECLARED[role].beside_steps]
     steps = range(job.first_step, job.config.steps + 1)
 
     def of_whole_step(merged: Metrics) -> Metrics:
@@ -57,7 +63,7 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
         return {"perf/tokens_per_gpu_s": merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size}
 
     return Reporter(
-        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step
+        job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step, late
     )
 
 
@@ -81,15 +87,15 @@ class Trainer:
         self.trace = start_trace(job.config, self.rank, job.placement.hosts(self.rank))
         job.heartbeat.task_clock.span = self.trace.span
         self.roles, self.residency = host_roles(job, order, self.trace)
-        self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {"decide_to_stop": self.decide_to_stop}
-        if self.hosted & {"actor", "rollout"} and {"actor", "rollout"} <= {*job.placement.roles}:
-            sync = WeightSync(job, self.roles.get("actor"), self.roles.get("rollout"))  # type: ignore[arg-type]
-            self.joint_tasks[WEIGHT_SYNC] = sync.weight_sync
-        for task in sorted({entry.name for entry in order.distinct()} & SYNCED.keys() - {WEIGHT_SYNC}):
-            if self.hosted & {"actor", SYNCED[task]}:
-                self.joint_tasks[task] = ModelSync(job, SYNCED[task], *map(self.roles.get, ("actor", SYNCED[task])))
+        self.joint_tasks: dict[str, Callable[[int, int], Metrics | None]] = {
+            "decide_to_stop": self.decide_to_stop,
+            "stop_if_reached": self.stop_if_reached,
+            **self._syncs(),
+        }
         self.in_flight = self._in_flight()
-        serve = self.in_flight.join_if_due if self.in_flight and "rollout" in self.hosted else None
+        self.joins = next((sync for task, sync in self.in_flight.items() if SYNCED[task] in self.hosted), None)
+        """Those that an engine of this rank joins."""
+        serve = self.joins.join_if_due if self.joins else None
         exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.waiter, serve)
         for role in self.roles.values():
             role.serve = serve
@@ -115,10 +121,10 @@ class Trainer:
                 if self.hosted.isdisjoint(entry.actors) or (position > self.end and not entry.final):
                     continue
                 self.checkpointing.look()
-                if self.in_flight and "rollout" in self.hosted:
-                    self.in_flight.position = position
-                    if entry.name == WEIGHT_SYNC:
-                        self.in_flight.reach(position)
+                if self.joins:
+                    self.joins.position = position
+                    if self._is_in_flight(entry):
+                        self.joins.reach(position)
                         continue
                 self._execute(position)
             self.transfers.finish(end=self.end)
@@ -132,6 +138,8 @@ class Trainer:
             self.trace.close()
             raise
         self.reporter.close()
+        if "evaluation" in self.job.placement.roles:
+            self.reporter.await_end(self.job.leader_of("evaluation"))
         self.job.heartbeat.finish()
         for role in self.roles.values():
             role.close()
@@ -142,6 +150,11 @@ class Trainer:
         """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
         leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
         if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
+            self.end = self.position
+
+    def stop_if_reached(self, step: int, chunk: int) -> None:
+        """Everybody learns whether an evaluation had reached the goal when the first rank had done with the step."""
+        if self.job.job_store.agreed(stop_verdict_of(step), self.job.job_store.has(REACHED)):
             self.end = self.position
 
     def _execute(self, position: int) -> None:
@@ -161,14 +174,15 @@ class Trainer:
         """A weight sync that an engine joins where the actor has come to it, in the middle of something else."""
         with self.job.heartbeat.meanwhile():
             self._execute(position)
-        self.residency.changed("rollout", "weights")
+        if self.order[position].name == WEIGHT_SYNC:
+            self.residency.changed("rollout", "weights")
 
     def _task(self, position: int) -> None:
         entry = self.order[position]
-        if not (self._is_in_flight(entry) and "rollout" in self.hosted):
+        if not (self.joins and self._is_in_flight(entry)):
             self.residency.enter(position)
-        if self.in_flight and self._is_in_flight(entry) and self.rank == self.job.leader_of("actor"):
-            self.in_flight.announce()
+        if self._is_in_flight(entry) and self.rank == self.job.leader_of("actor"):
+            self.in_flight[entry.name].announce()
         task = self.joint_tasks.get(entry.name) or getattr(self._first_of(entry), entry.name)
         with self.job.heartbeat.task_clock.task(entry.name) as spent:
             metrics: Metrics = task(entry.step, entry.chunk) or {}
@@ -187,7 +201,7 @@ class Trainer:
 
     def _is_in_flight(self, entry: Entry) -> bool:
         """Whether engines may come to it at another place than the order's."""
-        return self.in_flight is not None and entry.name == WEIGHT_SYNC
+        return entry.name in self.in_flight
 
     def _metrics_of_rank(self) -> Metrics:
         """Of the roles that this rank reports for; what concerns the whole rank comes from the job's leader."""
@@ -198,18 +212,39 @@ class Trainer:
         metrics |= self.work.metrics(sorted(leads))
         return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
 
-    def _in_flight(self) -> InFlightSync | None:
-        """For the actor, which announces syncs, and for engines, which join them between decode steps."""
-        if not self.job.shape.syncs_in_flight:
-            return None
-        rollout = self.roles.get("rollout")
-        leader = rollout.engine_ranks[0] if isinstance(rollout, Rollout) else self.job.leader_of("actor")
-        in_flight = InFlightSync(
-            self.order.syncs(), self.job.world.store, leader=leader, rank=self.rank, run=self._join_sync
-        )
-        if isinstance(rollout, Rollout):
-            rollout.training.in_flight = in_flight
-        return in_flight
+    def _syncs(self) -> dict[str, Callable[[int, int], Metrics | None]]:
+        """By task, those of the actor's weights in which this rank takes part. Collective over: all ranks."""
+        tasks = sorted({entry.name for entry in self.order.distinct()} & SYNCED.keys())
+        return {task: self._sync(task) for task in tasks if self.hosted & {"actor", SYNCED[task]}}
+
+    def _sync(self, task: str) -> Callable[[int, int], Metrics | None]:
+        actor, follower = self.roles.get("actor"), self.roles.get(SYNCED[task])
+        if task == WEIGHT_SYNC:
+            return WeightSync(self.job, actor, follower)  # type: ignore[arg-type]
+        if task == SYNC_EVALUATION:
+            return EvaluationSync(self.job, actor, follower)
+        return ModelSync(self.job, SYNCED[task], actor, follower)
+
+    def _in_flight(self) -> dict[str, InFlightSync]:
+        """By task, for the actor, which announces syncs, and for engines, which join them between decode steps."""
+        job, found = self.job, dict[str, InFlightSync]()
+        for task in (WEIGHT_SYNC, *((SYNC_EVALUATION,) if job.config.evaluates_apart else ())):
+            if task == WEIGHT_SYNC and not job.shape.syncs_in_flight:
+                continue
+            drawing = self.roles.get(SYNCED[task])
+            leader = drawing.engine_ranks[0] if isinstance(drawing, DrawingRole) else job.leader_of("actor")
+            found[task] = InFlightSync(
+                self.order.syncs(task),
+                job.world.store,
+                leader=leader,
+                rank=self.rank,
+                run=self._join_sync,
+                name=task,
+                has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
+            )
+            if isinstance(drawing, DrawingRole):
+                drawing.take_in_flight(found[task])
+        return found
 
     def _agree_on_order(self) -> None:
         """Ranks with different orders would wait for each other forever: compare before anything else."""

@@ -16,11 +16,14 @@ class Sft(Algorithm):
     generates = False
 
     def needs(self) -> dict[str, str]:
-        evaluating = dict.fromkeys(("rollout", "reward"), "data.eval") if self.config.evaluations else {}
-        return {"actor": f"algorithm {self.name}", **evaluating}
+        evaluating = ("evaluation",) if self.config.evaluates_apart else ("rollout", "reward")
+        needed = dict.fromkeys(evaluating, "data.eval") if self.config.evaluations else {}
+        return {"actor": f"algorithm {self.name}", **needed}
 
     def usable_roles(self) -> frozenset[str]:
-        return frozenset({*self.needs(), *(rewarding_roles() if self.config.data.eval else ())})
+        apart, evaluates = self.config.evaluates_apart, bool(self.config.evaluations)
+        evaluating = ("evaluation", *(() if apart else rewarding_roles()))
+        return frozenset({*self.needs(), *(evaluating if evaluates else ())})
 
     def problems(self) -> Iterator[str]:
         yield from ()

@@ -1,7 +1,7 @@
 """Placement: which role lives on which ranks. How two roles share ranks is derived from it, never configured."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -54,6 +54,10 @@ class Placement:
     def hosting(self) -> tuple[int, ...]:
         """The ranks on which a role lives."""
         return tuple(sorted(set().union(*self.ranks_by_role.values())))
+
+    def hosting_nothing_but(self, roles: Collection[str]) -> tuple[int, ...]:
+        """The ranks on which some of `roles` live and no others."""
+        return tuple(rank for rank in self.hosting if set(self.hosts(rank)) <= set(roles))
 
     @property
     def idle(self) -> tuple[int, ...]:

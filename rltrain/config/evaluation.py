@@ -1,19 +1,22 @@
 """The config section evaluation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from rltrain.config.data import PromptFile
-from rltrain.config.engines import Sampling
+from rltrain.config.engines import Rollout, Sampling
+from rltrain.config.models import Offload, Parallel
 from rltrain.config.rewards import Reward
-from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Section
+from rltrain.config.section import Count, Fraction, NonNegative, NonNegativeInt, Positive, Section
 
 SHORT_FORM = "eval"
 """The name of the set that data.eval is."""
 OF_SOURCES = "reward_mean"
 """Before the name of one of several sources, in metrics; no set can be called so."""
+ENGINE_KEYS = ("engine", "dtype", "parallel", "max_running_requests", "max_context_tokens", "kv_cache_gb")
+"""Of the section rollout, what engines of role evaluation may have otherwise."""
 
 
 class EvaluationSampling(Section):
@@ -52,7 +55,8 @@ class KeepBest(Section):
 
 class Evaluation(Section):
     """Held-out prompts, answered and scored by a reward function: data.eval, a set that is decoded greedily, and
-    `sets`. Off when there is neither."""
+    `sets`. Off when there is neither. The rollout's engines answer them, and where role evaluation is placed its own,
+    beside training and generation."""
 
     interval: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
@@ -68,6 +72,27 @@ class Evaluation(Section):
     logged_prompts: NonNegativeInt | Literal["all"] = 4
     """Of so many prompts of a set, its first ones, each evaluation writes the samples to
     <output_dir>/evaluation_samples."""
+    max_waiting: NonNegativeInt = 4
+    """Evaluations, beside the one that is under way, whose weights role evaluation keeps on the host until their turn.
+    When more are due training waits."""
+    engine: Literal["embedded", "sglang"] | None = None
+    """Of role evaluation, as all keys from here on: as of section rollout, which null stands for."""
+    dtype: Literal["auto", "fp8"] | None = None
+    parallel: Parallel | None = None
+    max_running_requests: Count | None = None
+    max_context_tokens: Count | None = None
+    kv_cache_gb: Literal["auto"] | Positive | None = None
+
+    @property
+    def engine_keys(self) -> dict[str, Any]:
+        """What is said of engines of its own."""
+        values = {key: getattr(self, key) for key in ENGINE_KEYS}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def offload(self) -> Offload:
+        """Its engines share their ranks with nobody."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,11 @@ def evaluation_plans(evaluation: Evaluation, short_form: PromptFile | None, of_r
             )
         )
     return plans
+
+
+def of_own_engines(rollout: Rollout, evaluation: Evaluation) -> Rollout:
+    """The section rollout as engines of role evaluation have it."""
+    return rollout.model_copy(update={**evaluation.engine_keys, "offload": evaluation.offload})
 
 
 def _sampling(own: EvaluationSampling, of_run: Sampling) -> Sampling:

@@ -20,7 +20,7 @@ from rltrain.config.evaluation import EvaluationPlan as EvaluationPlan
 from rltrain.config.evaluation import EvaluationSampling as EvaluationSampling
 from rltrain.config.evaluation import EvaluationSet as EvaluationSet
 from rltrain.config.evaluation import KeepBest as KeepBest
-from rltrain.config.evaluation import evaluation_plans
+from rltrain.config.evaluation import evaluation_plans, of_own_engines
 from rltrain.config.learning import Advantages as Advantages
 from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import ClipCov as ClipCov
@@ -190,7 +190,8 @@ class Config(Section):
         if not hasattr(section, "parallel"):
             return Parallel(), f"placement.{role}"
         own: Parallel | None = section.parallel
-        return (self.actor.parallel, "actor.parallel") if own is None else (own, f"{role}.parallel")
+        like = "rollout" if role == "evaluation" else "actor"
+        return (getattr(self, like).parallel, f"{like}.parallel") if own is None else (own, f"{role}.parallel")
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""
@@ -201,8 +202,15 @@ class Config(Section):
 
     def served(self, role: str) -> Served:
         """What is said of the engines of a role that has such."""
+        if role == "evaluation":
+            return of_own_engines(self.rollout, self.evaluation)
         section: Served = getattr(self, role)
         return section
+
+    @property
+    def evaluates_apart(self) -> bool:
+        """Whether engines of their own evaluate."""
+        return "evaluation" in self.placed_roles
 
     @property
     def placed_roles(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from rltrain.cluster.placement import Placement, format_ranks, placement_of, rol
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.dry_run.evaluation import describe_evaluation, estimator_of_sets
 from rltrain.dry_run.fit import describe_fit, refuse_what_does_not_fit
 from rltrain.dry_run.legal import is_legal
 from rltrain.dry_run.memory import describe_memory
@@ -66,12 +67,14 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
     steady, entries = steady_order(config, placement), num_entries(config, placement)
     guests = job.guests if job else ()
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
+    evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
     sections = {
         f"Ranks: {world_size}, {ranks_per_node} per node": [*describe_ranks(placement, ranks_per_node), *of_ranks],
         "Pairs of roles": pair_modes(placement),
         "Parallel grids": [describe_grid(role, grid, architectures.get(role)) for role, grid in grids.items()],
         "Process groups": describe_groups(grids, world_size),
         f"Schedule: {describe_mode(config)}; {entries} entries, no deadlock": describe_order(order, config),
+        **({"Evaluation": evaluation} if evaluation else {}),
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
         "Memory": describe_memory(steady, config, placement, guests),

@@ -66,11 +66,17 @@ def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config
         yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
     for role in (*model_roles(), "rollout"):
         yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
-    if config.rollout.engine == "embedded":
-        quarter = round(gpu_memory_gb / 4, 1)
-        yield f"rollout.kv_cache_gb: {quarter}", with_keys(config, rollout__kv_cache_gb=quarter)
-    for fewer in (config.rollout.max_running_requests // 2, config.rollout.max_running_requests // 4):
-        yield f"rollout.max_running_requests: {fewer}", with_keys(config, rollout__max_running_requests=max(fewer, 1))
+    for role in ("rollout", "evaluation") if config.evaluates_apart else ("rollout",):
+        yield from _smaller_engines(config, role, round(gpu_memory_gb / 4, 1))
+
+
+def _smaller_engines(config: Config, role: str, kv_cache_gb: float) -> Iterator[tuple[str, Config]]:
+    engines = config.served(role)
+    if engines.engine == "embedded":
+        yield f"{role}.kv_cache_gb: {kv_cache_gb}", with_keys(config, **{f"{role}__kv_cache_gb": kv_cache_gb})
+    for fewer in (engines.max_running_requests // 2, engines.max_running_requests // 4):
+        changes = {f"{role}__max_running_requests": max(fewer, 1)}
+        yield f"{role}.max_running_requests: {fewer}", with_keys(config, **changes)
 
 
 def _more_parallel(config: Config, role: str) -> Iterator[tuple[str, Config]]:

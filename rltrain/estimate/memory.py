@@ -9,8 +9,9 @@ from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
+from rltrain.rollout.layout import ARRIVING_BYTES
 from rltrain.tasks.declaration import Key
-from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks, served_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
 
 MIB = 2**20
 FP32 = 4
@@ -51,8 +52,9 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
 def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     """Of each part of a role's memory, on a rank of one of its pipeline stages. Keys and values are those that all
     responses which run at once may need; `cache_on_gpu` tells what a device leaves them."""
-    if role == "rollout":
-        return {"weights": job.served_bytes, "kv_cache": _cache(job, _running(job) * _positions(job))}
+    if role in drawing_roles():
+        cache = _cache(job, role, _running(job, role) * _positions(job, role))
+        return {"weights": job.served_bytes_of(role), "kv_cache": cache}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     if role == "judge":
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
@@ -76,41 +78,45 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     }
 
 
-def cache_on_gpu(job: PlannedJob, gpu: Gpu, beside: int) -> int:
-    """Bytes of keys and values on a rank of an engine, where `beside` bytes of the device are taken when its turn
-    comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
+def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
+    """Bytes of keys and values on a rank of an engine that draws, where `beside` bytes of the device are taken when its
+    turn comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
     context."""
-    rollout = job.config.rollout
+    rollout = job.config.served(role)
     memory = gpu.memory_gb * GB
     if rollout.engine == "sglang":
         fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
-        room = memory * fraction - job.served_bytes
+        room = memory * fraction - job.served_bytes_of(role)
     elif isinstance(rollout.kv_cache_gb, str):
         room = (memory - beside) * EMBEDDED_SHARE_OF_FREE
     else:
         room = rollout.kv_cache_gb * GB
-    wanted = _cache(job, rollout.max_running_requests * _positions(job))
-    return max(_cache(job, _positions(job)), min(wanted, int(room)))
+    wanted = _cache(job, role, rollout.max_running_requests * _positions(job, role))
+    return max(_cache(job, role, _positions(job, role)), min(wanted, int(room)))
 
 
-def _cache(job: PlannedJob, num_tokens: int) -> int:
-    tp = job.grids["rollout"].tp
-    return kv_bytes(job.architectures["rollout"], num_tokens, tp=tp, item_bytes=job.item_bytes)
+def _cache(job: PlannedJob, role: str, num_tokens: int) -> int:
+    tp = job.grids[role].tp
+    return kv_bytes(job.architectures[role], num_tokens, tp=tp, item_bytes=job.item_bytes)
 
 
-def _running(job: PlannedJob) -> int:
+def _running(job: PlannedJob, role: str) -> int:
     """Responses that run at once."""
-    running = job.config.rollout.max_running_requests
-    return running if job.config.evaluations else min(running, job.samples_per_replica("rollout"))
+    running, evaluates = (
+        job.config.served(role).max_running_requests,
+        role == "evaluation" or not job.config.evaluates_apart,
+    )
+    is_evaluating = job.config.evaluations and evaluates
+    return running if is_evaluating else min(running, job.samples_per_replica(role))
 
 
 def _judged_at_once(job: PlannedJob) -> int:
     return min(job.config.judge.max_running_requests, job.samples_per_replica("judge"))
 
 
-def _positions(job: PlannedJob) -> int:
+def _positions(job: PlannedJob, role: str) -> int:
     """Of the longest context."""
-    return -(-job.config.rollout.max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
+    return -(-job.config.served(role).max_context_tokens // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
 
 
 def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
@@ -121,7 +127,10 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     if task in SYNCED:
         return _sync_bytes(job, stages)
     if task in ("generate", "generate_evaluation"):
-        return _generating_bytes(job)
+        return _generating_bytes(job, "rollout")
+    if task == "run_evaluation":
+        part = min(ARRIVING_BYTES, job.served_bytes_of("evaluation"))  # of weights that come meanwhile
+        return {**_generating_bytes(job, "evaluation"), **_sync_bytes(job, stages), "arriving": part}
     if task in ("verdicts", "evaluation_verdicts"):
         logits = _judged_at_once(job) * job.architectures["judge"].vocab_size
         return {"logits": logits * FP32 * SAMPLING_COPIES, **_staging(job, "judge")}
@@ -138,7 +147,9 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
 def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
     found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB}
-    return found | (_staging(job, "rollout") if "rollout" in stages else {})
+    for role in drawing_roles():
+        found |= _staging(job, role) if role in stages else {}
+    return found
 
 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:
@@ -149,14 +160,18 @@ def _staging(job: PlannedJob, role: str) -> dict[str, int]:
     return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}
 
 
-def _generating_bytes(job: PlannedJob) -> dict[str, int]:
+def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
-    architecture, config = job.architectures["rollout"], job.config
-    running = min(config.rollout.max_running_requests, job.samples_per_replica("rollout"))
-    prompts = min(-(-running // job.shape.samples_per_group), running)
-    prompt = config.data.max_prompt_tokens
-    at_once = PREFILL_TOKENS if config.rollout.engine == "sglang" else max(PREFILL_TOKENS, prompt)
-    inside = architecture.hidden_size + _widest(architecture, job.grids["rollout"])
+    architecture, grid, served = job.architectures[role], job.grids[role], job.config.served(role)
+    running, samples_per_prompt = served.max_running_requests, job.shape.samples_per_group
+    if role == "evaluation":
+        samples_per_prompt = min(plan.samples_per_prompt for plan in job.config.evaluations)
+    else:
+        running = min(running, job.samples_per_replica(role))
+    prompts = min(-(-running // samples_per_prompt), running)
+    prompt = job.config.data.max_prompt_tokens
+    at_once = PREFILL_TOKENS if served.engine == "sglang" else max(PREFILL_TOKENS, prompt)
+    inside = architecture.hidden_size + _widest(architecture, grid)
     of_token = architecture.hidden_size * job.residual_bytes + inside * job.item_bytes
     hidden = min(prompts * prompt, at_once) * of_token
     return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
@@ -204,6 +219,9 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
     kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
+    if "evaluation" in stages:
+        waiting = 1 + job.config.evaluation.max_waiting
+        found["evaluations, not pinned"] = waiting * parts["evaluation", "weights"]
     return {name: size for name, size in found.items() if size}
 
 

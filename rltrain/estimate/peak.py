@@ -7,12 +7,11 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import MIB, cache_on_gpu, host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import Kind, PlannedJob
 from rltrain.residency.memory_plan import MemoryPlan, Place, leaving_roles
-from rltrain.schedule.steady import fullest_step
+from rltrain.schedule.steady import evaluated_step, fullest_step
 from rltrain.tasks.declaration import Key
-from rltrain.tasks.roles import served_roles
+from rltrain.tasks.roles import DECLARED, drawing_roles, served_roles
 
 COMMUNICATORS, CONTEXT = "communicators", "context"
-CACHE: Key = ("rollout", "kv_cache")
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,10 @@ def rank_memories(job: PlannedJob, gpu: Gpu) -> list[RankMemory]:
     return [_memory(job, gpu, kind, ranks, _fixed_bytes(job, gpu, ranks[0])) for kind, ranks in kinds]
 
 
-def cache_bytes(memories: Sequence[RankMemory]) -> int:
-    """Keys and values on the rank of an engine that has least room for them; 0 without engines."""
-    return min((memory.parts[CACHE] for memory in memories if CACHE in memory.parts), default=0)
+def cache_bytes(memories: Sequence[RankMemory], role: str = "rollout") -> int:
+    """Keys and values on the rank of a role's engine that has least room for them; 0 without engines."""
+    cache = (role, "kv_cache")
+    return min((memory.parts[cache] for memory in memories if cache in memory.parts), default=0)
 
 
 def largest(memories: Sequence[RankMemory]) -> RankMemory:
@@ -67,9 +67,11 @@ def _memory(job: PlannedJob, gpu: Gpu, kind: Kind, ranks: tuple[int, ...], fixed
     held = {role: resident_bytes(job, role, stage) for role, stage in kind.stages}
     parts = {(role, part): size for role, of_role in held.items() for part, size in of_role.items()}
     step = _of_a_step(job, kind)
-    if CACHE in parts:
-        beside = [_on_device(parts, places) - parts[CACHE] for task, places in step if task == "generate"]
-        parts[CACHE] = cache_on_gpu(job, gpu, max(beside, default=parts["rollout", "weights"]) + sum(fixed.values()))
+    for role in (role for role in drawing_roles() if role in stages):
+        cache, draws = (role, "kv_cache"), "run_evaluation" if role == "evaluation" else "generate"
+        beside = [_on_device(parts, places) - parts[cache] for task, places in step if task == draws]
+        taken = max(beside, default=parts[role, "weights"]) + sum(fixed.values())
+        parts[cache] = cache_on_gpu(job, role, gpu, taken)
     rows, on_host = [], set[Key]()
     for task, places in step:
         on_host |= {key for key, place in places.items() if place == "host" and key[0] not in job.guests}
@@ -94,7 +96,8 @@ def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place
 
 def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]]:
     """(task, where each part is) of the fullest step; tasks and places that come again are left out."""
-    step = fullest_step(job.order)
+    beside_steps = any(DECLARED[role].beside_steps for role in kind.roles)
+    step = evaluated_step(job.order) if beside_steps else fullest_step(job.order)
     found: list[tuple[str, dict[Key, Place]]] = []
     for position, places in places_along(job, kind):
         entry = job.order[position]

@@ -97,11 +97,6 @@ class PlannedJob:
     def logit_bytes(self) -> int:
         return _item_bytes(self.config.model.head)
 
-    @property
-    def served_bytes(self) -> int:
-        """Of the weights on a rank of the rollout's engine."""
-        return self.served_bytes_of("rollout")
-
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
         is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]

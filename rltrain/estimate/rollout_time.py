@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
+from rltrain.config.schema import EvaluationPlan
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.memory import kv_bytes
@@ -28,17 +29,45 @@ def generation(job: PlannedJob, gpu: Gpu, workload: Workload, cache_bytes: int) 
     """Of a step on the engine with most samples, with `cache_bytes` for keys and values on each rank. All slots are
     taken while responses wait; at the end those that are longer than the mean run on, fewer and fewer, unless they are
     left to the next step."""
-    architecture, grid = job.architectures["rollout"], job.grids["rollout"]
-    num = float(job.samples_per_replica("rollout"))
+    num = job.samples_per_replica("rollout")
     tail = 0.0 if job.config.schedule.partial_rollouts else max(workload.longest_response - workload.response, 0.0)
+    return drawing(job, "rollout", gpu, workload, cache_bytes, num, job.shape.samples_per_group, tail)
+
+
+def drawing(
+    job: PlannedJob,
+    role: str,
+    gpu: Gpu,
+    workload: Workload,
+    cache_bytes: int,
+    num: float,
+    samples_per_prompt: int,
+    tail: float,
+) -> Generation:
+    """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average."""
+    architecture, grid = job.architectures[role], job.grids[role]
     kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
-    slots = max(1.0, min(num, job.config.rollout.max_running_requests, cache_bytes / kept))
+    slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
     running = num * workload.response / num_steps
-    prompts = ceil(num / job.shape.samples_per_group)
+    prompts = ceil(num / samples_per_prompt)
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
-    return Generation(prefill, num_steps * decode_step(job, gpu, workload, running), num_steps, running)
+    return Generation(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
+
+
+def evaluating(
+    job: PlannedJob, gpu: Gpu, workload: Workload, plan: EvaluationPlan, cache_bytes: int, num_prompts: int
+) -> float:
+    """Seconds in which so many prompts of an evaluation set are answered by all engines that do so. Responses are as
+    much shorter than they may be as those of training are taken to be."""
+    role = "evaluation" if job.config.evaluates_apart else "rollout"
+    longest = plan.sampling.max_response_tokens
+    response = longest * workload.response / job.config.rollout.sampling.max_response_tokens
+    of_set = Workload(prompt=workload.prompt, response=response, longest_response=longest)
+    num = max(1.0, num_prompts * plan.samples_per_prompt / job.grids[role].dp)
+    made = drawing(job, role, gpu, of_set, cache_bytes, num, plan.samples_per_prompt, longest - response)
+    return made.prefill_s + made.decode_s
 
 
 def judging(job: PlannedJob, gpu: Gpu, workload: Workload) -> float:

@@ -12,7 +12,7 @@ from rltrain.estimate.peak import RankMemory, largest, rank_memories
 from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.estimate.step_time import Clock, Factors, StepTime
 from rltrain.estimate.workload import Workload
-from rltrain.tasks.roles import model_roles
+from rltrain.tasks.roles import DECLARED, model_roles
 
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8)
@@ -97,10 +97,15 @@ def _with_sizes(config: Config, keys: Mapping[str, object]) -> Config:
 
 
 def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]:
-    """Everything on all ranks; and the rollout with the reward behind the others."""
-    roles = job.placement.roles
+    """Everything on all ranks; and the rollout with the reward behind the others. Whoever evaluates beside them all has
+    as many ranks as it has, the last ones."""
+    roles = [role for role in job.placement.roles if not DECLARED[role].beside_steps]
+    apart = [role for role in job.placement.roles if role not in roles]
+    world_size, end = world_size - sum(len(job.placement.ranks(role)) for role in apart), world_size
+    kept = {role: format_ranks(range(world_size, end)) for role in apart}
     schedule = job.config.schedule
-    together: dict[str, object] = {"placement": {", ".join(roles): "all"}}
+    everywhere = format_ranks(range(world_size)) if apart else "all"
+    together: dict[str, object] = {"placement": {", ".join(roles): everywhere, **kept}}
     if schedule.mode == "sequential":
         yield together
     else:
@@ -113,4 +118,4 @@ def _placements(job: PlannedJob, world_size: int) -> Iterator[dict[str, object]]
     for count in sorted({round(world_size * share) for share in ENGINE_SHARES} - {0, world_size}):
         first = format_ranks(range(world_size - count))
         last = format_ranks(range(world_size - count, world_size))
-        yield {"placement": {", ".join(training): first, ", ".join(behind): last}}
+        yield {"placement": {", ".join(training): first, ", ".join(behind): last, **kept}}

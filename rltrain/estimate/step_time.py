@@ -17,12 +17,15 @@ from rltrain.estimate.workload import Workload
 from rltrain.schedule.bound import timetable
 from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steady import fullest_step, steady_order
-from rltrain.tasks.roles import SYNCED, model_tasks
+from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks
 
 Factors = Mapping[str, float]
 """By task, what a measured run took over what was foretold of it."""
 
-RARE_TASKS = ("decide_to_stop", "checkpoint", "save_hf", "save_best", "save_candidate", "keep_candidate")
+RARE_TASKS = (
+    *("decide_to_stop", "stop_if_reached", "checkpoint", "save_hf", "save_best", "save_candidate", "keep_candidate"),
+    *("sync_evaluation", "run_evaluation", "keep_evaluated"),
+)
 """Not of every step; their seconds are left out."""
 
 
@@ -87,6 +90,7 @@ class Clock:
         shares = {
             role: min(1.0, max(busy[rank] for rank in placement.ranks(role)) / len(steps) / step_s)
             for role in placement.roles
+            if not DECLARED[role].beside_steps
         }
         tasks: dict[tuple[str, tuple[str, ...]], float] = {}
         for entry in inside:
@@ -109,6 +113,8 @@ class Clock:
 
     def _task(self, name: str, role: str) -> float:
         task_s, share = self.gpu.efficiency.task_s, 1 / self.job.shape.num_chunks
+        if name in RARE_TASKS or "evaluation" in name:
+            return 0.0
         if name in SYNCED:
             synced = SYNCED[name]
             if synced in self.job.guests:
@@ -124,8 +130,8 @@ class Clock:
             samples = self.job.samples_per_step * share / self.job.grids["reward"].dp
             return samples * self.gpu.efficiency.reward_s / self.job.config.reward.num_workers + task_s
         model_role, trains = model_tasks().get(name, (None, False))
-        if model_role is None or "evaluation" in name:
-            return 0.0 if name in RARE_TASKS or "evaluation" in name else task_s
+        if model_role is None:
+            return task_s
         model = TrainingTime(self.job, model_role, self.gpu, self.workload)
         if not trains:
             return model.evaluating(share) + task_s

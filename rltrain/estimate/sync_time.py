@@ -11,6 +11,7 @@ from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
 from rltrain.rollout.layout import whole_engine
+from rltrain.tasks.roles import drawing_roles
 
 BYTES_PER_COPY = 2
 """A byte that is copied is read and written."""
@@ -26,9 +27,10 @@ class PlannedSync:
     @cached_property
     def planner(self) -> Planner:
         job, source = self.job, self._training_layout("actor")
-        if self.role != "rollout":
+        if self.role not in drawing_roles():
             return Planner(source, self._training_layout(self.role), job.ranks_per_node)
-        layouts = whole_engine(job.config, job.architectures["actor"], job.grids["rollout"]).filled_from(source)
+        whole = whole_engine(job.config, job.architectures["actor"], job.grids[self.role], self.role)
+        layouts = whole.filled_from(source)
         return Planner(layouts.source, layouts.destination, job.ranks_per_node)
 
     def _training_layout(self, role: str) -> Layout:
@@ -71,5 +73,5 @@ def received_bytes(job: PlannedJob, role: str) -> int:
 def copying_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
     """Every byte is read and written where it is packed and where it arrives, and once more for a server's process."""
     received = received_bytes(job, role)
-    copies = 2 + (role == "rollout" and job.config.rollout.engine == "sglang")
+    copies = 2 + (role in drawing_roles() and job.config.served(role).engine == "sglang")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

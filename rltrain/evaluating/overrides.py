@@ -23,12 +23,13 @@ KEPT = frozenset(
 def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, output: Path | None) -> list[str]:
     """Overrides of the config file at `path` that have its evaluation sets drawn by `checkpoint`, once: `given` and
     what else is needed. All ranks host rollout and reward, and env and the models that tell the reward where the config
-    has such, unless `given` places them otherwise. Raises ConfigError, and CheckpointError where `checkpoint` is
-    neither a folder nor can be a name on the hub."""
+    has such, unless `given` places them otherwise; engines are those of role evaluation, where the config has such.
+    Raises ConfigError, and CheckpointError where `checkpoint` is neither a folder nor can be a name on the hub."""
     found = named_checkpoint(checkpoint, "--checkpoint")
     config = load_config(path, given)
     roles = ["rollout", "reward", *(["env"] if config.env.function or config.env.agent else [])]
     roles += [role for role in rewarding_roles() if getattr(config, role).path is not None]
+    of_engines = config.evaluation.model_dump(mode="json", include={*config.evaluation.engine_keys})
     name = found.resolve().name if isinstance(found, Path) else Path(found.name).name
     output = output or Path(config.output_dir, "evaluations", name)
     before = {
@@ -36,6 +37,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
         "placement": {", ".join(roles): "all"},
         "reward": config.reward.model_dump(mode="json", exclude_unset=True),
         "evaluation.logged_prompts": "all",
+        **{f"rollout.{key}": value for key, value in of_engines.items()},
     }
     after = {
         "algorithm": "evaluate",
@@ -47,6 +49,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
         "evaluation.stop_at": None,
         "evaluation.stop_metric": None,
         "evaluation.keep_best": None,
+        **{f"evaluation.{key}": None for key in of_engines},
         "logging.wandb": {},
         "logging.tensorboard": False,
     }

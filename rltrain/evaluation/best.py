@@ -9,8 +9,10 @@ from typing import Any
 from rltrain.config.schema import KeepBest
 from rltrain.evaluation.verdicts import reported
 
+BEST_FOLDER = "hf_best"
+"""Of output_dir: the best policy."""
 BEST_FILE = "best.json"
-"""In the folder of the best policy: its step, and the metric's name and value."""
+"""In it: its step, and the metric's name and value."""
 BEST_STATE_FILE = "best.safetensors"
 """Of a checkpoint."""
 

@@ -15,6 +15,15 @@ def end_verdict_of(step: int) -> str:
     return f"evaluation/end/{step}"
 
 
+REACHED = "evaluation/reached"
+"""Key that is there once an evaluation by engines of their own has reached the goal."""
+
+
+def stop_verdict_of(step: int) -> str:
+    """Key of whether such a run ends after a step: what the first rank to have done with it knew."""
+    return f"evaluation/stop/{step}"
+
+
 def reported(metrics: Mapping[str, float], name: str, config_key: str) -> float:
     """ConfigError where an evaluation does not report what the config key names."""
     if name not in metrics:

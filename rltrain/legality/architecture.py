@@ -68,6 +68,8 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
         return
     batch, blocks = config.batch, RunShape.of(config).prompt_blocks
     for role, grid in grids.items():
+        if DECLARED[role].beside_steps:
+            continue
         groups, of = batch.prompts_per_step, f"batch.prompts_per_step {batch.prompts_per_step}"
         if role in trained_roles():
             groups //= blocks

@@ -126,7 +126,7 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_memory_problems(config: Config) -> Iterator[str]:
-    for role in served_roles():
+    for role in (role for role in served_roles() if role in config.placed_roles):
         served = config.served(role)
         if served.engine == "sglang" and served.kv_cache_gb != "auto":
             yield (

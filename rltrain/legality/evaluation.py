@@ -4,9 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.evaluation import OF_SOURCES, SHORT_FORM, EvaluationPlan
 from rltrain.config.schema import Config
 from rltrain.evaluation.estimators import sizes_up_to
+from rltrain.tasks.roles import rewarding_roles
 
 OF_EVERY_SET = ("score", "response_length_mean", "truncated_ratio")
 """That policies can be compared by."""
@@ -23,6 +25,61 @@ def evaluation_problems(config: Config) -> Iterator[str]:
                 "0, at which all samples of a prompt are equal; expected 1, or a temperature above 0"
             )
     yield from _metric_problems(config, plans)
+    yield from _own_engine_problems(config) if config.evaluates_apart else _keys_of_nobody(config)
+
+
+def apart_problems(config: Config, placement: Placement) -> Iterator[str]:
+    """Of the ranks of role evaluation."""
+    if not config.evaluates_apart:
+        return
+    ranks = placement.ranks("evaluation")
+    others = sorted({role for rank in ranks for role in placement.hosts(rank)} - {"evaluation"})
+    if others:
+        shared = {rank for role in others for rank in placement.ranks(role)} & {*ranks}
+        yield (
+            f"placement.evaluation: shares ranks {format_ranks(shared)} with {', '.join(others)}, which could not go "
+            "on while it draws; expected ranks of its own. Or leave the role out: the rollout's engines then evaluate"
+        )
+
+
+def _own_engine_problems(config: Config) -> Iterator[str]:
+    engines = config.served("evaluation")
+    if not config.evaluations:
+        yield (
+            "placement.evaluation: the role is placed, and nothing is evaluated; expected held-out prompts in "
+            "data.eval or evaluation.sets, or the role left out"
+        )
+    if "env" in config.placed_roles:
+        yield (
+            "placement.evaluation: got the role with role env, whose environments serve the rollout's engines alone; "
+            "expected it left out: the rollout's engines then evaluate"
+        )
+    models = [role for role in rewarding_roles() if role in config.placed_roles]
+    for plan in config.evaluations if models else ():
+        if plan.reward is None:
+            yield (
+                f"{plan.config_key}: is scored by the run's reward, of which {', '.join(models)} is part and has "
+                "training's samples to score; with role evaluation placed expected each set in evaluation.sets, with a "
+                "reward section of functions. Or leave the role out: the rollout's engines then evaluate"
+            )
+    if engines.dtype == "fp8" and config.evaluation.keep_best is not None:
+        yield (
+            "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
+            "keep; expected evaluation.dtype: auto"
+        )
+    if engines.engine == "sglang" and engines.kv_cache_gb != "auto":
+        yield (
+            f"evaluation.kv_cache_gb: got {engines.kv_cache_gb} with engines of SGLang, whose server decides; expected "
+            "auto"
+        )
+
+
+def _keys_of_nobody(config: Config) -> Iterator[str]:
+    for key, value in config.evaluation.engine_keys.items():
+        yield (
+            f"evaluation.{key}: got {value}, of engines of role evaluation, which is not placed; expected evaluation: "
+            f"ranks in placement, or rollout.{key} for the rollout's engines, which evaluate"
+        )
 
 
 def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
@@ -39,14 +96,21 @@ def _name_problems(plans: Sequence[EvaluationPlan]) -> Iterator[str]:
 
 def _length_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:
     """Of the limits that a set has beside the run's."""
-    context, prompt = config.rollout.max_context_tokens, config.data.max_prompt_tokens
+    role = "evaluation" if config.evaluates_apart else "rollout"
+    context, prompt = config.served(role).max_context_tokens, config.data.max_prompt_tokens
     for plan in plans:
         response = plan.sampling.max_response_tokens
-        if response > config.rollout.sampling.max_response_tokens and prompt + response > context:
+        is_checked = role == "rollout" and response <= config.rollout.sampling.max_response_tokens  # with the run's
+        if not is_checked and prompt + response > context:
             yield (
-                f"rollout.max_context_tokens: got {context}; expected at least data.max_prompt_tokens {prompt} + "
-                f"{plan.config_key.removesuffix('data')}sampling.max_response_tokens {response} = {prompt + response}"
+                f"{role}.max_context_tokens: got {context}; expected at least data.max_prompt_tokens {prompt} + "
+                f"{_response_key(plan)} {response} = {prompt + response}"
             )
+
+
+def _response_key(plan: EvaluationPlan) -> str:
+    section = "rollout." if plan.name == SHORT_FORM else plan.config_key.removesuffix("data")
+    return f"{section}sampling.max_response_tokens"
 
 
 def _metric_problems(config: Config, plans: Sequence[EvaluationPlan]) -> Iterator[str]:

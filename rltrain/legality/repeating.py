@@ -15,13 +15,15 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     An engine draws the same as long as it begins and ends the same at the same decode steps. One that is alone counts
     those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
     """
+    for role in (role for role in served_roles() if role in grids):
+        served, section = config.served(role), "rollout" if role == "evaluation" else role
+        if served.engine == "sglang" and not served.sglang.heeds_seeds:
+            return f"SGLang draws with random numbers of its own ({section}.sglang.args.enable_deterministic_inference)"
+    if config.evaluates_apart and config.stop_metric is not None:
+        return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     if "rollout" not in grids:
         return None
     rollout, num_engines, shape = config.rollout, grids["rollout"].dp, RunShape.of(config)
-    for role in served_roles():
-        served = config.served(role)
-        if role in grids and served.engine == "sglang" and not served.sglang.heeds_seeds:
-            return f"SGLang draws with random numbers of its own ({role}.sglang.args.enable_deterministic_inference)"
     if shape.syncs_in_flight:
         return "responses go on with new weights as soon as there are any (schedule.in_flight_sync)"
     if shape.selects_groups and not TRUSTED.issuperset(config.reward.names):

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import Placement, format_ranks
-from rltrain.config.roles import role_names
 from rltrain.config.schema import Config
 from rltrain.legality.dynamic_sampling import dynamic_sampling_problems
+from rltrain.legality.evaluation import apart_problems
 from rltrain.legality.problems import refuse
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import device_roles, served_roles
+from rltrain.tasks.roles import DECLARED, device_roles, roles_of_samples, served_roles
 
 OVERLAP_OFF = "disable_overlap_schedule"
 """SGLang's argument."""
@@ -20,7 +20,11 @@ def check_schedule(config: Config, placement: Placement, grids: Mapping[str, Gri
     """ConfigError with all that the schedule section asks for and this run cannot have."""
     problems = [*_mode_problems(config, placement), *_staleness_problems(config), *_chunk_problems(config, grids)]
     problems += [*_engine_problems(config, placement, grids), *_offload_problems(config, placement)]
-    problems += [*_overlap_problems(config), *dynamic_sampling_problems(config, placement, grids)]
+    problems += [
+        *apart_problems(config, placement),
+        *_overlap_problems(config),
+        *dynamic_sampling_problems(config, placement, grids),
+    ]
     refuse(problems, several="things in the schedule that cannot be")
 
 
@@ -32,7 +36,7 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         named = f"algorithm {config.algorithm}"
         yield f"schedule.mode: got {mode} with {named}, which generates nothing; expected sequential"
         return
-    consumers = [role for role in ("reward", *_roles_of_samples()) if role in placement.roles]
+    consumers = [role for role in ("reward", *roles_of_samples()) if role in placement.roles]
     rollout = set(placement.ranks("rollout"))
     apart = [role for role in consumers if rollout.isdisjoint(placement.ranks(role))]
     if mode == "pipelined" and not apart:
@@ -45,14 +49,9 @@ def _mode_problems(config: Config, placement: Placement) -> Iterator[str]:
         yield from _asynchronous_problems(config, placement, apart)
 
 
-def _roles_of_samples() -> list[str]:
-    """Those whose models work on what the rollout drew."""
-    return [role for role in role_names() if role in device_roles() and role != "rollout"]
-
-
 def _asynchronous_problems(config: Config, placement: Placement, apart: list[str]) -> Iterator[str]:
     nearest = f"schedule.mode: {'pipelined' if apart else 'sequential'}{_without_staleness(config)}"
-    for role in _roles_of_samples():
+    for role in roles_of_samples():
         if role in placement.roles and role not in apart:
             shared = format_ranks(set(placement.ranks("rollout")) & set(placement.ranks(role)))
             yield (
@@ -125,7 +124,7 @@ def _obstacle_to_chunks(config: Config, grids: Mapping[str, Grid], chunks: int) 
         )
     share = prompts // chunks
     for role, grid in grids.items():
-        if role != "rollout" and share < grid.dp:
+        if role != "rollout" and not DECLARED[role].beside_steps and share < grid.dp:
             return f": chunks of {share} prompts are too few for the {grid.dp} data-parallel replicas of {role}"
     return None
 
@@ -180,7 +179,7 @@ def _offload_problems(config: Config, placement: Placement) -> Iterator[str]:
             "from the device. The nearest that works here is rollout.offload: auto, by which an engine alone on its "
             "ranks stays; or schedule.in_flight_sync: false"
         )
-    for role in served_roles():
+    for role in (role for role in served_roles() if role in placement.roles):
         served = config.served(role)
         keeps = served.engine != "sglang" or served.sglang.keep_weights
         if not keeps and _leaves(role, served.offload, placement):

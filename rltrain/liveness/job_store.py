@@ -46,6 +46,11 @@ class JobStore:
             self._wait_for(key, waiting_for)
         return json.loads(self.store.get(key))
 
+    def agreed(self, key: str, proposed: bool) -> bool:
+        """What the first rank to come here has proposed, for all ranks."""
+        found: bool = json.loads(self.store.compare_set(key, "", json.dumps(proposed)))
+        return found
+
     def forget(self, key: str) -> None:
         self.store.delete_key(key)
 

@@ -62,6 +62,7 @@ class Progress:
         self.latest: dict[str, float] = {}
         self.task_seconds: dict[str, float] = {}
         self.waited_s = 0.0
+        self.num_done = 0
         self.line: str | None = None
         """Of the latest record, where it is not printed."""
         self.closed = False
@@ -70,7 +71,8 @@ class Progress:
             self.bar = self._start_bar()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics` of `step`, which counts from 0; a last record may follow the last training step."""
+        """`metrics` of `step`, which counts from 0, or late ones of a step before; a last record may follow the last
+        training step."""
         self.latest.update(metrics)
         for name, seconds in metrics.items():
             if task := working_task(name):
@@ -79,7 +81,7 @@ class Progress:
                 self.waited_s += seconds
         if not self.enabled:
             return
-        num_done = min(step + 1, self.total_steps)
+        num_done = self.num_done = max(self.num_done, min(step + 1, self.total_steps))
         left, values = self._left(num_done), self._values()
         if self.bar is not None:
             bar, bar_task = self.bar

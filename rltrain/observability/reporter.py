@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -15,7 +15,7 @@ STEPS_KEPT = 64
 
 
 class Sink(Protocol):
-    """Where the merged metrics of a step go."""
+    """Where the merged metrics of a step go, step by step; but for late ones, of a step that has been written."""
 
     def write(self, step: int, metrics: Mapping[str, float], /) -> None: ...
 
@@ -28,7 +28,8 @@ class Reporter:
     A rank publishes a step once its last task of that step has added its metrics, with those of `at_publish`. The
     logging rank passes a step to the sinks once all its ranks have published, and looks for that whenever it adds
     something itself, with what `of_whole_step` makes of all ranks' metrics. Ranks report of at most `steps_ahead` steps
-    behind the one that is trained on.
+    behind the one that is trained on. For ranks of `late` no step waits: where they come later than the others, what
+    they have to say of it is passed on by itself.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Reporter:
         at_publish: Callable[[], Metrics] = dict,
         steps_ahead: int = 0,
         of_whole_step: Callable[[Metrics], Metrics] = lambda merged: {},
+        late: Collection[int] = (),
     ) -> None:
         self.job_store = job_store
         self.rank = job_store.world.rank
@@ -55,6 +57,9 @@ class Reporter:
         self.published: deque[tuple[int, Metrics]] = deque(maxlen=steps_ahead + 2)
         """The last ones, among them all that may be of steps whose training this rank has yet to do."""
         self.num_added: Counter[int] = Counter()
+        self.late = frozenset(late)
+        self.outstanding: deque[tuple[int, str]] = deque()
+        """On the logging rank: (step, key) of what late ranks have yet to say of steps that were passed on."""
         self.uncollected = steps if self.rank == logging_rank else steps[:0]
         self.previous_step_end = time.perf_counter()
 
@@ -92,10 +97,11 @@ class Reporter:
             self._collect(complete_only=False)
         self.abandon()
 
-    def await_end(self) -> None:
-        """Wait until the logging rank closes: for a rank without a role, which nobody waits for. Were it to end before
-        the others, its launcher would leave them once all of a machine's ranks had."""
-        self.job_store.get(f"metrics/closed/{self.logging_rank}", waiting_for="the end of the run")
+    def await_end(self, rank: int | None = None) -> None:
+        """Wait until `rank` closes, None being the logging rank: for those whom nobody waits for. Were they to end
+        before the others, their launcher would leave these once all of a machine's ranks had."""
+        last = self.logging_rank if rank is None else rank
+        self.job_store.get(f"metrics/closed/{last}", waiting_for="the end of the run")
 
     def abandon(self) -> None:
         """Close the sinks without waiting for anybody."""
@@ -115,19 +121,28 @@ class Reporter:
     def _collect(self, complete_only: bool) -> None:
         while self.uncollected:
             step = self.uncollected[0]
-            keys = [f"metrics/{step}/{rank}" for rank in sorted(self.expected(step))]
-            present = [key for key in keys if self.job_store.has(key)]
-            if complete_only and len(present) < len(keys):
-                return
+            keys = {rank: f"metrics/{step}/{rank}" for rank in sorted(self.expected(step))}
+            present = {rank: key for rank, key in keys.items() if self.job_store.has(key)}
+            if complete_only and not keys.keys() - self.late <= present.keys():
+                break
             self.uncollected = self.uncollected[1:]
-            merged: Metrics = {}
-            for key in present:
-                _merge(merged, self.job_store.get(key, waiting_for=key))
-                self.job_store.forget(key)
-            if merged:
-                merged |= self.of_whole_step(merged)
-                for sink in self.sinks:
-                    sink.write(step, merged)
+            self.outstanding += [(step, keys[rank]) for rank in keys if rank in self.late and rank not in present]
+            merged = self._merged(present.values())
+            self._write(step, merged and merged | self.of_whole_step(merged))
+        for step, key in [late for late in self.outstanding if self.job_store.has(late[1])]:
+            self.outstanding.remove((step, key))
+            self._write(step, self._merged([key]))
+
+    def _merged(self, keys: Iterable[str]) -> Metrics:
+        merged: Metrics = {}
+        for key in keys:
+            _merge(merged, self.job_store.get(key, waiting_for=key))
+            self.job_store.forget(key)
+        return merged
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        for sink in self.sinks if metrics else ():
+            sink.write(step, metrics)
 
 
 def _merge(merged: Metrics, metrics: Metrics) -> None:

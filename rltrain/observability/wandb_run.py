@@ -17,9 +17,12 @@ class WandbRun:
 
     def __init__(self, config: Config, goes_on: bool) -> None:
         self._run = _start(config, goes_on)
+        self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        """What comes late stands at the step that has been reached: steps of a run never go back there."""
+        self._step = max(self._step, step)
+        self._run.log(dict(metrics), step=self._step)
 
     def close(self) -> None:
         self._run.finish()

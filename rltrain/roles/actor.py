@@ -19,7 +19,7 @@ from rltrain.checkpoint.run.folder import name_of
 from rltrain.data.experience import Experience
 from rltrain.data.preferences import Preferences
 from rltrain.data.prompts import report_dropped
-from rltrain.evaluation.best import BEST_FILE, Best
+from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles.advantage_estimation import AdvantageEstimation
@@ -31,8 +31,8 @@ from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
 from rltrain.tasks.roles import informing
 
-BEST, CANDIDATE = "hf_best", "hf_candidate"
-"""Folders of output_dir."""
+CANDIDATE = "hf_candidate"
+"""Folder of output_dir."""
 ON_POLICY_METRICS = parity.METRICS | {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
@@ -191,7 +191,7 @@ class Actor(TrainedRole):
         """Write <output_dir>/hf_best if the evaluation of the step is the best so far. Collective over: the actor's
         ranks."""
         if best := self._best_of(step):
-            self._save(BEST, {BEST_FILE: best.as_json()})
+            self._save(BEST_FOLDER, {BEST_FILE: best.as_json()})
 
     def save_candidate(self, step: int, chunk: int) -> None:
         """Write what is to be <output_dir>/hf_best should the evaluation of the step, which goes on beside training,
@@ -207,7 +207,7 @@ class Actor(TrainedRole):
         candidate = output_dir / CANDIDATE
         if best:
             notes = {BEST_FILE: best.as_json()}
-            replace_checkpoint(output_dir / BEST, candidate, like=Path(self.config.model.path), notes=notes)
+            replace_checkpoint(output_dir / BEST_FOLDER, candidate, like=Path(self.config.model.path), notes=notes)
         else:
             shutil.rmtree(candidate, ignore_errors=True)
 

@@ -1,11 +1,12 @@
 """How many samples reward functions may fail on before the job ends."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rltrain.config import schema
 from rltrain.errors import RewardError
 from rltrain.rewards.combined import Part
-from rltrain.roles.reward_statistics import prefix
+from rltrain.roles.reward_statistics import RewardStatistics, prefix
 
 
 class FailureLimit:
@@ -43,3 +44,10 @@ class FailureLimit:
             raise RewardError(
                 f"reward: every function returned None for {unscored} of {num_samples} samples of {task}. {rule}"
             )
+
+    def judged(self, task: str, gathered: Sequence[Any]) -> dict[str, float]:
+        """Metrics of what ranks have recorded: [statistics, first failures, ...] each. RewardError as by `judge`."""
+        records = [record for record, *_ in gathered]
+        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
+        self.judge(task, RewardStatistics.sums_of(records), first_failures)
+        return RewardStatistics.metrics(records)

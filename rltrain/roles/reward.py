@@ -1,28 +1,23 @@
 """The reward: scores responses against their prompts' labels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
-from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.config.evaluation import SHORT_FORM, EvaluationPlan
+from rltrain.checkpoint.run.files import Contents
 from rltrain.data.experience import Experience
-from rltrain.evaluation.best import BEST_STATE_FILE, BestSoFar
-from rltrain.evaluation.outcomes import record_of
-from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of, reported
 from rltrain.exchange.exchange import Shipment
-from rltrain.liveness.polling import poll
-from rltrain.rewards.combined import CombinedScorer, CombinedScores
+from rltrain.rewards.combined import CombinedScorer
 from rltrain.rewards.group_filter import load_group_filter
 from rltrain.rewards.rewarding_model import rewarding_models
 from rltrain.rewards.scorer import Scores
-from rltrain.roles.evaluated_set import EvaluatedSet, Judges
+from rltrain.roles.evaluation_scoring import EvaluationScoring
 from rltrain.roles.failure_limit import FailureLimit
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.outcomes import OutcomeTeller
+from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.reward_statistics import RewardStatistics
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.roles.rollout import Rollout
@@ -41,30 +36,19 @@ class Reward(Role):
         self.scorer = CombinedScorer(self.config.reward, job.heartbeat.advance, models=self.models)
         self.limit = FailureLimit(self.scorer.parts, self.config.reward)
         self.training = self._training()
-        self.evaluations = [
-            EvaluatedSet(plan, dataset, job.prompts.decoder, Judges(self.scorer, self.limit), job.heartbeat.advance)
-            for plan, dataset in zip(self.config.evaluations, job.prompts.evaluations, strict=True)
-        ]
-        self.best = self._best()
+        self.records = RankRecords(job, self.name, self.grid.ranks)
+        self.evaluations: EvaluationScoring | None = None
+        """Where no engines of their own evaluate."""
+        if not self.config.evaluates_apart:
+            self.evaluations = EvaluationScoring(job, self.scorer, self.limit, self.records)
+            self.logs.append(self.evaluations.log)
         self.statistics = RewardStatistics()
         self.outcomes = OutcomeTeller(job, is_leader=job.world.rank == self.leader)
         self.log = SampleLog(self.config.output_dir, "samples.jsonl")
         if job.world.rank == self.leader:
             self.logs.append(self.log)
-        self.evaluation_log = SampleLog(self.config.output_dir, f"evaluation_samples/rank{job.world.rank}.jsonl")
-        self.logs.append(self.evaluation_log)
         self.scoring: GroupScoring | None = None
         """On an engine's first rank, where groups are selected: it has scored what that engine drew."""
-
-    def _best(self) -> BestSoFar | None:
-        """As the checkpoint has it that the run goes on from."""
-        if self.config.evaluation.keep_best is None:
-            return None
-        best = BestSoFar(self.config.evaluation.keep_best)
-        for path in self.job.resumed.files(self.name) if self.job.resumed else []:
-            if path.name == BEST_STATE_FILE:
-                best.restore(read_contents(path).metadata["best"])
-        return best
 
     def _training(self) -> Scorables | None:
         """Nothing where no training prompt is answered."""
@@ -94,7 +78,7 @@ class Reward(Role):
             self.outcomes.begin_step()
         assert self.training is not None, "only an algorithm that generates has this task"
         if not self.job.shape.selects_groups:
-            scored = self._score("samples", chunk, self.scorer, self.training, step, self.statistics)
+            scored = self._score(step, chunk, self.training)
             self.outcomes.add(self.statistics.reported(scored.experience))
         else:
             scored = self.shipments.pop(("samples", step, chunk))
@@ -106,67 +90,34 @@ class Reward(Role):
         self.shipments["scored", step, chunk] = scored
         if chunk < self.job.shape.num_chunks - 1:
             return {}
-        metrics = self._gather("score", step, self.statistics, self.outcomes)
+        metrics = self._gather("score", step, self.statistics)
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def score_evaluation(self, step: int, chunk: int) -> Metrics:
         """What the evaluation set of number `chunk` is worth, which the role's leader learns from its other ranks."""
-        evaluated, statistics = self.evaluations[chunk], RewardStatistics()
-        judges, plan = evaluated.judges, evaluated.plan
-        scored = self._score("evaluation_samples", chunk, judges.scorer, evaluated.scorables, step, statistics)
-        experience = scored.experience
-        shown = evaluated.shown(experience, self.config.evaluation.logged_prompts)
-        records = sample_records(evaluated.scorables, shown, step, judges.scorer.parts)
-        self.evaluation_log.append(*({"set": plan.name, **record} for record in records))
-        what = "evaluation" if plan.name == SHORT_FORM else f"evaluation {plan.name}"
-        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures, record_of(experience)])
-        if not gathered:
-            return {}
-        of_samples = self._judged(f"{what}[{step}]", gathered, judges.limit)
-        metrics = evaluated.metrics(
-            of_samples, [outcomes for *_, outcomes in gathered], self.config.evaluation.pass_threshold
-        )
-        self._leave_verdicts(step, plan, metrics)
-        return metrics
-
-    def _leave_verdicts(self, step: int, plan: EvaluationPlan, metrics: Metrics) -> None:
-        """For those who wait for them."""
-        goal, metric = self.config.evaluation.stop_at, self.config.stop_metric
-        if self.best is not None and plan.reports(self.best.settings.metric):
-            self.job.job_store.put(best_verdict_of(step), self.best.verdict(step, metrics))
-        if goal is not None and metric is not None and plan.reports(metric):
-            is_reached = reported(metrics, metric, "evaluation.stop_metric") >= goal
-            self.job.job_store.put(end_verdict_of(step), is_reached)
+        assert self.evaluations is not None, "no role evaluation is placed"
+        samples = self.shipments.pop(("evaluation_samples", step, chunk)).experience
+        told = self._told_of("evaluation_samples", step, chunk, samples)
+        return self.evaluations.score(step, chunk, samples, told, self.serve)
 
     def save_state(self) -> Mapping[str, Contents]:
         """Which evaluation was the best so far, and what engines may not have read yet."""
         if self.job.world.rank != self.leader:
             return {}
-        best = {} if self.best is None else {BEST_STATE_FILE: Contents({}, {"best": self.best.state()})}
-        return {**best, **self.outcomes.contents()}
+        return {**(self.evaluations.save_state() if self.evaluations else {}), **self.outcomes.contents()}
 
     def close(self) -> None:
         """End the reward functions' processes."""
         self.scorer.close()
-        for evaluated in self.evaluations:
-            evaluated.judges.scorer.close()
+        if self.evaluations:
+            self.evaluations.close()
 
-    def _score(
-        self,
-        transfer: str,
-        chunk: int,
-        scorer: CombinedScorer,
-        source: Scorables,
-        step: int,
-        statistics: RewardStatistics,
-    ) -> Shipment:
-        """What models have told is part of the run's reward, and not of an evaluation set's own."""
-        shipment = self.shipments.pop((transfer, step, chunk))
-        told = self._told_of(transfer, step, chunk, shipment.experience)
-        samples = source.of(shipment.experience, step)
-        scores = scorer.score(samples, told if scorer is self.scorer else ())
+    def _score(self, step: int, chunk: int, source: Scorables) -> Shipment:
+        shipment = self.shipments.pop(("samples", step, chunk))
+        told = self._told_of("samples", step, chunk, shipment.experience)
+        scores = self.scorer.score(source.of(shipment.experience, step), told)
         scored = replace(shipment, experience=with_scores(shipment.experience, scores))
-        self._add(scored.experience, scores, source, statistics)
+        self.statistics.add_of(source.dataset, scored.experience, scores)
         return scored
 
     def _take_handed_over(self, source: Scorables, step: int, chunk: int) -> None:
@@ -175,18 +126,10 @@ class Reward(Role):
             return
         handed_over = self.scoring.handed_over.pop((step, chunk))
         for experience, scores in handed_over.groups:
-            self._add(experience, scores, source, self.statistics)
+            self.statistics.add_of(source.dataset, experience, scores)
         for experience in (*(experience for experience, _ in handed_over.groups), *handed_over.dropped_groups):
             self.outcomes.add(self.statistics.reported(experience))
         self.statistics.add_dropped(handed_over.dropped, handed_over.num_spared)
-
-    @staticmethod
-    def _add(experience: Experience, scores: CombinedScores, source: Scorables, statistics: RewardStatistics) -> None:
-        statistics.add(experience, scores)
-        if len(source.dataset.sources) > 1:
-            reported = statistics.reported(experience)
-            sources = [source.dataset.source_of(row) for row in reported.prompt_ids.tolist()]
-            statistics.add_sources(sources, reported.rewards.tolist())
 
     def _told_of(self, transfer: str, step: int, chunk: int, samples: Experience) -> list[Scores]:
         """What each model has said of the samples that a transfer brought."""
@@ -194,45 +137,12 @@ class Reward(Role):
         scores = (samples.with_fields_of(shipment.experience).model_scores.tolist() for shipment in told)
         return [model.scores(of_model) for model, of_model in zip(self.models, scores, strict=True)]
 
-    def _gather(
-        self, what: str, step: int, statistics: RewardStatistics, outcomes: OutcomeTeller | None = None
-    ) -> Metrics:
-        """Metrics of all ranks of the role on its leader, which tells their `outcomes`; none on the others. Where too
+    def _gather(self, what: str, step: int, statistics: RewardStatistics) -> Metrics:
+        """Metrics of all ranks of the role on its leader, which tells their outcomes; none on the others. Where too
         many samples have failed the leader raises RewardError, which ends the job."""
-        counts = [] if outcomes is None else outcomes.record()
-        gathered = self._collect(what, step, [statistics.record(), statistics.first_failures, counts])
+        record = [statistics.record(), statistics.first_failures, self.outcomes.record()]
+        gathered = self.records.collect(what, step, record, self.serve)
         if not gathered:
             return {}
-        if outcomes is not None:
-            outcomes.tell(step, [of_rank for *_, of_rank in gathered])
-        return self._judged(f"{what}[{step}]", gathered, self.limit)
-
-    def _collect(self, what: str, step: int, record: Any) -> list[Any]:
-        """The records of all ranks of the role on its leader, nothing on the others.
-
-        No collective: these ranks may be an engine's too, which others need for weight syncs while it waits.
-        """
-        job_store, rank = self.job.job_store, self.job.world.rank
-        keys = {other: f"reward {what}/{step}/{other}" for other in self.grid.ranks}
-        job_store.put(keys[rank], record)
-        if rank != self.leader:
-            return []
-        others = [other for other in keys if other != rank]
-        poll(
-            self.job.waiter,
-            lambda: job_store.has(*keys.values()) or None,
-            f"the rewards of step {step}",
-            others,
-            self.serve,
-        )
-        gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
-        for key in keys.values():
-            job_store.forget(key)
-        return gathered
-
-    @staticmethod
-    def _judged(task: str, gathered: Sequence[Any], limit: FailureLimit) -> Metrics:
-        records = [record for record, *_ in gathered]
-        first_failures = {title: failure for _, of, *_ in reversed(gathered) for title, failure in of.items()}
-        limit.judge(task, RewardStatistics.sums_of(records), first_failures)
-        return RewardStatistics.metrics(records)
+        self.outcomes.tell(step, [of_rank for *_, of_rank in gathered])
+        return self.limit.judged(f"{what}[{step}]", gathered)

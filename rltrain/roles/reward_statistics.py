@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.algorithms.losses import response_lengths
 from rltrain.data.experience import Experience
+from rltrain.data.prompts import PromptDataset
 from rltrain.rewards.combined import CombinedScores
 from rltrain.tasks.metrics import OF_ALL_REWARDS
 
@@ -70,6 +71,14 @@ class RewardStatistics:
                 self._add_mean(f"{prefix(title)}_{_name_of(key)}", total, count)
             if of_function.first_failure is not None:
                 self.first_failures.setdefault(title, of_function.first_failure)
+
+    def add_of(self, dataset: PromptDataset, experience: Experience, scores: CombinedScores) -> None:
+        """As `add`, of prompts of a dataset, and of each of its sources where it has several."""
+        self.add(experience, scores)
+        if len(dataset.sources) > 1:
+            reported = self.reported(experience)
+            sources = [dataset.source_of(row) for row in reported.prompt_ids.tolist()]
+            self.add_sources(sources, reported.rewards.tolist())
 
     def add_dropped(self, groups: Mapping[str, int], num_spared: int) -> None:
         """Numbers of groups that were drawn and do not count, by reason, and of those that do all the same."""

@@ -4,45 +4,36 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from zlib import crc32
 
 import torch
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.config.schema import Sampling
-from rltrain.data.prompts import PromptDataset
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
-from rltrain.residency.memory_plan import leaving_roles
-from rltrain.roles.episode_sessions import Conversations, EpisodeSessions
+from rltrain.roles.drawing import DrawingRole
+from rltrain.roles.episode_sessions import Conversations
 from rltrain.roles.group_scoring import GroupScoring
 from rltrain.roles.outcomes import RATES_FILES, training_rows
-from rltrain.roles.role import Job, Metrics, Role
-from rltrain.rollout.build import build_engine
+from rltrain.roles.role import Job, Metrics
 from rltrain.rollout.checkpoint_weights import serve_checkpoint
-from rltrain.rollout.engine import GreedyPlaces, SamplingParams
+from rltrain.rollout.engine import GreedyPlaces
 from rltrain.rollout.refusals import response_limit
-from rltrain.rollout.sample import Sample, SampleGroup
-from rltrain.rollout.site import EngineSite
-from rltrain.rollout.stream.completion_log import CompletionLog, Finished
+from rltrain.rollout.sample import SampleGroup
+from rltrain.rollout.stream.completion_log import Finished
 from rltrain.rollout.stream.generation_loop import GenerationLoop
 from rltrain.rollout.stream.groups import PromptGroups
-from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
-from rltrain.rollout.stream.leader_decision import LeaderDecisions
+from rltrain.rollout.stream.in_flight_sync import InFlightSync
 from rltrain.rollout.stream.packing import pack_groups
 from rltrain.rollout.stream.prompt_assignment import PromptAssignment, SharedAssignment, StaticAssignment
 from rltrain.rollout.stream.rollout_state import EngineStart, RolloutState, share_out
 from rltrain.rollout.stream.row_stream import RowStream
-from rltrain.rollout.stream.seeds import request_seed
 from rltrain.rollout.stream.selection import DropCount, Selection
 from rltrain.rollout.stream.stream_rules import StreamRules
 
 
-class Rollout(Role):
-    """One engine per data-parallel replica.
-
-    Prompt groups are numbered by their position in the run's stream of prompts, of which step k takes the
+class Rollout(DrawingRole):
+    """Prompt groups are numbered by their position in the run's stream of prompts, of which step k takes the
     batch.prompts_per_step from position k * prompts_per_step on; with partial rollouts, the next as many to get done.
     """
 
@@ -53,11 +44,6 @@ class Rollout(Role):
         self.num_greedy = job.shape.greedy_per_group
         self.num_samples = job.shape.samples_per_group + self.num_greedy
         """Of each training prompt, the greedy ones last."""
-        self.engine_ranks = self.grid.replica(self.dp)
-        self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
-        self.sessions = EpisodeSessions(job, is_leader=self.decisions.is_leader)
-        hosted = build_engine(self._site(), self.leave)
-        self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
         start = self._start()
         self.first_generated = start.state.consumed.num_handed_over // self.config.batch.prompts_per_step
         """The first step that this process draws responses for."""
@@ -72,23 +58,16 @@ class Rollout(Role):
         if job.world.rank == self.leader:
             job.prompts.report_dropped()
 
-    def _site(self) -> EngineSite:
-        job, offload = self.job, self.job.offloads
-        return EngineSite(
-            config=self.config,
-            world=job.world,
-            ranks=self.engine_ranks,
-            grid=self.grid,
-            groups=job.groups,
-            architecture=job.architecture,
-            tokenizer=job.prompts.decoder,
-            job_store=job.job_store,
-            leaves="rollout" in leaving_roles(offload),
-            draws_during_syncs=job.shape.draws_during_syncs,
-            others=tuple(role for role in offload if role != self.name),
-            role=self.name,
-            updates_together=True,
-        )
+    @property
+    def updates_together(self) -> bool:
+        return True
+
+    @property
+    def draws_during_syncs(self) -> bool:
+        return self.job.shape.draws_during_syncs
+
+    def take_in_flight(self, in_flight: InFlightSync) -> None:
+        self.training.in_flight = in_flight
 
     def select_groups_by(self, scoring: "GroupScoring") -> None:
         """Before the first task, on the engine's first rank: the groups that count, and their rewards."""
@@ -99,11 +78,6 @@ class Rollout(Role):
         """Give up keys and values. Responses that are unfinished go on from their tokens when the rollout is back."""
         self.training.groups.suspend()
         self.engine.release_cache()
-
-    def close(self) -> None:
-        """End what the engine has outside of this process."""
-        self.sessions.close()
-        self.engine.close()
 
     def save_state(self) -> Mapping[str, Contents]:
         """What of the stream of prompts is unfinished or not yet handed over, on each engine's first rank.
@@ -146,34 +120,14 @@ class Rollout(Role):
         }
 
     def generate_evaluation(self, step: int, chunk: int) -> None:
-        """Draw the samples of evaluation set number `chunk`: by the same random numbers in every evaluation. Collective
-        over: this engine's ranks."""
-        plan, dataset = self.config.evaluations[chunk], self.job.prompts.evaluations[chunk]
+        """Draw the samples of evaluation set number `chunk`. Collective over: this engine's ranks."""
         self.training.groups.suspend()
-        num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self._sampling_params(plan.sampling)
-        conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
-        draw = crc32(plan.name.encode())
-        loop = self._generation_loop(
-            PromptGroups(
-                self.engine,
-                sampling,
-                lambda position: self._group(dataset, num_samples, draw, position, position),
-                num_samples=num_samples,
-                episodes=conversations.episodes,
-                max_turn_tokens=self.config.env.max_turn_tokens,
-                guests=conversations.guests,
-            ),
-            StaticAssignment(self.dp, self.grid.dp),
-            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
-            self.training.in_flight,
-        )
-        finished, drawn = loop.run(0, 0)
-        self.sessions.ended()
+        finished, drawn = self.draw_set(step, chunk, self.training.in_flight)
         self._ship("evaluation_samples", step, chunk, finished, drawn)
 
     def load_weights(self, step: int, chunk: int) -> None:
         """Serve the weights of model.path, as the version of the step. Collective over: this engine's ranks."""
-        serve_checkpoint(self.engine, self._site(), step)
+        serve_checkpoint(self.engine, self.site(), step)
 
     def _episode_metrics(self) -> Metrics:
         """Of this engine's episodes in the step."""
@@ -198,11 +152,11 @@ class Rollout(Role):
         assignment: PromptAssignment = StaticAssignment(self.dp, self.grid.dp, start.next_position, start.returned)
         if self.job.shape.shares_prompts:
             assignment = SharedAssignment(self.job.world.store, start.next_position, start.returned)
-        sampling = replace(self._sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
+        sampling = replace(self.sampling_params(self.config.rollout.sampling), greedy=self._greedy_places())
         conversations = Conversations()
         if prompts.training is not None:
             conversations = self.sessions.training(prompts.train, self.engine, sampling)
-        loop = self._generation_loop(
+        loop = self.generation_loop(
             PromptGroups(
                 self.engine,
                 sampling,
@@ -240,27 +194,6 @@ class Rollout(Role):
             return None
         limit = round((settings.max_drawn - 1) * per_step)
         return Selection(DropCount(self.job.world.store, limit, num_dropped))
-
-    def _generation_loop(
-        self,
-        groups: PromptGroups,
-        assignment: PromptAssignment,
-        rules: StreamRules,
-        in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
-        selection: Selection | None = None,
-    ) -> GenerationLoop:
-        return GenerationLoop(
-            groups,
-            assignment,
-            CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
-            self.decisions,
-            self.job.waiter,
-            self.job.heartbeat,
-            rules,
-            ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
-            in_flight=in_flight,
-            selection=selection,
-        )
 
     def _check(self, state: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""
@@ -306,16 +239,7 @@ class Rollout(Role):
     def _training_group(self, position: int) -> SampleGroup:
         """The group at a position of the stream of training prompts."""
         step, row = position // self.config.batch.prompts_per_step, self._training_rows.row(position)
-        return self._group(self.job.prompts.train, self.num_samples, step, row, position)
-
-    def _group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
-        """One of the row's prompt, of which nothing is drawn; another number `draw` stands for other samples of it."""
-        prompt = dataset.prompt_tokens(row)
-        samples = tuple(
-            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, draw, row, number))
-            for number in range(num_samples)
-        )
-        return SampleGroup(position, row, samples)
+        return self.group(self.job.prompts.train, self.num_samples, step, row, position)
 
     def _ship(
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
@@ -326,18 +250,6 @@ class Rollout(Role):
         if transfer == "samples" and self.scoring is not None and selection is not None:
             records = [(group, selection.records.pop(group.position)) for group in drawn]
             experience = self.scoring.hand_over(step, chunk, experience, records)
-        lengths = experience.lengths.tolist()
-        self.job.operations.add(self.job.architecture, lengths, len(self.engine_ranks), backward=False)
+        self.count_operations(experience)
         group_tokens = torch.tensor([group.num_tokens for group in finished])
         self.shipments[transfer, step, chunk] = Shipment(experience, group_tokens)
-
-    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
-        eos = self.job.architecture.eos_token_ids
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=(*eos, *sorted(self.sessions.end_tokens.difference(eos))),
-            stop=sampling.stop,
-        )

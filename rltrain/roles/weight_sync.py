@@ -15,9 +15,9 @@ class WeightSync:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
         parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.parts = [_resharding_into(job, part) for part in parts]
+        self.parts = [resharding_into(job, "rollout", part) for part in parts]
 
-    def weight_sync(self, step: int, chunk: int) -> Metrics:
+    def __call__(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
 
         Collective over: the union of both roles' ranks.
@@ -39,10 +39,11 @@ class WeightSync:
         return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.config.verify else metrics
 
 
-def _resharding_into(job: Job, part: EnginePart) -> RoleResharding:
+def resharding_into(job: Job, role: str, part: EnginePart) -> RoleResharding:
+    """From the actor's layout to a part of what engines of `role` hold."""
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
-    return RoleResharding(job, "rollout", layouts.source, layouts.destination, blocks)
+    return RoleResharding(job, role, layouts.source, layouts.destination, blocks)
 
 
 def metrics_of(report: SyncReport) -> Metrics:

@@ -18,6 +18,9 @@ from rltrain.reshard.parts import parameter_types, split
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it."""
 
+ARRIVING_BYTES = 512 * 2**20
+"""Of weights for an evaluation by engines of its own, that are on their devices at a time while another goes on."""
+
 ENGINE = Side(name=lambda row: row.engine, split=lambda row: row.split)
 
 
@@ -89,8 +92,13 @@ def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: s
     whole, served = whole_engine(config, architecture, grid, role), config.served(role)
     if served.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
+    return in_parts(whole, int(served.sglang.staging_mb * 2**20))
+
+
+def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
+    """Of whole parameters, as many in each as `max_bytes` hold. Equal on all ranks."""
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
-    parts = split(replace(whole.plain, types=as_held), int(served.sglang.staging_mb * 2**20))
+    parts = split(replace(whole.plain, types=as_held), max_bytes)
     return [EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part)) for part in parts]
 
 

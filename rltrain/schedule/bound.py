@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rltrain.cluster.placement import Placement
-from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 
 Seconds = Callable[[Entry, int], float]
 """What a task took on a rank, without its waits for others."""
@@ -21,9 +21,9 @@ class Period(NamedTuple):
 def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entry, Period]:
     """When each task would be done at the earliest.
 
-    Transfers are free. A weight sync waits for the actor, and an engine waits for it only at its place in the order, as
-    with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts before waits, so
-    one pass over it is enough.
+    Transfers are free. A weight sync to engines waits for the actor, and an engine waits for it only at its place in
+    the order, as with in-flight syncs; other tasks of several roles wait for all of their ranks. The order has posts
+    before waits, so one pass over it is enough.
     """
     clock: dict[int, float] = defaultdict(float)
     posted: dict[tuple[object, ...], float] = {}
@@ -46,7 +46,7 @@ def timetable(order: Order, placement: Placement, seconds: Seconds) -> dict[Entr
 
 def _meeting(task: Entry, placement: Placement, clock: dict[int, float]) -> float:
     """When all those have come that a task waits for."""
-    if task.name == WEIGHT_SYNC:
+    if task.name in (WEIGHT_SYNC, SYNC_EVALUATION):
         return max(clock[rank] for rank in placement.ranks("actor"))
     if len(task.roles) > 1:
         return max(clock[rank] for role in task.roles for rank in placement.ranks(role))

@@ -16,6 +16,7 @@ from typing import Literal
 from rltrain.cluster.placement import Placement
 
 WEIGHT_SYNC = "weight_sync"
+SYNC_EVALUATION = "sync_evaluation"
 CHECKPOINT = "checkpoint"
 SAME_WEIGHTS = ("generate_evaluation",)
 LOAD_WEIGHTS = "load_weights"
@@ -190,14 +191,17 @@ class Order:
         words = (made.numbers, made.regular, made.period, *self.distinct())
         return hashlib.sha256("\n".join(map(str, words)).encode()).hexdigest()[:16]
 
-    def syncs(self) -> Iterator[tuple[int, int]]:
-        """Of every weight sync its position, and the first one from which an engine may join it: after the last task
-        before it that must find the weights which the order gives it."""
+    def syncs(self, name: str = WEIGHT_SYNC) -> Iterator[tuple[int, int]]:
+        """Of every sync called `name` its position, and the first one from which an engine may join it: after the last
+        task before it that must find the weights which the order gives it. Those for evaluations are only kept until
+        their turn, so they may come at any time."""
         earliest = 0
         for position, entry in self.items():
-            if entry.name in SAME_WEIGHTS or (entry.name == CHECKPOINT and self.saves(entry.step)):
+            if name == WEIGHT_SYNC and (
+                entry.name in SAME_WEIGHTS or (entry.name == CHECKPOINT and self.saves(entry.step))
+            ):
                 earliest = position + 1
-            elif entry.name == WEIGHT_SYNC:
+            elif entry.name == name:
                 yield position, earliest
 
     def _number(self, position: int) -> int:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from rltrain.cluster.placement import Placement
-from rltrain.schedule.order import WEIGHT_SYNC, Entry, Order
+from rltrain.schedule.order import SYNC_EVALUATION, WEIGHT_SYNC, Entry, Order
 
 
 def overlapping_tasks(order: Order, placement: Placement, *, syncs_in_flight: bool) -> set[tuple[str, str]]:
@@ -33,7 +33,8 @@ def _predecessors(order: Order, placement: Placement, syncs_in_flight: bool) -> 
     last: dict[int, int] = defaultdict(int)
     for i, entry in enumerate(order):
         ranks = _ranks(entry, placement)
-        leading = placement.ranks("actor") if entry.name == WEIGHT_SYNC and syncs_in_flight else ranks
+        in_flight = entry.name == SYNC_EVALUATION or (entry.name == WEIGHT_SYNC and syncs_in_flight)
+        leading = placement.ranks("actor") if in_flight else ranks
         own = posts[entry.transfer] if entry.kind == "wait" else 0
         for rank in leading:
             own |= last[rank]

@@ -29,6 +29,8 @@ class Participants:
     of these."""
     late: Informants
     """Tell it when training has come to the step."""
+    evaluates_apart: bool
+    """Whether engines of their own evaluate, beside all others."""
     scores_early: bool
     """Whether samples that are drawn ahead are scored while others train."""
 
@@ -56,5 +58,6 @@ class Participants:
             learners=learners,
             early=early,
             late=tuple(informant for informant in informants if informant not in early),
+            evaluates_apart="evaluation" in placed,
             scores_early=scores_early,
         )

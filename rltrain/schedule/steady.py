@@ -4,7 +4,7 @@ from collections import Counter
 
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.schedule.order import Order
+from rltrain.schedule.order import SYNC_EVALUATION, Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
 
@@ -19,6 +19,11 @@ def steady_order(config: Config, placement: Placement, more_steps: int = 0) -> O
     return build_order(
         config.model_copy(update={"steps": steps, "evaluation": evaluation, "critic": critic}), placement
     )
+
+
+def evaluated_step(order: Order) -> int:
+    """The first step in which engines of their own evaluate; 0 without any."""
+    return min((entry.step for entry in order.distinct() if entry.name == SYNC_EVALUATION), default=0)
 
 
 def fullest_step(order: Order) -> int:

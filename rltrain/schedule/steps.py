@@ -7,7 +7,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.schedule.due_evaluations import DueEvaluations
-from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, Entries, Iterations, Order
+from rltrain.schedule.order import CHECKPOINT, LOAD_WEIGHTS, SYNC_EVALUATION, Entries, Iterations, Order
 from rltrain.schedule.participants import Informants, Participants
 from rltrain.schedule.shape import RunShape
 from rltrain.tasks.declaration import Task
@@ -141,7 +141,7 @@ class Iteration:
     def sync_and_evaluate(self, step: int, *, is_first: bool) -> None:
         """Weights of this step to the rollout where they are about to be used, and the held-out evaluation if due."""
         config, order = self.config, self.order
-        due = bool(self.due.sets(step))
+        due, apart = bool(self.due.sets(step)), self.participants.evaluates_apart
         if self.shape.from_pairs:
             if due:
                 self._evaluate_pairs(step)
@@ -149,10 +149,13 @@ class Iteration:
         next_generated = step if is_first else step + self.lead
         is_used = self._has_rollout and next_generated < config.steps
         syncs = is_used and (is_first or step % config.schedule.sync_every == 0)
-        if due or syncs:
+        if syncs or (due and not apart):
             order.task("weight_sync", "actor", "rollout", step=step)
         if syncs and "inference" in self.roles:
             order.task("sync_inference", "actor", "inference", step=step)
+        if apart:
+            self._evaluate_apart(step)
+            return
         self._evaluate(step)
         if self.lead > 0 and self.due.finds_best(step):
             order.task("save_candidate", "actor", step=step)
@@ -163,7 +166,12 @@ class Iteration:
 
     def end_evaluation(self, step: int) -> None:
         """What follows from an evaluation beside which the rollout and training have gone on. A reward that shares
-        ranks with training has scored nothing of it yet."""
+        ranks with training has scored nothing of it yet. What engines of their own found ends training at the end of
+        the step that was trained on when they did, which nobody knows beforehand."""
+        if self.participants.evaluates_apart:
+            for role in self.roles if self.due.stop_metric is not None and step < self.config.steps else ():
+                self.order.task("stop_if_reached", role, step=step)
+            return
         if self.lead == 0:
             return
         if not self.participants.scores_early:
@@ -174,6 +182,16 @@ class Iteration:
         for number in self.due.sets(step):
             self.order.task("generate_evaluation", *self.participants.drawing, step=step, chunk=number)
             self._hand_over("evaluation_samples", self.participants.scoring_evaluations, step, number)
+
+    def _evaluate_apart(self, step: int) -> None:
+        """Whoever evaluates has this in its order after the evaluation before; the actor goes on once it has given its
+        weights."""
+        if sets := self.due.sets(step):
+            self.order.task(SYNC_EVALUATION, "actor", "evaluation", step=step)
+            for number in sets:
+                self.order.task("run_evaluation", "evaluation", step=step, chunk=number)
+        if self.due.finds_best(step):
+            self.order.task("keep_evaluated", "evaluation", step=step)
 
     def _score_evaluations(self, step: int) -> None:
         for number in self.due.sets(step):

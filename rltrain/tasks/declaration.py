@@ -80,5 +80,7 @@ class RoleTasks:
     policy's vocabulary, nor room for its longest sample."""
     needed_by_algorithm: bool = True
     """Otherwise it may be placed by whoever wants what it says of the samples."""
+    beside_steps: bool = False
+    """Whether nothing that it works on is part of a step's samples."""
     on_device_if_offloaded: bool = False
     """Without a model it has something on the device where `<role>.offload` says that this is to leave."""

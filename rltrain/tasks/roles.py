@@ -199,6 +199,20 @@ ROLLOUT = RoleTasks(
     ),
     model="served",
 )
+EVALUATION = RoleTasks(
+    "evaluation",
+    (
+        Task(
+            "run_evaluation",
+            Needs(updates=_weights("evaluation"), rewrites=parts_of("evaluation", "kv_cache")),
+            kind="generate",
+        ),
+        Task("keep_evaluated", kind=OTHER),
+    ),
+    model="served",
+    needed_by_algorithm=False,
+    beside_steps=True,
+)
 ENV = RoleTasks("env", needed_by_algorithm=False, on_device_if_offloaded=True)
 """Answers what the rollout draws, in the rollout's tasks."""
 REWARD = RoleTasks(
@@ -211,12 +225,17 @@ REWARD = RoleTasks(
 
 DECLARED: dict[str, RoleTasks] = {
     role.name: role
-    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, ENV, ROLLOUT, REWARD)
+    for role in (ACTOR, CRITIC, REFERENCE, TEACHER, INFERENCE, REWARD_MODEL, JUDGE, EVALUATION, ENV, ROLLOUT, REWARD)
 }
 """In the order in which roles are listed and built."""
 
 
-SYNCED = {"weight_sync": "rollout", "sync_inference": "inference", "refresh_reference": "reference"}
+SYNCED = {
+    "weight_sync": "rollout",
+    "sync_inference": "inference",
+    "refresh_reference": "reference",
+    "sync_evaluation": "evaluation",
+}
 """Tasks that give the actor's weights to another role, and to which."""
 
 
@@ -231,7 +250,9 @@ JOINT = {
         _gives_weights("weight_sync", reports=metrics.WEIGHT_SYNC),
         _gives_weights("sync_inference"),
         _gives_weights("refresh_reference"),
+        Task("sync_evaluation", Needs(reads=_weights("actor")), kind="weight sync"),
         Task("decide_to_stop", kind=OTHER),
+        Task("stop_if_reached", kind=OTHER),
     )
 }
 """Tasks of several roles."""
@@ -262,6 +283,11 @@ def served_roles() -> tuple[str, ...]:
     return tuple(role.name for role in DECLARED.values() if role.model == "served")
 
 
+def drawing_roles() -> tuple[str, ...]:
+    """Those whose engines have the policy's weights."""
+    return tuple(role for role in served_roles() if not DECLARED[role].reads_text)
+
+
 def device_roles() -> frozenset[str]:
     """Roles with something on the device."""
     return frozenset(role.name for role in DECLARED.values() if role.model is not None)
@@ -270,6 +296,16 @@ def device_roles() -> frozenset[str]:
 def device_roles_if_offloaded() -> frozenset[str]:
     """Those that have something there where their `offload` says that it is to leave."""
     return frozenset(role.name for role in DECLARED.values() if role.on_device_if_offloaded)
+
+
+def roles_beside_steps() -> tuple[str, ...]:
+    """Roles that work on nothing which is part of a step's samples."""
+    return tuple(role.name for role in DECLARED.values() if role.beside_steps)
+
+
+def roles_of_samples() -> tuple[str, ...]:
+    """Roles with something on the device that work on a step's samples once they are drawn."""
+    return tuple(role for role in DECLARED if role in device_roles() - {*roles_beside_steps(), "rollout"})
 
 
 def optional_roles() -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class Rank:
     def attempt(self, step: int) -> dict[str, Any]:
         """A weight sync, and what came of it."""
         before = {name: tensor.clone() for name, tensor in self.destination.items()}
-        found = failure(lambda: self.role.weight_sync(step, 0))
+        found = failure(lambda: self.role(step, 0))
         if self.engine:
             found["policy_version"] = self.engine.policy_version
             found["generate"] = failure(self._generate)["error"]

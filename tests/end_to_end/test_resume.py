@@ -52,12 +52,13 @@ def saved_and_resumed(warmed_up, data_overrides, tmp_path) -> Callable[..., list
 
 
 def reported(output: Path) -> Run:
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert len({record["step"] for record in records}) == len(records), "a step is reported once"
-    values = {
-        record["step"]: {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
-        for record in records
-    }
+    values: dict[int, dict[str, float]] = {}
+    for line in (output / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        of_step = values.setdefault(record["step"], {})
+        reported = {name: value for name, value in record.items() if name.split("/")[0] in COMPARED}
+        assert not of_step.keys() & reported.keys(), "a step is reported once"
+        of_step |= reported
     return {step: metrics for step, metrics in values.items() if metrics}, sample_ids(output)
 
 

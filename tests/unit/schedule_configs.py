@@ -13,6 +13,7 @@ from rltrain.schedule.steps import build_order
 WORLD_SIZE = 4
 GRPO = {"actor,reference": 0, "rollout": 1, "reward": 2}
 PPO = {"actor": 0, "critic": 1, "rollout": 2, "reward": 3}
+EVALUATED_APART = {"actor": 0, "rollout": 1, "reward": 2, "evaluation": 3}
 
 
 def make_config(**sections: Any) -> Config:

@@ -14,7 +14,7 @@ from rltrain.data.experience import Experience
 from tests.unit.packed_experience import packed_experience
 from tests.unit.schedule_configs import NO_EVALUATION, make_config
 
-OPTIONAL = {"env", "inference", "teacher"}
+OPTIONAL = {"env", "evaluation", "inference", "teacher"}
 PENALTY = {"coef": 0.3, "where": "reward"}
 
 
@@ -39,7 +39,8 @@ def test_the_config_takes_the_names_of_the_registry():
         ("ppo", {}, {"actor", "critic", "rollout", "reward"}, {"reference"}),
         ("remax", {}, {"actor", "rollout", "reward"}, {"reference"}),
         ("reinforce_plus_plus", {"loss": {"kl": PENALTY}}, {"actor", "rollout", "reward", "reference"}, set()),
-        ("sft", {}, {"actor", "rollout", "reward"}, set()),
+        ("sft", {}, {"actor", "rollout", "reward"}, {"evaluation"}),
+        ("sft", {"placement": {"actor": 0, "evaluation": 1}}, {"actor", "evaluation"}, set()),
         ("sft", {"loss": {"kl": PENALTY}, **NO_EVALUATION}, {"actor"}, set()),
         ("dpo", {}, {"actor", "reference"}, set()),
         ("reward_model", {}, {"actor"}, set()),

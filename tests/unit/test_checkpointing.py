@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rltrain.checkpoint.run.files import Contents, read_manifest, write_files
 from rltrain.checkpoint.run.folder import Resumed, name_of
 from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpointing import Checkpointing
+from rltrain.checkpointing import MAX_INCOMPLETE, Checkpointing
 from rltrain.cluster.placement import resolve_placement
 from rltrain.config.schema import Config
 from rltrain.liveness.task_clock import TaskClock
@@ -56,12 +56,12 @@ def jobs() -> Iterator[Jobs]:
         yield Jobs(store, NUM_RANKS)
 
 
-def checkpointing(output: Path, rank: int, store: dist.Store) -> Checkpointing:
+def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> Checkpointing:
     config = Config.model_validate(
         {
-            "steps": 3,
+            "steps": 9,
             "output_dir": str(output),
-            "placement": PLACEMENT,
+            "placement": PLACEMENT | roles,
             "model": {"path": "model"},
             "data": {"train": {"path": "train.jsonl"}},
             "checkpoint": {"save_interval": 1, "keep": 0},
@@ -95,6 +95,26 @@ def test_a_checkpoint_is_complete_once_all_that_host_a_role_have_written(jobs: J
             rank.finish()
         files = [name for name in read_manifest(leader.folder.path / name_of(step)) if name.startswith("ranks/")]
         assert files == ["ranks/rank_00001.safetensors", "ranks/rank_00003.safetensors"]
+
+
+def test_checkpoints_wait_for_an_evaluation_beside_training_and_training_does_not(jobs: Jobs, tmp_path: Path) -> None:
+    """But for so many that the disk would fill up."""
+    stores = jobs.start(NUM_RANKS)
+    leader, late, other = (checkpointing(tmp_path, rank, stores[rank], evaluation=2) for rank in (1, 2, 3))
+    for step in range(1, MAX_INCOMPLETE + 1):
+        other.at_boundary(step, 0)
+        leader.at_boundary(step, 0)
+    assert leader.folder.candidates() == []
+    late.at_boundary(1, 0)
+    late.writer.join()
+    leader.at_boundary(MAX_INCOMPLETE + 1, 0)
+    assert [found.step for found in leader.folder.candidates()] == [1]
+    other.at_boundary(MAX_INCOMPLETE + 1, 0)
+    for step in range(2, MAX_INCOMPLETE + 2):
+        late.at_boundary(step, 0)
+    for rank in (other, late, leader):
+        rank.finish()
+    assert len(leader.folder.candidates()) == MAX_INCOMPLETE + 1
 
 
 def test_who_waits_for_files_names_the_ranks_that_have_not_written_them(jobs: Jobs, tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def test_configs_that_work_are_accepted(sections):
         ({"placement": {**GRPO, "aktor": 0}}, "placement.aktor: unknown role 'aktor'; the nearest valid role is actor"),
         (
             {"placement": {**GRPO, "qq": 0}},
-            "unknown role 'qq'; expected one of actor, reference, teacher, inference, reward_model, judge, env, "
-            "rollout, reward",
+            "unknown role 'qq'; expected one of actor, reference, teacher, inference, reward_model, judge, evaluation, "
+            "env, rollout, reward",
         ),
     ],
 )

@@ -36,6 +36,10 @@ evaluation: {interval: 20, stop_at: 0.9, keep_best: {metric: eval/score}, sets: 
 logging: {wandb: {project: p}}
 """
 
+TRAINING_WITHOUT_EVALUATION = "".join(
+    line for line in TRAINING.splitlines(keepends=True) if not line.startswith(("evaluation", "placement"))
+)
+
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Any:
@@ -43,8 +47,10 @@ def evaluated(tmp_path: Path) -> Any:
     (tmp_path / "trained").mkdir()
     (tmp_path / "config.yaml").write_text(TRAINING)
 
-    def load(*given: str, more: str = "", output: Path | None = None, checkpoint: str | None = None) -> Config:
-        (tmp_path / "config.yaml").write_text(TRAINING + more)
+    def load(
+        *given: str, more: str = "", whole: str = TRAINING, output: Path | None = None, checkpoint: str | None = None
+    ) -> Config:
+        (tmp_path / "config.yaml").write_text(whole + more)
         arguments: dict[str, Any] = {"checkpoint": checkpoint or str(tmp_path / "trained"), "output": output}
         overrides = evaluation_overrides(tmp_path / "config.yaml", given, **arguments)
         return load_config(tmp_path / "config.yaml", overrides)
@@ -63,6 +69,16 @@ def test_nothing_is_left_of_training(evaluated, tmp_path: Path):
     assert config.logging.wandb.project is None and config.data.solved_rate is None
     assert [plan.name for plan in config.evaluations] == ["eval", "a"]
     assert config.rollout.sampling.max_response_tokens == 40
+
+
+def test_engines_are_those_that_evaluated_beside_training(evaluated):
+    training = "placement: {actor: 0, critic: 1, 'rollout, reward': 2, evaluation: 3}\n"
+    own = "evaluation: {parallel: {tp: 2}, max_context_tokens: 9000, sets: [{name: a, data: {path: a.jsonl}}]}\n"
+    config = evaluated("rollout.max_running_requests=3", whole=TRAINING_WITHOUT_EVALUATION + training + own)
+    check_config(config)
+    assert (config.rollout.parallel.tp, config.rollout.max_context_tokens) == (2, 9000)
+    assert config.rollout.max_running_requests == 3
+    assert config.placement == {"rollout, reward": "all"} and not config.evaluation.engine_keys
 
 
 def test_what_is_given_counts(evaluated, tmp_path: Path):

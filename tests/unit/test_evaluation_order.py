@@ -1,5 +1,6 @@
 """Where evaluations stand in the order of tasks, and whom they hold up."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,6 +82,66 @@ def test_training_on_the_next_step_does_not_wait_for_an_evaluation(placement: di
         return next(period.start for entry, period in periods.items() if (entry.name, entry.step) == ("update", 2))
 
     assert start_of_update(100.0) == start_of_update(1.0)
+
+
+OWN_ENGINES = {"actor": 0, "rollout,reward": 1, "evaluation": 2}
+GOALS = {"stop_at": 0.5, "keep_best": {"metric": "eval/score"}}
+
+
+@pytest.mark.parametrize("schedule", [{}, {"mode": "pipelined"}, AHEAD, {**AHEAD, "in_flight_sync": False}])
+def test_evaluations_by_engines_of_their_own_delay_nobody_else(schedule: dict[str, Any]):
+    """Not the next one that is due either, whose weights are taken meanwhile: it comes when the one before is over."""
+    placement = {**OWN_ENGINES, "reward": 3, "rollout": 1}
+    del placement["rollout,reward"]
+
+    def periods_of(evaluation_s: float) -> tuple[dict[Entry, Any], dict[Entry, Any]]:
+        order = order_of(steps=8, schedule=schedule, placement=placement, evaluation={"interval": 2, **GOALS})
+        periods = timetable(order, place(placement), lambda entry, _: evaluation_s if "run" in entry.name else 1.0)
+        own = {entry: period for entry, period in periods.items() if "evaluation" in entry.roles[-1]}
+        return own, {entry: period for entry, period in periods.items() if entry not in own}
+
+    (_, of_others), (slow, beside_slow) = periods_of(1.0), periods_of(100.0)
+    assert of_others == beside_slow
+    runs = sorted((entry.step, *period) for entry, period in slow.items() if entry.name == "run_evaluation")
+    assert [step for step, *_ in runs] == [0, 2, 4, 6, 8]
+    assert all(start >= end for (_, _, end), (_, start, _) in pairwise(runs))
+
+
+def test_whoever_evaluates_for_itself_follows_from_what_is_due():
+    order = order_of(steps=3, schedule=AHEAD, placement=OWN_ENGINES, evaluation={"interval": 2, **GOALS})
+    own = [str(entry) for entry in order if "evaluation" in entry.roles]
+    of_evaluation = ["sync_evaluation[{}] (actor+evaluation)", "run_evaluation[{}] (evaluation)"]
+    assert own == [
+        *(
+            text.format(0)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
+        "stop_if_reached[1] (evaluation)",
+        *(
+            text.format(2)
+            for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)", "stop_if_reached[{}] (evaluation)")
+        ),
+        *(text.format(3) for text in (*of_evaluation, "keep_evaluated[{}] (evaluation)")),
+    ]
+    assert not {"generate_evaluation", "score_evaluation", "save_candidate", "decide_to_stop"} & {e.name for e in order}
+    assert [position for position, _ in order.syncs()] and {first for _, first in order.syncs("sync_evaluation")} == {0}
+
+
+def test_the_rollout_gets_no_weights_that_only_an_evaluation_would_use():
+    def syncs(placement: dict[str, Any]) -> list[int]:
+        schedule = {"mode": "asynchronous", "max_staleness": 1, "sync_every": 2}
+        order = order_of(steps=6, schedule=schedule, placement=placement, evaluation={"interval": 3})
+        return [entry.step for entry in order if entry.name == "weight_sync"]
+
+    assert syncs({"actor": 0, "rollout,reward": 1}) == [0, 2, 3, 4, 6]
+    assert syncs(OWN_ENGINES) == [0, 2, 4]
+
+
+def test_demonstrations_need_no_rollout_where_engines_of_their_own_evaluate():
+    order = order_of(algorithm="sft", placement={"actor": "0-2", "evaluation": 3}, evaluation={"interval": 2})
+    assert [str(entry).split("[")[0] for entry in order if entry.step == 2 and entry.kind == "task"] == [
+        "sync_evaluation", "run_evaluation", "load_batch", "update",
+    ]  # fmt: skip
 
 
 def test_where_nothing_is_trained_the_checkpoint_is_evaluated_once():

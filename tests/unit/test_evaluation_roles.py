@@ -19,7 +19,7 @@ from rltrain.evaluation.outcomes import metrics_of, record_of
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
 from rltrain.roles import actor as actor_module
-from rltrain.roles import rollout as rollout_module
+from rltrain.roles import drawing
 from rltrain.roles.actor import Actor
 from rltrain.roles.reward import Reward
 from rltrain.roles.rollout import Rollout
@@ -110,7 +110,7 @@ class RecordingEngine(ScriptedEngine):
 def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: pytest.MonkeyPatch):
     engine = RecordingEngine()
     hosted = SimpleNamespace(engine=engine, parts={}, metrics=dict)
-    monkeypatch.setattr(rollout_module, "build_engine", lambda *_: hosted)
+    monkeypatch.setattr(drawing, "build_engine", lambda *_: hosted)
     monkeypatch.setattr(Rollout, "_site", lambda self: None)
     with open_store() as store:
         job = job_of(config_of(), 0, {})

@@ -56,6 +56,17 @@ def test_a_sync_is_due_once_the_actor_has_come_to_it(actor, leader):
     assert leader.joined == [0]
 
 
+def test_a_sync_that_an_engine_has_no_room_for_waits_until_its_place(actor, leader, follower):
+    leader.sync.has_room = lambda: False
+    follower.sync.has_room = lambda: False
+    actor.announce()
+    leader.sync.join_if_due()
+    assert leader.joined == []
+    leader.sync.reach(0)
+    follower.sync.join_if_due()
+    assert leader.joined == follower.joined == [0], "the others follow the leader"
+
+
 def test_several_syncs_are_joined_one_after_the_other_within_one_task(actor, leader):
     """The actor goes on with samples that it has, however long the engine takes over the present ones."""
     leader.sync.position = 5

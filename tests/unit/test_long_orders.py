@@ -14,7 +14,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.order import Entry, Order
 from rltrain.schedule.steps import build_order, num_entries, shortened
 from rltrain.tasks.roles import STATE_PARTS
-from tests.unit.schedule_configs import GRPO, PPO, evaluations, make_config, order_of, place
+from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 
 LONG = 10**6
 
@@ -22,7 +22,7 @@ LONG = 10**6
 @st.composite
 def runs(draw: st.DrawFn) -> Config:
     """Of any mode, with all that comes every so many steps."""
-    placement = draw(st.sampled_from([GRPO, PPO]))
+    placement = draw(st.sampled_from([GRPO, PPO, EVALUATED_APART]))
     mode = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"]))
     sync_every = draw(st.integers(1, 2)) if mode == "asynchronous" else 1
     schedule = {

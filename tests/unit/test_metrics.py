@@ -131,9 +131,12 @@ def test_wandb_gets_every_step_and_is_offline_without_a_key(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with Sinks(config(tmp_path, wandb={"project": "p", "name": "n", **keys})) as writer:
         writer.write(0, {"train/loss": 0.5})
+        writer.write(1, {"train/loss": 0.4})
+        writer.write(0, {"eval/score": 0.3})
     assert (fake.started["project"], fake.started["name"], fake.started["mode"]) == ("p", "n", mode)
     assert fake.started["config"]["steps"] == 3
-    assert fake.logged == [(0, {"train/loss": 0.5})]
+    late = (1, {"eval/score": 0.3})
+    assert fake.logged == [(0, {"train/loss": 0.5}), (1, {"train/loss": 0.4}), late], "its steps never go back"
     assert fake.finished
 
 

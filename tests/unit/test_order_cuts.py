@@ -7,7 +7,7 @@ from rltrain.schedule.check import check
 from rltrain.schedule.order import CHECKPOINT
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steps import build_order
-from tests.unit.schedule_configs import GRPO, PPO, evaluations, make_config, order_of, place
+from tests.unit.schedule_configs import EVALUATED_APART, GRPO, PPO, evaluations, make_config, order_of, place
 
 SCHEDULES = st.one_of(
     st.just({}),
@@ -34,7 +34,7 @@ def saves_of(order, steps):
 @st.composite
 def runs(draw):
     """(config, a step at whose boundary it saves)."""
-    placement = draw(st.sampled_from([GRPO, PPO]))
+    placement = draw(st.sampled_from([GRPO, PPO, EVALUATED_APART]))
     schedule = draw(SCHEDULES)
     config = make_config(
         algorithm="ppo" if placement is PPO else "grpo",

@@ -83,6 +83,11 @@ class TestReading:
             (0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1),
         ]  # fmt: skip
 
+    def test_an_evaluation_that_came_later_stands_at_its_step(self) -> None:
+        written = [{"step": step, "time_s": step, "loss": 1.0} for step in range(3)]
+        kept = run_folder.one_record_per_step([*written, {"step": 0, "time_s": 9.0, "eval/score": 0.5}])
+        assert kept == [{**written[0], "eval/score": 0.5}, *written[1:]]
+
     def test_a_trace_of_an_earlier_run_in_the_folder_is_left_out(self, tmp_path: Path) -> None:
         write_traces(tmp_path, 3)
         old = RankLog(tmp_path / "trace", 9, ("actor",))

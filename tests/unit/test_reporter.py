@@ -75,6 +75,30 @@ def test_a_slow_rank_delays_the_record_and_not_the_run(reporters):
     assert [(step, metrics["reward"]) for step, metrics in written] == [(0, 0.0), (1, 1.0)]
 
 
+def test_no_step_waits_for_a_late_rank_whose_metrics_come_by_themselves():
+    """With the others' where they are there in time."""
+    shared: dict[str, str] = {}
+    counts = {0: Counter({0: 1, 1: 1}), 1: Counter({0: 1}), 2: Counter({0: 1, 1: 1})}
+    written: list[tuple[int, dict]] = []
+    first, late = (
+        Reporter(FakeBulletin(shared, rank), counts.__getitem__, range(3), [0, 1], 0, [FakeSink(written)], late=[1])
+        for rank in range(2)
+    )
+    for step in range(2):
+        first.add(step, {"loss": 1.0})
+    assert [(step, "score" in metrics) for step, metrics in written] == [(0, False), (1, False)]
+    late.add(0, {"score": 0.25})
+    late.add(2, {"score": 0.5})
+    first.add(2, {"loss": 1.0})
+    assert [(step, metrics.get("score"), "loss" in metrics) for step, metrics in written[2:]] == [
+        (2, 0.5, True),
+        (0, 0.25, False),
+    ]
+    late.close()
+    first.close()
+    assert not [key for key in shared if "closed" not in key], "nothing is left behind"
+
+
 def test_closing_writes_steps_that_ended_early_and_leaves_nothing_behind(reporters):
     (first, second), written, shared = reporters
     first.add(0, {"loss": 1.0})

@@ -15,6 +15,7 @@ from rltrain.rewards.combined import CombinedScores
 from rltrain.rewards.registry import load_rewards
 from rltrain.rewards.scorer import Scores
 from rltrain.roles.failure_limit import FailureLimit
+from rltrain.roles.rank_records import RankRecords
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_statistics import RewardStatistics
 from tests.unit.shared_store import LIMIT_S, ShortPatience
@@ -34,6 +35,8 @@ def reward_role(rank: int, shared: dict[str, str], max_failures: float = 0.5, **
         waiter=ShortPatience(),
         leader_of=lambda role: 4,
     )
+    role.records = RankRecords(role.job, "reward", role.grid.ranks)
+    role.outcomes = SimpleNamespace(record=lambda: [], tell=lambda step, of_ranks: None)  # type: ignore[assignment]
     role.serve = None
     return role
 
@@ -173,7 +176,7 @@ def of_two_functions(form: int, math: int, unscored: int = 0) -> RewardStatistic
 def test_each_of_several_functions_is_judged_by_itself(failures, message):
     functions = tuple(schema.RewardPart(**part) for part in TWO)
     leader = reward_role(4, {}, functions=functions)
-    leader.grid = Grid((4,))
+    leader.records = RankRecords(leader.job, "reward", (4,))
     if message is None:
         assert leader._gather("score", 0, of_two_functions(*failures))["reward_errors"] == 4
         return

@@ -29,7 +29,7 @@ def runs(draw: st.DrawFn):
     """(config, placement) of any mode, legal on the placement or not."""
     algorithm = draw(st.sampled_from(["grpo", "ppo"]))
     roles = ["actor", "rollout", "reward", *(["critic"] if algorithm == "ppo" else [])]
-    roles += ["reference"] if draw(st.booleans()) else []
+    roles += [role for role in ("reference", "evaluation") if draw(st.booleans())]
     mode = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"]))
     schedule = {"mode": mode, "chunks": 1 if mode == "sequential" else draw(st.sampled_from([1, 2, 4]))}
     if mode == "asynchronous":

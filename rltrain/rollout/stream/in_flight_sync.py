@@ -23,7 +23,7 @@ class NoInFlightSync:
 
 
 class InFlightSync:
-    """For one rank of the rollout or the actor, which share no ranks.
+    """For one rank of the actor or of a role with engines, which share no ranks.
 
     A sync is due once the actor has arrived at it: `announce`, by one rank of the actor. The first rank of an engine,
     its leader, then decides when to join, and the engine's other ranks follow it: in a generate task by what the leader
@@ -38,16 +38,19 @@ class InFlightSync:
         leader: int,
         rank: int,
         run: Callable[[int], None],
+        name: str = "weight_sync",
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
         executes the entry at a position. `leader` is that of this rank's engine, or the rank that speaks for the
-        actor."""
-        self.store = dist.PrefixStore("in_flight", store)
+        actor. `name` is what the syncs are called in the order. Before their place there an engine joins them only
+        where it `has_room`, which its leader asks."""
+        self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
         self._joined_last = -1
         """The position of the sync that was joined last."""
-        self.run = run
+        self.run, self.has_room = run, has_room
         self.leader = leader
         self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
         self.is_leader = rank == leader
@@ -66,7 +69,7 @@ class InFlightSync:
         if now - self._last_poll < POLL_S or self._next is None:
             return False
         self._last_poll = now
-        if self.position < self._next[1]:
+        if self.position < self._next[1] or (self.is_leader and not self.has_room()):
             return False
         return bool(self.store.add("announced" if self.is_leader else self.joined_key, 0) > self.num_joined)
 
@@ -106,7 +109,7 @@ class InFlightSync:
         )
 
     def join(self) -> None:
-        """Join the next sync. Collective over: the ranks of actor and rollout."""
+        """Join the next sync. Collective over: the ranks of the actor and of the role that it is for."""
         if self.is_leader:
             self.store.add(self.joined_key, 1)
         self.num_joined += 1

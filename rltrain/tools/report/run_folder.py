@@ -86,11 +86,19 @@ def _read_samples(path: Path, notes: list[str]) -> list[Record]:
     return sorted((line for line in lines if "response" in line), key=lambda sample: sample.get("step", 0))
 
 
+OF_EVERY_RECORD = frozenset({"step", "time_s"})
+
+
 def one_record_per_step(records: list[Record]) -> list[Record]:
-    """A run that was started again from a step repeats steps: what was written later counts."""
+    """A run that was started again from a step repeats steps: what was written later counts. An evaluation that went on
+    beside training has a record of its own, which is put to that of its step."""
     kept: list[Record] = []
     for record in records:
         if not isinstance(record.get("step"), int):
+            continue
+        of_step = next((late for late in reversed(kept) if late["step"] == record["step"]), None)
+        if of_step and of_step.keys() & record.keys() <= OF_EVERY_RECORD:
+            of_step |= {**record, **of_step}
             continue
         while kept and kept[-1]["step"] >= record["step"]:
             kept.pop()

@@ -1,0 +1,154 @@
+"""What roles have in common that draw responses: engines, and the evaluation sets that they answer."""
+
+from zlib import crc32
+
+from rltrain.config.schema import Sampling
+from rltrain.data.experience import Experience
+from rltrain.data.prompts import PromptDataset
+from rltrain.residency.memory_plan import leaving_roles
+from rltrain.roles.episode_sessions import EpisodeSessions
+from rltrain.roles.role import Job, Role
+from rltrain.rollout.build import build_engine
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import Sample, SampleGroup
+from rltrain.rollout.site import EngineSite
+from rltrain.rollout.stream.completion_log import CompletionLog, Finished
+from rltrain.rollout.stream.generation_loop import GenerationLoop
+from rltrain.rollout.stream.groups import PromptGroups
+from rltrain.rollout.stream.in_flight_sync import InFlightSync, NoInFlightSync
+from rltrain.rollout.stream.leader_decision import LeaderDecisions
+from rltrain.rollout.stream.prompt_assignment import PromptAssignment, StaticAssignment
+from rltrain.rollout.stream.seeds import request_seed
+from rltrain.rollout.stream.selection import Selection
+from rltrain.rollout.stream.stream_rules import StreamRules
+
+
+class DrawingRole(Role):
+    """One engine per data-parallel replica."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.engine_ranks = self.grid.replica(self.dp)
+        self.decisions = LeaderDecisions(job.groups.cpu[self.engine_ranks] if self.grid.tp > 1 else None)
+        self.sessions = EpisodeSessions(job, is_leader=self.decisions.is_leader)
+        hosted = build_engine(self.site(), self.leave)
+        self.engine, self.parts, self.engine_metrics = hosted.engine, hosted.parts, hosted.metrics
+
+    def site(self) -> EngineSite:
+        job, offload = self.job, self.job.offloads
+        return EngineSite(
+            config=self.config,
+            world=job.world,
+            ranks=self.engine_ranks,
+            grid=self.grid,
+            groups=job.groups,
+            architecture=job.architecture,
+            tokenizer=job.prompts.decoder,
+            job_store=job.job_store,
+            leaves=self.name in leaving_roles(offload),
+            draws_during_syncs=self.draws_during_syncs,
+            others=tuple(role for role in offload if role != self.name),
+            role=self.name,
+            updates_together=self.updates_together,
+        )
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether all engines of the role get an update before any gets the next one."""
+        return False
+
+    @property
+    def draws_during_syncs(self) -> bool:
+        """Whether the engine's weights may change while it has responses under way."""
+        raise NotImplementedError
+
+    def has_room(self) -> bool:
+        """Whether weights may come now that are not yet due."""
+        return True
+
+    def take_in_flight(self, in_flight: InFlightSync) -> None:
+        """Before the first task: syncs that come while this rank draws."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Give up keys and values."""
+        self.engine.release_cache()
+
+    def close(self) -> None:
+        """End what the engine has outside of this process."""
+        self.sessions.close()
+        self.engine.close()
+
+    def draw_set(
+        self, step: int, number: int, in_flight: InFlightSync | NoInFlightSync
+    ) -> tuple[list[Finished], list[SampleGroup]]:
+        """Draw the samples of evaluation set `number`: by the same random numbers in every evaluation. All of its
+        groups, and those that this engine drew. Collective over: this engine's ranks."""
+        plan, dataset = self.config.evaluations[number], self.job.prompts.evaluations[number]
+        num_prompts, num_samples, sampling = len(dataset), plan.samples_per_prompt, self.sampling_params(plan.sampling)
+        conversations = self.sessions.evaluation(plan, dataset, self.engine, sampling)
+        draw = crc32(plan.name.encode())
+        loop = self.generation_loop(
+            PromptGroups(
+                self.engine,
+                sampling,
+                lambda position: self.group(dataset, num_samples, draw, position, position),
+                num_samples=num_samples,
+                episodes=conversations.episodes,
+                max_turn_tokens=self.config.env.max_turn_tokens,
+                guests=conversations.guests,
+            ),
+            StaticAssignment(self.dp, self.grid.dp),
+            StreamRules(num_prompts, per_step=num_prompts, shared_log=f"evaluation {plan.name} {step}"),
+            in_flight,
+        )
+        finished, drawn = loop.run(0, 0)
+        self.sessions.ended()
+        return finished, drawn
+
+    def generation_loop(
+        self,
+        groups: PromptGroups,
+        assignment: PromptAssignment,
+        rules: StreamRules,
+        in_flight: InFlightSync | NoInFlightSync = NoInFlightSync(),  # noqa: B008 - it has no state
+        selection: Selection | None = None,
+    ) -> GenerationLoop:
+        return GenerationLoop(
+            groups,
+            assignment,
+            CompletionLog(self.job.world.store, rules.per_chunk, len(self.grid.ranks), rules.chunks_per_log),
+            self.decisions,
+            self.job.waiter,
+            self.job.heartbeat,
+            rules,
+            ranks=[rank for rank in self.grid.ranks if rank not in self.engine_ranks],
+            in_flight=in_flight,
+            selection=selection,
+        )
+
+    def group(self, dataset: PromptDataset, num_samples: int, draw: int, row: int, position: int) -> SampleGroup:
+        """One of the row's prompt, of which nothing is drawn; another number `draw` stands for other samples of it."""
+        prompt = dataset.prompt_tokens(row)
+        samples = tuple(
+            Sample(position * num_samples + number, prompt, request_seed(self.config.seed, draw, row, number))
+            for number in range(num_samples)
+        )
+        return SampleGroup(position, row, samples)
+
+    def sampling_params(self, sampling: Sampling) -> SamplingParams:
+        eos = self.job.architecture.eos_token_ids
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_response_tokens=sampling.max_response_tokens,
+            stop_token_ids=(*eos, *sorted(self.sessions.end_tokens.difference(eos))),
+            stop=sampling.stop,
+        )
+
+    def count_operations(self, experience: Experience) -> None:
+        """Of what this engine drew."""
+        self.job.operations.add(
+            self.job.architecture, experience.lengths.tolist(), len(self.engine_ranks), backward=False
+        )
