@@ -48,16 +48,15 @@ def pack(
     `multiple_of` tokens; with `equal_lengths` all are padded to the length of the longest. A pure function: ranks
     that hold the same samples get the same micro-batches.
     """
-    bins = _sample_bins(experience, max_tokens)
-    parts = [experience.select(torch.tensor(samples)) for samples in bins]
+    bins = [torch.tensor(samples) for samples in _sample_bins(experience, max_tokens)]
+    parts = [experience.select(samples) for samples in bins]
     padded_lengths = [math.ceil(part.num_tokens / multiple_of) * multiple_of for part in parts]
     if equal_lengths and parts:
         padded_lengths = [max(padded_lengths)] * len(parts)
-    offsets = experience.offsets().tolist()
     return [
         MicroBatch(
             experience=Experience(**{name: value.to(device) for name, value in part.columns().items()}),
-            token_index=torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in samples]),
+            token_index=experience.token_index(samples),
             padded_tokens=torch.nn.functional.pad(part.tokens, (0, length - part.num_tokens)).to(device),
             segments=_segments(part.lengths.tolist(), length),
         )

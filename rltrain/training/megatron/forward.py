@@ -1,5 +1,6 @@
 """Micro-batches through Megatron's schedules, and what comes out of them by token."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -15,26 +16,31 @@ from torch import Tensor
 from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
+from rltrain.models.products import rows_multiple
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
+
+TOKENS_MULTIPLE = 64
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, its local logits [tokens, columns], or scores [tokens]) -> (loss scalar, anything to keep)."""
 
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
-    """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism.
+    """`experience` in micro-batches that `model` can take: padded for sequence and pipeline parallelism, and for fast
+    matrix products.
 
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
     packing keeps that padding small, and no shapes have to be sent.
     """
     config = model.config
+    multiple = rows_multiple(model.device, config.params_dtype, TOKENS_MULTIPLE)
     return pack(
         experience,
         max_tokens,
         device=model.device,
-        multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        multiple_of=math.lcm(multiple, config.tensor_model_parallel_size if config.sequence_parallel else 1),
         equal_lengths=config.pipeline_model_parallel_size > 1,
     )
 

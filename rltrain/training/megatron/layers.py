@@ -30,9 +30,16 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
+from rltrain.training.megatron.fused import RmsNorm, SwiGluActivation, takes_fused
+from rltrain.training.megatron.fused_attention import FusedSelfAttention
 from rltrain.training.megatron.latent_attention import LATENT_NORM_EPS, ExplicitLatentAttention, LatentSelfAttention
+from rltrain.training.megatron.linear import ColumnProduct, RowProduct
 
-LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=SwiGluActivation)
+# Experts have another number of tokens each time, for which oneDNN would make code each time.
+LOCAL_EXPERT = MLPSubmodules(
+    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGluActivation
+)
 
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """Of Transformer Engine: its grouped products then have one parameter for all experts."""
@@ -44,6 +51,13 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not takes_fused(x):
+            return super().forward(x)
+        assert self.eps is not None
+        normed: Tensor = RmsNorm.apply(x, self.weight, self.eps)
+        return normed
 
 
 class LatentNorm(RMSNorm):
@@ -191,12 +205,12 @@ def _local_layer(architecture: Architecture, experts: bool) -> ModuleSpec:
 def _local_attention(architecture: Architecture) -> ModuleSpec:
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     return ModuleSpec(
-        module=GroupedSelfAttention,
+        module=FusedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ColumnProduct,
             core_attention=PackedAttention,
-            linear_proj=_with_bias(RowParallelLinear) if architecture.output_bias else RowParallelLinear,
+            linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -225,7 +239,7 @@ def _local_experts() -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_MLP),
+            experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_EXPERT),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LOCAL_MLP),
             router=FixedBiasRouter,
         ),
