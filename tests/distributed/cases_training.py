@@ -23,9 +23,9 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
-from rltrain.models import products, read_architecture
+from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron import fused, fused_attention, layers
+from rltrain.training.megatron import fused, fused_attention, layers, linear
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
@@ -135,7 +135,7 @@ def plain_layers() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (fused, fused_attention, layers):
             stack.enter_context(patch.object(module, "takes_fused", lambda x: False))
-        stack.enter_context(patch.object(products, "HAS_ONEDNN", False))
+        stack.enter_context(patch.object(linear, "HAS_ONEDNN", False))
         yield
 
 

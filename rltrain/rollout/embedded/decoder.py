@@ -15,9 +15,6 @@ from rltrain.rollout.engine import SamplingParams
 _RECORDED_SIZES = 2
 """Of numbers of slots, from each power of two up to the next."""
 
-_SLOTS_MULTIPLE = 16
-"""Of slots, where products are faster for few numbers of rows."""
-
 
 class Decoder:
     """Decode steps on the first of the slots: with `record`, on few numbers of slots and positions, recorded."""
@@ -26,14 +23,13 @@ class Decoder:
         self._model, self._slots = model, slots
         self._stop_tokens: dict[tuple[int, ...], Tensor] = {}
         self._recordings = Recordings(record) if record else None
-        self._multiple = model.rows_multiple(_SLOTS_MULTIPLE)
 
     def step(self, num_running: int, num_positions: int, sampling: SamplingParams) -> None:
         """Feed the running slots' tokens, which stand below `num_positions`, and draw the next ones.
 
         Collective over: the engine's tensor-parallel group.
         """
-        num_slots = min(-(-num_running // self._multiple) * self._multiple, self._slots.num_slots)
+        num_slots = num_running
         if self._recordings:
             num_slots = min(rounded(num_running, _RECORDED_SIZES), self._slots.num_slots)
             num_positions = self._slots.cache.recorded_length(num_positions)

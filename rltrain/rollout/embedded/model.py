@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.products import add_rows_product, rows_multiple, rows_product
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
@@ -83,10 +82,6 @@ class EngineModel:
         """Where each parameter lies now: memory that is offloaded comes back elsewhere."""
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
-    def rows_multiple(self, most: int) -> int:
-        """As `rows_multiple` has it, of the tokens that are given to `forward`."""
-        return rows_multiple(self._embedding.device, self._embedding.dtype, most)
-
     def forward(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
         """Hidden states [tokens, hidden] before the final norm, of `tokens` [tokens] standing at `positions` [tokens].
 
@@ -120,7 +115,7 @@ class EngineModel:
         self._add_projected(hidden, attention(index, queries, keys, values), layer.output)
         if layer.output_bias is not None:
             hidden.add_(layer.output_bias)
-        gate, up = rows_product(self._norm(hidden, layer.mlp_norm), layer.gate_up.read()).chunk(2, dim=-1)
+        gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up.read()).chunk(2, dim=-1)
         self._add_projected(hidden, F.silu(gate).mul_(up), layer.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,8 +140,9 @@ class EngineModel:
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = rows_product(self._norm(hidden, layer.input_norm), layer.qkv.read(), layer.qkv_bias)
-        fused = fused.view(len(hidden), -1, self.head_dim)
+        fused = F.linear(self._norm(hidden, layer.input_norm), layer.qkv.read(), layer.qkv_bias).view(
+            len(hidden), -1, self.head_dim
+        )
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = fused[:, :num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -159,6 +155,6 @@ class EngineModel:
     def _add_projected(self, hidden: Tensor, inner: Tensor, matrix: Matrix) -> None:
         """hidden += inner @ matrix.T, where `inner` and `matrix` are split by columns over the group."""
         if self._tp.size == 1:
-            add_rows_product(hidden, inner, matrix.read())
+            hidden.addmm_(inner, matrix.read().t())
         else:
-            hidden.add_(self._tp.all_reduce(rows_product(inner, matrix.read())))
+            hidden.add_(self._tp.all_reduce(F.linear(inner, matrix.read())))

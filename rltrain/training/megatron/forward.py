@@ -16,12 +16,10 @@ from torch import Tensor
 from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
-from rltrain.models.products import rows_multiple
+from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch, pack
-
-TOKENS_MULTIPLE = 64
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, its local logits [tokens, columns], or scores [tokens]) -> (loss scalar, anything to keep)."""
@@ -35,7 +33,7 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
     packing keeps that padding small, and no shapes have to be sent.
     """
     config = model.config
-    multiple = rows_multiple(model.device, config.params_dtype, TOKENS_MULTIPLE)
+    multiple = rows_multiple(model.device, config.params_dtype)
     return pack(
         experience,
         max_tokens,

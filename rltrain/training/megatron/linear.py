@@ -1,4 +1,9 @@
-"""Megatron's parallel linear layers on CPUs, with the matrix products of rltrain.models.products."""
+"""Megatron's parallel linear layers on CPUs, with matrix products by oneDNN.
+
+In float32 torch takes MKL there, which uses half the width of the vector units of processors that are not Intel's.
+oneDNN, which torch has as well, takes less than half of its time on those. It makes machine code for every number of
+rows that is new, which takes as long as a small product: micro-batches keep to multiples of `rows_multiple`.
+"""
 
 from typing import Any
 
@@ -9,7 +14,49 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rltrain.models.products import rows_product, takes_onednn
+LEAST_ROWS = 64
+"""Below it a call of oneDNN costs more than it saves."""
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+HAS_ONEDNN = _has_onednn()
+
+
+def takes_onednn(rows: Tensor) -> bool:
+    """Whether `rows_product` with these [n, inner] is oneDNN's."""
+    return _serves(rows.device, rows.dtype) and len(rows) >= LEAST_ROWS
+
+
+def rows_multiple(device: torch.device, dtype: torch.dtype) -> int:
+    """To a multiple of what a number of rows is best padded."""
+    return LEAST_ROWS if _serves(device, dtype) else 1
+
+
+def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows [n, inner] and matrix [m, inner] -> rows @ matrix.T [n, m], without a gradient."""
+    if not takes_onednn(rows):
+        return rows @ matrix.t()
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix, None, "none", [], "")
+    return product
+
+
+def columns_product(left: Tensor, right: Tensor) -> Tensor:
+    """left [rows, n] and right [rows, m] -> left.T @ right [n, m], without a gradient.
+
+    oneDNN is faster where the narrower one's columns are its rows.
+    """
+    if not takes_onednn(left):
+        return left.t() @ right
+    if left.size(1) <= right.size(1):
+        return rows_product(left.t(), right.t())
+    return rows_product(right.t(), left.t()).t()
+
+
+def _serves(device: torch.device, dtype: torch.dtype) -> bool:
+    return HAS_ONEDNN and dtype == torch.float32 and device.type == "cpu"
 
 
 class Product(torch.autograd.Function):
@@ -26,16 +73,7 @@ class Product(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         of_rows, rows = gradients[0].flatten(0, -2), inputs.flatten(0, -2)
         of_inputs = rows_product(of_rows, weight.t()).view_as(inputs) if ctx.needs_input_grad[0] else None
-        return of_inputs, _columns_product(of_rows, rows) if ctx.needs_input_grad[1] else None
-
-
-def _columns_product(left: Tensor, right: Tensor) -> Tensor:
-    """left [rows, n].T @ right [rows, m]. oneDNN is faster with the narrower one's columns as rows."""
-    if not takes_onednn(left):
-        return left.t() @ right
-    if left.size(1) <= right.size(1):
-        return rows_product(left.t(), right.t())
-    return rows_product(right.t(), left.t()).t()
+        return of_inputs, columns_product(of_rows, rows) if ctx.needs_input_grad[1] else None
 
 
 class _Product:
