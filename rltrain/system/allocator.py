@@ -6,8 +6,9 @@ import os
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
 
-KEPT_BYTES, LARGEST_KEPT_BYTES = 256 * 2**20, 32 * 2**20
-"""glibc takes no larger ones for parts of its heap."""
+KEPT_BYTES = 256 * 2**20
+LARGEST_KEPT_BYTES = 32 * 2**20
+"""glibc takes no larger limit."""
 
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
