@@ -41,6 +41,7 @@ class PackedSequences(PackedSeqParams):
     longest: int = field(kw_only=True)
     """Tokens of the longest sequence."""
     derived: dict[str, Any] = field(kw_only=True, default_factory=dict)
+    """What `once` has made."""
 
     def once(self, name: str, make: Callable[[], Derived]) -> Derived:
         """What `make` gives, the same for all layers of the micro-batch."""

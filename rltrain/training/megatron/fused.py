@@ -32,7 +32,7 @@ class RmsNorm(torch.autograd.Function):
         return normed * weight
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         normed, scale, weight = ctx.saved_tensors
         of_weight = gradients[0] * normed
@@ -52,7 +52,7 @@ class SwiGlu(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
@@ -100,7 +100,7 @@ class TurnedHeads(torch.autograd.Function):
         return _rotated(normed * weight, cos, sin)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         cos, sin, *of_norm = ctx.saved_tensors
         of_straight = _rotated(gradients[0], cos, sin, forwards=False)

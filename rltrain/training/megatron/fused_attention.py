@@ -11,8 +11,8 @@ from rltrain.training.megatron.attention import GroupedSelfAttention, PackedSequ
 from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 
 LONGEST_BY_PRODUCTS = 64
-"""Tokens up to which batched products with a matrix of scores take half the time of torch's kernel, and scores about
-the memory of queries."""
+"""Tokens up to which batched products with a matrix of scores take 0.6 of the time of torch's kernel, and scores the
+memory of queries a few times."""
 
 
 class PaddedRows(NamedTuple):
@@ -25,6 +25,10 @@ class PaddedRows(NamedTuple):
 
     @classmethod
     def of(cls, packed: PackedSequences, num_heads: int) -> "PaddedRows":
+        return packed.once(f"rows of {num_heads} heads", lambda: cls._made(packed, num_heads))
+
+    @classmethod
+    def _made(cls, packed: PackedSequences, num_heads: int) -> "PaddedRows":
         ((num_sequences, width),) = packed.batches
         heads = torch.arange(num_heads, device=packed.pad_index.device)
         tokens = packed.pad_index.view(num_sequences, 1, width)
@@ -63,7 +67,7 @@ class ShortAttention(torch.autograd.Function):
         return attended.index_select(0, rows_of_queries.unpadding).view(num_tokens, 1, -1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         padded, shares, _, unpadding, unpadding_of_queries = ctx.saved_tensors
         width, head_dim = shares.size(-1), padded.size(-1)
@@ -94,7 +98,8 @@ class FusedSelfAttention(GroupedSelfAttention):
         **settings: Any,
     ) -> tuple[Tensor, Tensor | None]:
         whole_groups = self.config.num_query_groups >= self.world_size
-        if not (takes_fused(hidden_states) and whole_groups):
+        whole_sequences = self.config.context_parallel_size == 1
+        if not (takes_fused(hidden_states) and whole_groups and whole_sequences):
             settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)
             return unfused

@@ -53,7 +53,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not takes_fused(x):
+        if not takes_fused(x) or x.dtype != self.weight.dtype:
             return super().forward(x)
         assert self.eps is not None
         normed: Tensor = RmsNorm.apply(x, self.weight, self.eps)

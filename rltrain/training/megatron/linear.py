@@ -68,7 +68,7 @@ class Product(torch.autograd.Function):
         return rows_product(inputs.flatten(0, -2), weight).view(*inputs.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         of_rows, rows = gradients[0].flatten(0, -2), inputs.flatten(0, -2)
