@@ -33,6 +33,7 @@ from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
 from rltrain.schedule.steps import build_order, shortened
+from rltrain.system.allocator import keep_freed_memory
 from rltrain.system.threads import end_job_by_threads
 from rltrain.trainer import Trainer
 
@@ -44,6 +45,8 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
     world = join_world(RENDEZVOUS_TIMEOUT_S)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     ending = Ending(world.store, world.rank, world.size)
     end_job_by_threads(lambda name, error: ending.by(error, thread=name))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {world.rank}] %(message)s")

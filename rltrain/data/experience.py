@@ -159,11 +159,14 @@ class Experience:
 
     def select(self, samples: Tensor) -> "Experience":
         """The samples at these indices [n] int64, in their order."""
+        index = {"sample": samples, "token": self.token_index(samples)}
+        return Experience(**{name: values[index[FIELDS[name][1]]] for name, values in self.columns().items()})
+
+    def token_index(self, samples: Tensor) -> Tensor:
+        """[tokens of these samples] where they stand among all tokens, the samples in the order of their indices."""
         starts, lengths = (self.lengths.cumsum(0) - self.lengths)[samples], self.lengths[samples]
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        tokens = torch.repeat_interleave(starts, lengths) + within
-        index = {"sample": samples, "token": tokens}
-        return Experience(**{name: values[index[FIELDS[name][1]]] for name, values in self.columns().items()})
+        return torch.repeat_interleave(starts, lengths) + within
 
 
 def join(parts: Iterable[Experience]) -> Experience:

@@ -74,14 +74,13 @@ def pack(
     `count_multiple_of` micro-batches; where samples are too few for that, some have padding alone. A pure function:
     ranks that hold the same samples get the same micro-batches, each with its own share of their tokens.
     """
-    bins = _sample_bins(experience, max_tokens, count_multiple_of)
-    parts = [experience.select(torch.tensor(samples, dtype=torch.int64)) for samples in bins]
+    bins = [
+        torch.tensor(samples, dtype=torch.int64) for samples in _sample_bins(experience, max_tokens, count_multiple_of)
+    ]
+    parts = [experience.select(samples) for samples in bins]
     segments = _segments_of([part.lengths.tolist() for part in parts], multiple_of, equal_lengths, share.multiple)
-    first = experience.offsets()
     return [
-        _micro_batch(
-            part, ranges(first[:-1][torch.tensor(samples, dtype=torch.int64)], part.lengths), pieces, share, device
-        )
+        _micro_batch(part, experience.token_index(samples), pieces, share, device)
         for samples, part, pieces in zip(bins, parts, segments, strict=True)
     ]
 

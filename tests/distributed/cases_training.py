@@ -1,9 +1,11 @@
 """What ranks do in test_training: one tiny model in many parallel layouts inside one world of four ranks."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
@@ -23,6 +25,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.training.megatron import fused, fused_attention, layers, linear
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
@@ -141,6 +144,38 @@ def _families(paths: dict[str, Path], groups: ProcessGroups) -> Results:
             f"family/{name}",
             {f"{limit}": _difference(_logits(model, path, limit), expected) for limit in (10_000, 60, 1)},
         )
+        yield f"fused/{name}/float32", _differences_from_plain_layers(model, path)
+        yield f"fused/{name}/float64", _differences_from_plain_layers(model.double(), path)
+
+
+def _differences_from_plain_layers(model: LanguageModel, path: Path) -> dict[str, float]:
+    """Of logits and of every parameter's gradients, by name, relative to the largest."""
+    actual = logits_and_gradients(model, path)
+    with plain_layers():
+        expected = logits_and_gradients(model, path)
+    return {
+        name: _difference(actual[name], value) / (float(value.abs().max()) or 1.0) for name, value in expected.items()
+    }
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Layers as torch and Megatron have them."""
+    with ExitStack() as stack:
+        for module in (fused, fused_attention, layers):
+            stack.enter_context(patch.object(module, "takes_fused", lambda x: False))
+        stack.enter_context(patch.object(linear, "HAS_ONEDNN", False))
+        yield
+
+
+def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
+    """Of all samples in one micro-batch; "logits", and the parameters' gradients by name."""
+    batches = make_micro_batches(model, load_experience(path), 10_000)
+    model.zero_grad()
+    (logits,) = run_schedule(model, batches, lambda _, logits: (logits.cos().sum(), logits.detach()), backward=True)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return {"logits": logits, **gradients}
 
 
 def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:

@@ -114,6 +114,16 @@ def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, 
     assert max(differences.values()) < 1e-4, differences
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", 5e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_fused_layers_give_the_logits_and_gradients_of_plain_ones(
+    ranks: list[dict[str, Any]], name: str, dtype: str, largest: float
+) -> None:
+    (differences,) = reports(ranks, f"fused/{name}/{dtype}")
+    assert len(differences) > 10
+    assert max(differences.values()) < largest, differences
+
+
 @pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"])
 def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
     (single,) = reports(ranks, BASELINE)

@@ -1,8 +1,8 @@
 """Attention over packed sequences without Transformer Engine, and tensor parallelism above the number of KV heads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,6 +16,8 @@ from rltrain.models.attention import attend, attend_packed, attends_packed
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
 SHORTEST_FRACTION = 0.6
 SHORT_TOKENS = 128  # below this width launches cost more than padding, whatever the fraction
+
+Derived = TypeVar("Derived")
 
 
 @dataclass
@@ -38,6 +40,15 @@ class PackedSequences(PackedSeqParams):
     """[sequences + 1] int32: where each sequence starts, and the last one ends."""
     longest: int = field(kw_only=True)
     """Tokens of the longest sequence."""
+    derived: dict[str, Any] = field(kw_only=True, default_factory=dict)
+    """What `once` has made."""
+
+    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
+        """What `make` gives, the same for all layers of the micro-batch."""
+        if name not in self.derived:
+            self.derived[name] = make()
+        derived: Derived = self.derived[name]
+        return derived
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
@@ -181,7 +192,9 @@ class GroupedSelfAttention(SelfAttention):
         """As Megatron has them, but that queries and keys are fp32 where Transformer Engine does not rotate them, which
         rounds once: in half precision each of three operations would round."""
         query, key, value = self._projected(hidden_states, key_value_states, output_gate, split_qkv)
-        return (query, key, value) if self.config.apply_rope_fusion else (query.float(), key.float(), value)
+        if self.config.apply_rope_fusion or query.dtype == torch.float64:
+            return query, key, value
+        return query.float(), key.float(), value
 
     def _projected(
         self, hidden_states: Tensor, key_value_states: Tensor | None, output_gate: bool, split_qkv: bool

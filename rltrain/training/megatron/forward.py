@@ -1,5 +1,6 @@
 """Micro-batches through Megatron's schedules, and what comes out of them by token."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
 from rltrain.training.megatron.context_parallel import of_all_tokens
+from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.routing import routed_samples, tell_routers
@@ -28,7 +30,7 @@ Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
     """`experience` in micro-batches that `model` can take: this rank's slices of them, padded for sequence and pipeline
-    parallelism. `max_tokens` is for each rank of context parallelism.
+    parallelism and for fast matrix products. `max_tokens` is for each rank of context parallelism.
 
     Stages of a pipeline receive tensors of one shape, so there all micro-batches are padded to one length; balanced
     packing keeps that padding small, and no shapes have to be sent. Interleaved stages take micro-batches in rounds of
@@ -38,7 +40,11 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
     compute alone. With dispatcher allgather these have one length, too. Collective over: all replicas, there.
     """
     config, share = model.config, model.share
-    multiple_of = share.size * config.tensor_model_parallel_size if config.sequence_parallel else 1
+    of_rank = math.lcm(
+        rows_multiple(model.device, config.params_dtype),
+        config.tensor_model_parallel_size if config.sequence_parallel else 1,
+    )
+    multiple_of = share.size * of_rank
     batches = []
     if experience.num_samples:
         batches = pack(

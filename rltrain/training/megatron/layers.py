@@ -36,11 +36,18 @@ from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
+from rltrain.training.megatron.fused import RmsNorm, SwiGluActivation, takes_fused
+from rltrain.training.megatron.fused_attention import FusedSelfAttention
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
+from rltrain.training.megatron.linear import ColumnProduct, RowProduct
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
-LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=SwiGluActivation)
+# Experts have another number of tokens each time, for which oneDNN would make code each time.
+LOCAL_EXPERT = MLPSubmodules(
+    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGluActivation
+)
 
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """Of Transformer Engine: its grouped products then have one parameter for all experts."""
@@ -55,10 +62,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """In the weights' type, rounded once, also where `x` is wider."""
-        if x.dtype == self.weight.dtype:
+        if x.dtype != self.weight.dtype:
+            weight = self.weight.to(x.dtype)
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+        if not takes_fused(x):
             return super().forward(x)
-        weight = self.weight.to(x.dtype)
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+        assert self.eps is not None
+        normed: Tensor = RmsNorm.apply(x, self.weight, self.eps)
+        return normed
 
 
 class LatentNorm(RMSNorm):
@@ -239,12 +250,12 @@ def _local_layer(architecture: Architecture, experts: bool) -> ModuleSpec:
 def _local_attention(architecture: Architecture) -> ModuleSpec:
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     return ModuleSpec(
-        module=GroupedSelfAttention,
+        module=FusedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ColumnProduct,
             core_attention=PackedAttention,
-            linear_proj=_with_bias(RowParallelLinear) if architecture.output_bias else RowParallelLinear,
+            linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -273,7 +284,7 @@ def _local_experts() -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_MLP),
+            experts=ModuleSpec(module=SequentialMLP, submodules=LOCAL_EXPERT),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LOCAL_MLP),
             router=SampleRouter,
         ),

@@ -302,6 +302,7 @@ def transformer_config(
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         bias_activation_fusion=cuda,
+        use_te_activation_func=not cuda,  # any fused one: block_spec says which
         bias_dropout_fusion=cuda,
         apply_rope_fusion=transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,

@@ -1,0 +1,131 @@
+"""Layers of a model as autograd functions of few passes over memory, for CPUs.
+
+There torch's own make a pass, and backward several, of each operation of a formula. Every function here is one of
+these formulas, and is differentiable once.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def takes_fused(x: Tensor) -> bool:
+    """Whether these functions are faster than torch's: it has kernels for GPUs, and rounds half precision otherwise."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+class RmsNorm(torch.autograd.Function):
+    """x [..., n] / sqrt(mean x^2 + eps) * weight [n] (Zhang and Sennrich 2019, "Root Mean Square Layer
+    Normalization")."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _inverse_rms(x, eps)
+        normed = x * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        normed, scale, weight = ctx.saved_tensors
+        of_weight = gradients[0] * normed
+        along = (of_weight @ weight)[..., None] / len(weight)
+        of_input = (gradients[0] * weight).addcmul_(normed, along, value=-1).mul_(scale)
+        return of_input, of_weight.flatten(0, -2).sum(0), None
+
+
+class SwiGlu(torch.autograd.Function):
+    """silu(gate) * up, of gate and up beside each other: [..., 2 n] -> [..., n] (Shazeer 2020, "GLU Variants Improve
+    Transformer")."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        result = torch.empty_like(gate_up)
+        of_gate, of_up = result.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        torch.mul(gradients[0], activated, out=of_up)
+        of_activated = torch.mul(gradients[0], up, out=activated)
+        torch.ops.aten.silu_backward.grad_input(of_activated, gate, grad_input=of_gate)
+        return result
+
+
+class SwiGluActivation(torch.nn.Module):
+    """`SwiGlu` as Megatron builds the activation of an MLP."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        if takes_fused(gate_up):
+            activated: Tensor = SwiGlu.apply(gate_up)
+            return activated
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+class TurnedHeads(torch.autograd.Function):
+    """Heads [tokens, groups, heads of a group, head_dim], of which the last of a group are values, as attention takes
+    them: queries and keys are normalised, where `weight` [heads of a group, head_dim] is given, and rotated.
+
+    A rotation takes elements i and i + head_dim / 2 of a head for a point in the plane (Su et al. 2021, "RoFormer");
+    `cos` and `sin`, of the heads' shape, are of its angles, the sines of a head's first half negative. Values take part
+    in all of it, since memory is faster read as it lies: they have weight and cosine 1 and sine 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        if weight is None:
+            ctx.save_for_backward(cos, sin)
+            return _rotated(heads, cos, sin)
+        scale = _inverse_rms(heads, eps)
+        scale[:, :, -1] = 1
+        normed = heads * scale
+        ctx.save_for_backward(cos, sin, normed, scale, weight)
+        return _rotated(normed * weight, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        cos, sin, *of_norm = ctx.saved_tensors
+        of_straight = _rotated(gradients[0], cos, sin, forwards=False)
+        if not of_norm:
+            return of_straight, None, None, None, None
+        normed, scale, weight = of_norm
+        of_weight = of_straight * normed
+        along = _mean(of_weight * weight)
+        along[:, :, -1] = 0
+        of_heads = of_straight.mul_(weight).addcmul_(normed, along, value=-1).mul_(scale)
+        return of_heads, of_weight.flatten(0, 1).sum(0), None, None, None
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, forwards: bool = True) -> Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    return (heads * cos).addcmul_(swapped, sin, value=1 if forwards else -1)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """[..., 1]."""
+    return _mean(x * x).add_(eps).rsqrt_()
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Over the last dimension, which stays as one of size 1: a product is faster than a sum over so few elements."""
+    size = x.size(-1)
+    return x @ x.new_full((size, 1), 1 / size)

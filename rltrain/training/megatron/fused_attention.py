@@ -1,0 +1,146 @@
+"""Self-attention over packed sequences on CPUs, from the projection to the heads to that from them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.random import checkpoint
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rltrain.training.megatron.attention import GroupedSelfAttention, PackedSequences
+from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
+
+LONGEST_BY_PRODUCTS = 64
+"""Tokens up to which batched products with a matrix of scores take 0.6 of the time of torch's kernel, and scores the
+memory of queries a few times."""
+
+
+class PaddedRows(NamedTuple):
+    """Which rows of `head_dim` elements stand where, when heads of tokens become heads of padded sequences."""
+
+    padding: Tensor
+    """[sequences * heads * width] the row of the heads [tokens, heads] for each row of [sequences, heads, width]."""
+    unpadding: Tensor
+    """The other way round: [tokens * heads]."""
+
+    @classmethod
+    def of(cls, packed: PackedSequences, num_heads: int) -> "PaddedRows":
+        return packed.once(f"rows of {num_heads} heads", lambda: cls._made(packed, num_heads))
+
+    @classmethod
+    def _made(cls, packed: PackedSequences, num_heads: int) -> "PaddedRows":
+        ((num_sequences, width),) = packed.batches
+        heads = torch.arange(num_heads, device=packed.pad_index.device)
+        tokens = packed.pad_index.view(num_sequences, 1, width)
+        sequence = packed.unpad_index // width
+        first_slot = sequence * (num_heads - 1) * width + packed.unpad_index
+        return cls(
+            padding=(tokens * num_heads + heads[:, None]).flatten(),
+            unpadding=(first_slot[:, None] + heads * width).flatten(),
+        )
+
+
+class ShortAttention(torch.autograd.Function):
+    """Causal attention within each packed sequence, by batched products over sequences of nearly one length.
+
+    `heads` [tokens, groups, heads of a group, head_dim]: a group's queries, then its keys, then its values. -> [tokens,
+    1, all queries * head_dim].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+        num_tokens, num_groups, per_group, head_dim = heads.shape
+        ((num_sequences, width),) = packed.batches
+        num_queries = per_group - 2
+        rows = PaddedRows.of(packed, num_groups * per_group)
+        rows_of_queries = PaddedRows.of(packed, num_groups * num_queries)
+        padded = heads.reshape(-1, head_dim).index_select(0, rows.padding)
+        padded = padded.view(num_sequences * num_groups, per_group * width, head_dim)
+        queries, keys, values = padded.split([num_queries * width, width, width], dim=1)
+        # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
+        future = torch.full((width, width), -torch.inf, dtype=heads.dtype).triu_(1).repeat(num_queries, 1)
+        scores = torch.baddbmm(future, queries, keys.mT, alpha=scale)
+        shares = torch.softmax(scores, dim=-1)
+        attended = torch.bmm(shares, values).view(-1, head_dim)
+        ctx.save_for_backward(padded, shares, *rows, rows_of_queries.unpadding)
+        ctx.shape, ctx.scale = heads.shape, scale
+        return attended.index_select(0, rows_of_queries.unpadding).view(num_tokens, 1, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        padded, shares, _, unpadding, unpadding_of_queries = ctx.saved_tensors
+        width, head_dim = shares.size(-1), padded.size(-1)
+        queries, keys, values = padded.split([shares.size(1), width, width], dim=1)
+        of_attended = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        rows = gradients[0].reshape(-1, head_dim)
+        of_attended.view(-1, head_dim).index_copy_(0, unpadding_of_queries, rows)
+        of_shares = torch.bmm(of_attended, values.mT)
+        of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
+        of_queries = torch.bmm(of_scores, keys).mul_(ctx.scale)
+        of_keys = torch.bmm(of_scores.mT, queries).mul_(ctx.scale)
+        of_values = torch.bmm(shares.mT, of_attended)
+        of_padded = torch.cat([of_queries, of_keys, of_values], dim=1)
+        of_heads = of_padded.view(-1, head_dim).index_select(0, unpadding).view(ctx.shape)
+        return of_heads, None, None
+
+
+class FusedSelfAttention(GroupedSelfAttention):
+    """Megatron's self-attention, on CPUs in full precision as few operations on all heads at once."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSequences,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        whole_groups = self.config.num_query_groups >= self.world_size
+        whole_sequences = self.config.context_parallel_size == 1
+        if not (takes_fused(hidden_states) and whole_groups and whole_sequences):
+            settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+            unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)
+            return unfused
+        projected, _ = self.linear_qkv(hidden_states)
+        heads = self._turned(projected, rotary_pos_emb, packed_seq_params)
+        projection: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(heads, packed_seq_params))
+        return projection
+
+    def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences) -> Tensor:
+        """[tokens, groups, heads of a group, head_dim]."""
+        head_dim = self.hidden_size_per_attention_head
+        heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
+        weight, eps = None, 0.0
+        if self.config.qk_layernorm:
+            of_queries = self.q_layernorm.weight.expand(heads.size(2) - 2, head_dim)
+            of_keys = self.k_layernorm.weight[None]
+            weight, eps = torch.cat([of_queries, of_keys, torch.ones_like(of_keys)]), self.q_layernorm.eps
+        cos, sin = packed.once("rotation", lambda: rotation(angles, heads))
+        turned: Tensor = TurnedHeads.apply(heads, weight, cos, sin, eps)
+        return turned
+
+    def _attended(self, heads: Tensor, packed: PackedSequences) -> Tensor:
+        """[tokens, 1, queries * head_dim]."""
+        scale = self.core_attention.softmax_scale or heads.size(-1) ** -0.5
+
+        def attend(heads: Tensor) -> Tensor:
+            if packed.longest <= LONGEST_BY_PRODUCTS:
+                attended: Tensor = ShortAttention.apply(heads, packed, scale)
+                return attended
+            query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)
+            query, key, value = (part.flatten(1, 2)[:, None] for part in (query, key, value))
+            return self.core_attention(query, key, value, None, packed_seq_params=packed)
+
+        if self.checkpoint_core_attention and self.training:
+            return checkpoint(attend, False, heads)
+        return attend(heads)
+
+
+def rotation(angles: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
+    """As TurnedHeads takes them for these heads, from the angles [tokens, 1, 1, head_dim]."""
+    cos, sin = (part.to(heads.dtype).expand_as(heads).contiguous() for part in (angles.cos(), angles.sin()))
+    sin[..., : heads.size(-1) // 2].neg_()
+    cos[:, :, -1], sin[:, :, -1] = 1, 0
+    return cos, sin
