@@ -45,7 +45,8 @@ class EvaluationScoring:
         best = BestSoFar(self.config.evaluation.keep_best)
         for role in SCORING_ROLES if self.job.resumed else ():
             for path in self.job.resumed.files(role):  # type: ignore[union-attr]
-                best.restore(read_contents(path).metadata["best"])
+                if path.name == BEST_STATE_FILE:
+                    best.restore(read_contents(path).metadata["best"])
         return best
 
     def score(

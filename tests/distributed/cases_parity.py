@@ -14,11 +14,12 @@ from rltrain.tools.parity.engine_side import run_engine
 from rltrain.tools.parity.samples import random_samples
 from rltrain.tools.parity.states import Checked
 from rltrain.tools.parity.trainer_side import run_trainer
+from tests.distributed import family_checkpoints
 from tests.distributed.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser
 
 
-def all_cases(folder: str, disturbed: dict[str, list[str]]) -> dict[str, Any]:
+def all_cases(folder: str, disturbed: dict[str, list[str]], families: dict[str, str]) -> dict[str, Any]:
     dist.destroy_process_group()  # the tool makes its own
     path = Path(folder)
     results = {
@@ -28,6 +29,7 @@ def all_cases(folder: str, disturbed: dict[str, list[str]]) -> dict[str, Any]:
             for name, tensors in disturbed.items()
         },
         "noise": {f"{residual}/{head}": noise(path, residual, head) for residual in WIDE for head in WIDE},
+        "families": {name: of_family(Path(checkpoint)) for name, checkpoint in families.items()},
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return results
@@ -55,6 +57,13 @@ def with_other_weights(path: Path, tensors: list[str]) -> Path:
         weights[name][..., 7] += 1
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def of_family(path: Path) -> float:
+    """The largest difference of log-probs in fp32."""
+    checked = Checked(schema.Model(path=str(path), dtype="float32"), "cpu")
+    samples = random_samples(3, 24, family_checkpoints.VOCAB_SIZE)
+    return logprob_difference(run_trainer(checked, samples), run_engine(checked, samples), samples).largest
 
 
 def noise(path: Path, residual: str | None, head: str | None) -> float:

@@ -58,7 +58,7 @@ class Rank:
             config=SimpleNamespace(
                 model=SimpleNamespace(dtype="float32"),
                 weight_sync=Settings(bucket_mb=1),
-                rollout=Rollout(),
+                served=lambda role: Rollout(),
             ),
             world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
             heartbeat=SimpleNamespace(task_clock=TaskClock()),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.family_checkpoints import SPARSE, make_family_checkpoint
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -22,7 +23,8 @@ DISTURBED = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("parity")
     checkpoint = make_checkpoints(folder, ["qwen3"], num_hidden_layers=8, initializer_range=0.05)["qwen3"]
-    arguments = {"folder": checkpoint, "disturbed": DISTURBED}
+    families = {name: str(make_family_checkpoint(name, folder / name)) for name in SPARSE}
+    arguments = {"folder": checkpoint, "disturbed": DISTURBED, "families": families}
     (rank,) = run_distributed("tests.distributed.cases_parity:all_cases", 1, arguments, timeout_s=200)
     return rank
 
@@ -39,6 +41,11 @@ def test_the_first_stage_that_differs_is_named(found: dict[str, Any], stage: str
     alike, text = found["disturbed"][stage]
     assert not alike
     assert f"first stage beyond 1e-04: {stage}, by" in text
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_engine_and_trainer_agree_on_experts_and_latent_attention(found: dict[str, Any], family: str) -> None:
+    assert found["families"][family] < 1e-4
 
 
 def test_a_residual_stream_in_fp32_takes_much_of_the_noise_of_bfloat16(found: dict[str, Any]) -> None:

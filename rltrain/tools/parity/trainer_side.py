@@ -42,10 +42,11 @@ def _run(checked: Checked, samples: Samples, architecture: Architecture, device:
         device=device,
     ).eval()
     load_parameters(checked.path, model.layout, 0, local_parameters(model), config_key="--checkpoint")
-    states = _watched(model)
+    (chunk,) = model.chunks
+    states = _watched(chunk)
     tokens = torch.tensor([token for sample in samples for token in sample], device=device)
     with torch.no_grad():
-        logits = model(
+        logits = chunk(
             input_ids=tokens[None],
             position_ids=None,
             attention_mask=None,

@@ -78,6 +78,10 @@ class SwiGluActivation(torch.nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
+        """Nothing: Megatron's checkpoints ask every module of an MLP."""
+        return {}
+
 
 class TurnedHeads(torch.autograd.Function):
     """Heads [tokens, groups, heads of a group, head_dim], of which the last of a group are values, as attention takes
