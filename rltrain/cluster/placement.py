@@ -154,7 +154,7 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
             ep=parallel.ep,
             etp=of_engine or parallel.etp,
             vpp=parallel.vpp,
-            layers_per_stage=None if parallel.layers_per_stage is None else tuple(parallel.layers_per_stage),
+            layers_per_stage=parallel.layers_per_stage,
         )
         _refuse_expert_shares(grid, key, f"{placement.given[role]}: role {role}")
         grids[role] = grid

@@ -43,7 +43,8 @@ def describe(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         return " or ".join(describe(argument) for argument in arguments)
     if origin is tuple:
         inner = section_of(arguments[0])
-        return f"a list of {f'sections with the keys {_keys(inner)}' if inner else PLURALS.get(arguments[0], 'values')}"
+        plain = get_args(arguments[0])[0] if get_origin(arguments[0]) is Annotated else arguments[0]
+        return f"a list of {f'sections with the keys {_keys(inner)}' if inner else PLURALS.get(plain, 'values')}"
     if origin is dict:
         return f"keys with {'values' if arguments[1] is Any else describe(arguments[1])}"
     section = section_of(annotation)

@@ -20,7 +20,7 @@ class Parallel(Section):
     vpp: Count = 1
     """Chunks of consecutive layers that every pipeline stage holds, in turn with the others': interleaved stages, whose
     pipelines fill and empty in 1/vpp of the time."""
-    layers_per_stage: list[NonNegativeInt] | None = None
+    layers_per_stage: tuple[NonNegativeInt, ...] | None = Field(default=None, strict=False)
     """Of the pp * vpp chunks, by depth. null: as many in each where pp * vpp divides the model's layers; else the
     embedding and the loss count as a layer each."""
     cp: Count = 1

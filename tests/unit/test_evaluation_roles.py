@@ -81,7 +81,7 @@ def job_of(config: Config, rank: int, shared: dict[str, str], **more: Any) -> An
         placement=SimpleNamespace(roles=("rollout", "reward")),
         grids={"rollout": Grid((1,)), "reward": Grid((1, 2)), "actor": Grid((0,))},
         leader_of=lambda role: {"actor": 0}.get(role, 1),
-        prompts=SimpleNamespace(training=None, train=rows[0], evaluations=rows, decoder=LastToken()),
+        prompts=SimpleNamespace(training=None, order=None, train=rows[0], evaluations=rows, decoder=LastToken()),
         job_store=FakeBulletin(shared, rank),
         waiter=ShortPatience(),
         heartbeat=SimpleNamespace(advance=lambda: None),
@@ -111,7 +111,7 @@ def test_an_engine_draws_a_set_as_it_says_and_alike_at_every_step(monkeypatch: p
     engine = RecordingEngine()
     hosted = SimpleNamespace(engine=engine, parts={}, metrics=dict)
     monkeypatch.setattr(drawing, "build_engine", lambda *_: hosted)
-    monkeypatch.setattr(Rollout, "_site", lambda self: None)
+    monkeypatch.setattr(Rollout, "site", lambda self: None)
     with open_store() as store:
         job = job_of(config_of(), 0, {})
         job.world.store = store

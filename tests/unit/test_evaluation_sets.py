@@ -112,11 +112,6 @@ def test_sets_that_work_are_accepted(evaluation: dict[str, Any]):
             {"algorithm": "evaluate", "data": {"train": {"path": "t"}}, "placement": {"rollout,reward": 0}},
             "evaluation.sets: got none, and no data.eval; expected either",
         ),
-        (
-            [HARD],
-            {"algorithm": "evaluate", "placement": {"rollout,reward": 0}, "rollout": {"dtype": "fp8"}},
-            "rollout.dtype: got fp8 with algorithm evaluate; expected auto",
-        ),
         ([HARD], {"algorithm": "evaluate"}, "role actor has nothing to do in algorithm evaluate"),
     ],
 )

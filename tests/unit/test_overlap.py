@@ -37,7 +37,7 @@ def made(sizes: list[int]) -> tuple[GradientReduction, list[Group], list[tuple[G
         bucket_groups=groups[:half],
         expert_parallel_bucket_groups=groups[half:],
     )
-    return GradientReduction(model), groups, in_order, log  # type: ignore[arg-type]
+    return GradientReduction([model]), groups, in_order, log  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, derandomize=True)

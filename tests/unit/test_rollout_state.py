@@ -14,7 +14,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.data.order import PromptOrder
 from rltrain.errors import CheckpointError
-from rltrain.roles import rollout as rollout_module
+from rltrain.roles import drawing
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.stream.rollout_state import Consumed, RolloutState
 from rltrain.schedule.shape import RunShape
@@ -39,8 +39,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: Any) -> SimpleNamespace:
         return SimpleNamespace(engine=ScriptedEngine(response_length), parts={}, metrics=dict)
 
-    monkeypatch.setattr(rollout_module, "build_engine", build)
-    monkeypatch.setattr(Rollout, "_site", lambda self: None)
+    monkeypatch.setattr(drawing, "build_engine", build)
+    monkeypatch.setattr(Rollout, "site", lambda self: None)
 
 
 @pytest.fixture(scope="module")

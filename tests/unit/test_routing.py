@@ -45,6 +45,7 @@ def make_router(family: str) -> SampleRouter:
     config = transformer_config(
         tiny_architecture(family),
         Grid((0,)),
+        stage=0,
         model=schema.Model(path="m", dtype="float32", moe=schema.MoE(aux_loss_coef=AUX, z_loss_coef=Z)),
         parallel=schema.Parallel(),
         device=CPU,

@@ -27,6 +27,8 @@ from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what the last chunk makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
 
+PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
+
 
 def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens: int) -> list[MicroBatch]:
     """`experience` in micro-batches that `model` can take: this rank's slices of them, padded for sequence and pipeline
@@ -126,15 +128,11 @@ def run_schedule(
         "forward_only": not backward,
         "pg_collection": groups,
     }
-    if groups.pp.size() == 1:
-        kept = forward_backward_no_pipelining(**arguments)
-    else:
-        run = (
-            forward_backward_pipelining_with_interleaving
-            if len(chunks) > 1
-            else forward_backward_pipelining_without_interleaving
-        )
-        kept = run(**arguments, p2p_communicator=P2PCommunicator(plain_group(groups.pp), config))
+    schedule = forward_backward_no_pipelining
+    if groups.pp.size() > 1:
+        schedule = PIPELINED[len(chunks) > 1]
+        arguments["p2p_communicator"] = P2PCommunicator(plain_group(groups.pp), config)
+    kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
 
