@@ -59,11 +59,19 @@ def test_weight_sync_times_all_rivals(options: list[str], sent: float, local: fl
     assert found["machine"]["torch"] == torch.__version__
 
 
+def test_weight_sync_of_experts() -> None:
+    """Whole ones on each of two replicas, to an engine that cuts them; what every rival wrote is compared before."""
+    small = ["--params", "1m", "--iterations", "2", "--warm-up", "0", "--rivals", "ours,refit,gather_broadcast"]
+    found = result_of("weight_sync.py", "--ranks", "2", "--src", "ep2", "--dst", "tp2", "--experts", "4", *small)
+    assert all(times.keys() == {"ours", "refit"} for times in found["milliseconds"].values())
+    assert "without experts" in found["left_out"]["gather_broadcast"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", "3", "--src", "tp2"], "tp2 does not fit on 3 ranks"),
-        (["--src", "ep2"], "'ep2' is no layout"),
+        (["--src", "xp2"], "'xp2' is no layout"),
         (["--dst", "tp1.pp2"], "engines split by tensor parallelism alone"),
         (["--ranks", "4", "--src-ranks", "0-1", "--dst-ranks", "2"], "ranks [3] are neither"),
         (["--rivals", "ours,theirs"], "--rivals has theirs"),

@@ -1,6 +1,7 @@
 """Milliseconds per weight sync: rltrain's, and what else does it, side by side on one model.
 
     python tools/benchmarks/weight_sync.py --ranks 2 --src tp2 --dst tp1 --params 100m
+    python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.ep4.etp1 --dst tp2 --experts 32
     python tools/benchmarks/weight_sync.py --ranks 4 --src tp2.pp2 --dst tp1 [--dtype bfloat16] [--bucket-mb 32] ...
 
 Starts its own ranks on this machine, joined over the loopback interface. --src is Megatron's layout, --dst the
@@ -48,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--src-ranks", default="", help="such as 0-1; default: all ranks")
     parser.add_argument("--dst-ranks", default="", help="such as 2-3; default: all ranks")
     parser.add_argument("--params", default="100m", help="about how many parameters, such as 100m or 1.5b")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of every layer, such as 32; layouts then have ep and etp"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--bucket-mb", type=float, default=32)
     parser.add_argument("--iterations", type=int, default=9)

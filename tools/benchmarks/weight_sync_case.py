@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.models import Architecture
+from rltrain.models import Architecture, MoE
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.rollout.layout import engine_layout
@@ -59,16 +59,16 @@ class Case:
 
 
 def parse_grid(text: str, ranks: tuple[int, ...]) -> Grid:
-    """A grid from text such as "tp2.pp2"; data parallelism takes up what is left of `ranks`."""
-    sizes = {"tp": 1, "pp": 1}
+    """A grid from text such as "tp2.pp2" or "tp2.ep2.etp1"; data parallelism takes up what is left of `ranks`."""
+    sizes = {"tp": 1, "pp": 1, "ep": 1, "etp": 0}
     for part in text.split("."):
         name, size = part.rstrip("0123456789"), part.lstrip("abcdefghijklmnopqrstuvwxyz")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"{text!r} is no layout: write tp2, pp2 or tp2.pp2")
+            raise ValueError(f"{text!r} is no layout: write tp2, tp2.pp2, or of experts tp2.ep2.etp1")
         sizes[name] = int(size)
     if len(ranks) % (sizes["tp"] * sizes["pp"]):
         raise ValueError(f"{text} does not fit on {len(ranks)} ranks: {sizes['tp']} x {sizes['pp']} must divide them")
-    return Grid(ranks, tp=sizes["tp"], pp=sizes["pp"])
+    return Grid(ranks, tp=sizes["tp"], pp=sizes["pp"], ep=sizes["ep"], etp=sizes["etp"] or None)
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
@@ -88,10 +88,11 @@ def parse_count(text: str) -> int:
     return int(float(text[:-1]) * scale) if scale else int(text)
 
 
-def architecture_of_size(num_parameters: int, stages: int) -> Architecture:
+def architecture_of_size(num_parameters: int, stages: int, num_experts: int = 0) -> Architecture:
     """An untied Qwen3 of about `num_parameters`, its number of layers a multiple of `stages`.
 
-    Per layer 12 hidden^2 parameters and 16 hidden^2 outside; about one layer per 64 of hidden size.
+    Per layer 12 hidden^2 parameters and 16 hidden^2 outside; about one layer per 64 of hidden size. With experts a
+    Qwen3-MoE, whose experts share out what the MLP of such a model would have.
     """
     outside = 2 * VOCAB_PER_HIDDEN
     per_layer = 2 + 2 * KV_HEADS // HEADS + 3 * FFN_PER_HIDDEN
@@ -102,8 +103,10 @@ def architecture_of_size(num_parameters: int, stages: int) -> Architecture:
         slimness = abs(math.log(layers * HIDDEN_PER_LAYER / hidden))
         best = min(best, (slimness + 4 * error, hidden, layers))
     _, hidden, layers = best
+    moe = MoE(num_experts, top_k=2, ffn_hidden_size=FFN_PER_HIDDEN * hidden // num_experts) if num_experts else None
     return Architecture(
-        family="qwen3",
+        family="qwen3_moe" if moe else "qwen3",
+        moe=moe,
         num_layers=layers,
         hidden_size=hidden,
         num_heads=HEADS,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from megatron.core.resharding.refit import swap_model_weights
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from weight_sync_case import Case, fill
 
 from rltrain.cluster.grid import Grid
@@ -32,6 +33,8 @@ class Refit:
         fill(case.source_layout, dist.get_rank(), local_parameters(self.source), case)
         self.written = local_parameters(self.destination)
         self.layout: Layout = megatron_layout(case.architecture, case.destination, dtype=case.dtype_name)
+        for model in (self.source, self.destination):
+            _name_as_grouped(model)
 
     def __call__(self) -> None:
         if self.cuda:
@@ -47,7 +50,7 @@ def _build(case: Case, grid: Grid, groups: ProcessGroups) -> LanguageModel:
         grid,
         groups,
         model=schema.Model.model_validate({"path": "", "dtype": case.dtype_name, "transformer_impl": "local"}),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=grid.etp),
         device=case.device,
     )
     for name, parameter in local_parameters(model).items():
@@ -56,6 +59,20 @@ def _build(case: Case, grid: Grid, groups: ProcessGroups) -> LanguageModel:
             # projection. Without it the refit would mix the two.
             parameter.partition_stride = 2  # type: ignore[attr-defined]
     return model
+
+
+def _name_as_grouped(model: LanguageModel) -> None:
+    """The same parameters of experts under the names of Transformer Engine's grouped layers: the refit tells which
+    expert is whose by these alone."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            experts, grouped = module.experts, torch.nn.Module()
+            for name in ("linear_fc1", "linear_fc2"):
+                layer = torch.nn.Module()
+                for number, expert in enumerate(experts.local_experts):
+                    layer.register_parameter(f"weight{number}", getattr(expert, name).weight)
+                grouped.add_module(name, layer)
+            module.experts = grouped
 
 
 @contextlib.contextmanager

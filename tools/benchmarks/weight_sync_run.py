@@ -71,7 +71,7 @@ def make_case(arguments: argparse.Namespace) -> Case:
     cuda = arguments.device == "cuda"
     groups, cpu_group = make_groups(source, destination, arguments)
     return Case(
-        architecture=architecture_of_size(parse_count(arguments.params), source.pp),
+        architecture=architecture_of_size(parse_count(arguments.params), source.pp, arguments.experts),
         source=source,
         destination=destination,
         dtype=getattr(torch, arguments.dtype),
@@ -162,6 +162,8 @@ class Benchmark:
                 return "swap_model_weights needs both models on every rank"
             missing = [package for package in REFIT_NEEDS if importlib.util.find_spec(package) is None]
             return f"not installed here: {', '.join(missing)}" if missing else None
+        if name == "gather_broadcast" and case.architecture.moe:
+            return "it is written for layers without experts"
         if name == "gather_broadcast" and max(case.source.tp, case.destination.tp) > kv_heads:
             return "it is written for at most as many tensor-parallel ranks as KV heads"
         return None
