@@ -89,6 +89,15 @@ def test_weight_sync_refuses_what_it_cannot_run(
     assert message in capsys.readouterr().err
 
 
+def test_training_is_timed_in_every_layout() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--layouts", "dp2,tp2.ep2.etp1", "--experts", "4", "--sequences", "8", "--repeats", "1"]
+    done = run([*torchrun, str(BENCHMARKS / "train_layouts.py"), *options])
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["seconds"].keys() == {"dp2", "tp2.ep2.etp1"} and min(found["seconds"].values()) > 0
+
+
 def test_a_wrong_result_ends_the_benchmark(tmp_path: Path) -> None:
     """A rival that leaves one element as it was is not timed."""
     program = f"""

@@ -38,10 +38,10 @@ from rltrain.training.megatron.trainable import TrainableModel
 LEARNING_RATE = 1e-4
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the sizes of the model and of its samples."""
+    made = argparse.ArgumentParser(description=description)
     for name, default in {
-        "tp": 2,
         "sequences": 128,
         "min-tokens": 30,
         "max-tokens": 42,
@@ -54,9 +54,15 @@ def parse_arguments() -> argparse.Namespace:
         "vocab": 15,
         "repeats": 15,
     }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    return parser.parse_args()
+        made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    return made
+
+
+def parse_arguments() -> argparse.Namespace:
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--tp", type=int, default=2)
+    return made.parse_args()
 
 
 def architecture_of(arguments: argparse.Namespace) -> Architecture:
