@@ -137,7 +137,7 @@ def test_arguments_are_checked_against_the_installed_version(
     command = [sglang_python, "-c", ASKED_TOGETHER, *refused]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True)
     replies = dict(zip(refused, map(json.loads, done.stdout.splitlines()), strict=True))
-    monkeypatch.setattr(arguments, "_ask", lambda python, args: replies[args])
+    monkeypatch.setattr(arguments, "_ask", lambda python, args, key: replies[args])
     for args, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             check_arguments(replace(spec, args=json.loads(args)))
