@@ -55,7 +55,7 @@ class Recompute(Section):
     granularity: Literal["none", "selective", "full"] = "full"
     """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
     layers: Count | None = None
-    """full: so many layers, the first ones of every pipeline stage; null: all."""
+    """full: so many layers, the first ones of every chunk (a stage's layers, or with vpp a part of them); null: all."""
     modules: tuple[RecomputedModule, ...] = Field(default=("core_attn",), strict=False)
     """selective: which parts. core_attn: what attention puts out. layernorm: what norms put out. mlp: the inside of
     dense MLPs. moe: the inside of layers of experts, shared ones among them. shared_experts: of these alone.
