@@ -232,11 +232,12 @@ class Trainer:
             if task == WEIGHT_SYNC and not job.shape.syncs_in_flight:
                 continue
             drawing = self.roles.get(SYNCED[task])
-            leader = drawing.engine_ranks[0] if isinstance(drawing, DrawingRole) else job.leader_of("actor")
+            engine_ranks = drawing.engine_ranks if isinstance(drawing, DrawingRole) else (job.leader_of("actor"),)
             found[task] = InFlightSync(
                 self.order.syncs(task),
                 job.world.store,
-                leader=leader,
+                leader=engine_ranks[0],
+                followers=engine_ranks[1:],
                 rank=self.rank,
                 run=self._join_sync,
                 name=task,

@@ -50,8 +50,10 @@ class Rank:
         self.rng = random.Random(self.rank)
         self.joined: list[int] = []
         self.engine_ranks = next((ranks for ranks in ENGINES if self.rank in ranks), ())
-        leader = self.engine_ranks[0] if self.engine_ranks else ACTOR
-        self.in_flight = InFlightSync(ORDER.syncs(), self.store, leader=leader, rank=self.rank, run=self.take_weights)
+        leader, *followers = self.engine_ranks or (ACTOR,)
+        self.in_flight = InFlightSync(
+            ORDER.syncs(), self.store, leader=leader, followers=followers, rank=self.rank, run=self.take_weights
+        )
         self.drawn: list[SampleGroup] = []
         if self.engine_ranks:
             self.loop = self.make_loop(groups[self.engine_ranks] if len(self.engine_ranks) > 1 else None)

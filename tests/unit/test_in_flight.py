@@ -29,7 +29,9 @@ class Rank:
 
     def __init__(self, store: dist.Store, rank: int, leader: int) -> None:
         self.joined: list[int] = []
-        self.sync = InFlightSync(SYNCS, store, leader=leader, rank=rank, run=self.joined.append)
+        followers = (2,) if leader == 1 else ()
+        run = self.joined.append
+        self.sync = InFlightSync(SYNCS, store, leader=leader, followers=followers, rank=rank, run=run)
 
 
 @pytest.fixture
@@ -143,28 +145,42 @@ def test_the_store_is_asked_every_few_milliseconds_at_most(monkeypatch, actor, l
 
 
 class TestEnteringAGenerateTask:
-    """There the leader decides for all ranks of its engine; until it has come, a follower joins what it joins."""
+    """There the leader decides for all ranks of its engine; until it enters, a follower joins what it joins."""
 
-    def test_the_leader_has_entered_as_soon_as_it_has_come(self, leader, follower):
-        follower.sync.enter()
+    def test_the_leader_enters_once_all_have_come_and_the_others_after_it(self, leader, follower):
+        leader.sync.come()
+        assert not leader.sync.enter_first()
+        follower.sync.come()
         assert not follower.sync.leader_has_entered()
-        leader.sync.enter()
-        assert leader.sync.leader_has_entered() and follower.sync.leader_has_entered()
-        follower.sync.enter()
+        assert leader.sync.enter_first() and follower.sync.leader_has_entered()
+        follower.sync.come()
         assert not follower.sync.leader_has_entered(), "that was the task before"
 
+    def test_a_follower_elsewhere_joins_what_its_leader_joins_at_the_door(self, actor, leader, follower):
+        """It may wait there for a rank that has joined that sync: its leader must not wait for it inside the task."""
+        leader.sync.come()
+        actor.announce()
+        assert not leader.sync.enter_first()
+        leader.sync.join_if_due()
+        follower.sync.join_if_due()
+        assert leader.joined == follower.joined == [0]
+        follower.sync.come()
+        assert leader.sync.enter_first()
+        follower.sync.join_before_leader_enters()
+        assert follower.joined == [0]
+
     def test_a_follower_that_waits_joins_what_its_leader_joins_on_the_way(self, actor, leader, follower):
-        follower.sync.enter()
+        follower.sync.come()
         actor.announce()
         leader.sync.join_if_due()
         follower.sync.join_before_leader_enters()
         assert follower.joined == [0]
 
     def test_what_the_leader_joins_inside_the_task_the_follower_is_told_there(self, actor, leader, follower):
-        """It would join twice otherwise: now, and when it gets to hear of it in the task."""
-        follower.sync.enter()
-        assert not follower.sync.leader_has_entered()
-        leader.sync.enter()
+        """It would join twice otherwise: before, and when it gets to hear of it in the task."""
+        follower.sync.come()
+        leader.sync.come()
+        assert leader.sync.enter_first()
         actor.announce()
         leader.sync.join_if_due()
         follower.sync.join_before_leader_enters()

@@ -1,7 +1,7 @@
 """Weight syncs that engines join before their place in the order: between two decode steps, or while they wait."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -38,21 +38,22 @@ class InFlightSync:
         leader: int,
         rank: int,
         run: Callable[[int], None],
+        followers: Sequence[int] = (),
         name: str = "weight_sync",
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
-        executes the entry at a position. `leader` is that of this rank's engine, or the rank that speaks for the
-        actor. `name` is what the syncs are called in the order. Before their place there an engine joins them only
-        where it `has_room`, which its leader asks."""
+        executes the entry at a position. `leader` is that of this rank's engine, `followers` are its other ranks; or
+        `leader` is the rank that speaks for the actor. `name` is what the syncs are called in the order. Before their
+        place there an engine joins them only where it `has_room`, which its leader asks."""
         self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
         self._joined_last = -1
         """The position of the sync that was joined last."""
         self.run, self.has_room = run, has_room
-        self.leader = leader
-        self.joined_key, self.entered_key = f"joined/{leader}", f"entered/{leader}"
+        self.leader, self.followers = leader, followers
+        self.joined_key, self.entered_key, self.come_key = f"joined/{leader}", f"entered/{leader}", f"come/{leader}"
         self.is_leader = rank == leader
         self.num_joined = self.num_entered = 0
         self.position = 0
@@ -78,14 +79,25 @@ class InFlightSync:
         if self.is_due():
             self.join()
 
-    def enter(self) -> None:
-        """This rank comes to its next generate task, in which the leader tells the others when to join."""
+    def come(self) -> None:
+        """This rank comes to its next generate task. It enters once its engine's leader has."""
         self.num_entered += 1
-        if self.is_leader:
-            self.store.add(self.entered_key, 1)
+        if not self.is_leader:
+            self.store.add(self.come_key, 1)
+
+    def enter_first(self) -> bool:
+        """The leader enters the generate task to which it has come, if all others have come: whether they have.
+
+        From then on it tells them inside when to join. A rank that has not come may wait for one that is in a sync
+        already, and has to join that where it waits.
+        """
+        if self.store.add(self.come_key, 0) < self.num_entered * len(self.followers):
+            return False
+        self.store.add(self.entered_key, 1)
+        return True
 
     def leader_has_entered(self) -> bool:
-        """Whether the leader has come to the generate task at which this rank is."""
+        """Whether the leader has entered the generate task to which this rank has come."""
         return self.store.add(self.entered_key, 0) >= self.num_entered
 
     def join_before_leader_enters(self) -> None:
@@ -98,15 +110,13 @@ class InFlightSync:
             self.join()
 
     def enter_together(self, waiter: Waiter, what: str) -> None:
-        """Come to generate task `what` and wait for the leader to come, which may still have a sync to join before."""
-        self.enter()
-        poll(
-            waiter,
-            lambda: self.leader_has_entered() or None,
-            f"{what} of its engine",
-            [self.leader],
-            serve=self.join_before_leader_enters,
-        )
+        """Come to generate task `what` and wait for the engine's other ranks, joining what is due before. Collective
+        over: the engine's ranks."""
+        self.come()
+        look, others, serve = self.leader_has_entered, [self.leader], self.join_before_leader_enters
+        if self.is_leader:
+            look, others, serve = self.enter_first, list(self.followers), self.join_if_due
+        poll(waiter, lambda: look() or None, f"{what} of its engine", others, serve=serve)
 
     def join(self) -> None:
         """Join the next sync. Collective over: the ranks of the actor and of the role that it is for."""
