@@ -207,6 +207,11 @@ class Config(Section):
         section: Served = getattr(self, role)
         return section
 
+    def engine_key(self, role: str, key: str) -> str:
+        """Where `key` of what `served` gives stands: what role evaluation does not say is of section rollout."""
+        has_own = role != "evaluation" or key in self.evaluation.engine_keys
+        return f"{role}.{key}" if has_own else f"rollout.{key}"
+
     @property
     def evaluates_apart(self) -> bool:
         """Whether engines of their own evaluate."""

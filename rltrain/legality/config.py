@@ -126,13 +126,16 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_memory_problems(config: Config) -> Iterator[str]:
+    problems = []
     for role in (role for role in served_roles() if role in config.placed_roles):
         served = config.served(role)
+        key, engine, server = (config.engine_key(role, name) for name in ("kv_cache_gb", "engine", "sglang"))
         if served.engine == "sglang" and served.kv_cache_gb != "auto":
-            yield (
-                f"{role}.kv_cache_gb: got {served.kv_cache_gb} with {role}.engine sglang, whose server decides; "
-                f"expected auto: set mem_fraction_static in {role}.sglang.args"
+            problems.append(
+                f"{key}: got {served.kv_cache_gb} with {engine} sglang, whose server decides; expected auto: set "
+                f"mem_fraction_static in {server}.args"
             )
+    yield from dict.fromkeys(problems)
 
 
 def _environment_problems(config: Config) -> Iterator[str]:

@@ -67,11 +67,6 @@ def _own_engine_problems(config: Config) -> Iterator[str]:
             "evaluation.keep_best: got one with engines of role evaluation in fp8, which have no other weights to "
             "keep; expected evaluation.dtype: auto"
         )
-    if engines.engine == "sglang" and engines.kv_cache_gb != "auto":
-        yield (
-            f"evaluation.kv_cache_gb: got {engines.kv_cache_gb} with engines of SGLang, whose server decides; expected "
-            "auto"
-        )
 
 
 def _keys_of_nobody(config: Config) -> Iterator[str]:

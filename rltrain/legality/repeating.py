@@ -16,9 +16,9 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
     those itself; of several, as of a server that decodes whether or not it is asked, the fastest is first.
     """
     for role in (role for role in served_roles() if role in grids):
-        served, section = config.served(role), "rollout" if role == "evaluation" else role
+        served, key = config.served(role), config.engine_key(role, "sglang.args.enable_deterministic_inference")
         if served.engine == "sglang" and not served.sglang.heeds_seeds:
-            return f"SGLang draws with random numbers of its own ({section}.sglang.args.enable_deterministic_inference)"
+            return f"SGLang draws with random numbers of its own ({key})"
     if config.evaluates_apart and config.stop_metric is not None:
         return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     if "rollout" not in grids:

@@ -143,8 +143,9 @@ def _engine_problems(config: Config, placement: Placement, grids: Mapping[str, G
         if config.served(role).engine == "sglang" and sharing:
             yield (
                 f"placement.{role}: the engine on ranks {format_ranks(sharing)} shares the devices of some of its "
-                f"ranks, but its server leaves and returns to all of them at once ({role}.engine sglang). Place the "
-                f"other roles on all of its ranks or none; or set {role}.engine: embedded"
+                "ranks, but its server leaves and returns to all of them at once "
+                f"({config.engine_key(role, 'engine')} sglang). Place the other roles on all of its ranks or none; or "
+                f"set {role}.engine: embedded"
             )
 
 

@@ -79,7 +79,12 @@ def test_it_may_be_placed_on_ranks_of_its_own_in_any_mode(sections: dict[str, An
         ),
         (
             {"evaluation": {"engine": "sglang", "kv_cache_gb": 4.0}},
-            "evaluation.kv_cache_gb: got 4.0 with engines of SGLang",
+            "evaluation.kv_cache_gb: got 4.0 with evaluation.engine sglang, whose server decides; expected auto: set "
+            "mem_fraction_static in rollout.sglang.args",
+        ),
+        (
+            {"rollout": {"kv_cache_gb": 4.0}, "evaluation": {"engine": "sglang"}},
+            "rollout.kv_cache_gb: got 4.0 with evaluation.engine sglang",
         ),
         (
             {"placement": {"actor": 0, "rollout, reward": 1}, "evaluation": {"max_running_requests": 8}},
