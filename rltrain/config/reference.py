@@ -1,0 +1,116 @@
+"""The page of every config key, made from the schema: what it takes, its default, and what its docstring says."""
+
+import ast
+import functools
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rltrain.config.explain import expectation, section_of
+from rltrain.config.schema import Config
+
+COMMAND = "python -m rltrain.config.reference > docs/config.md"
+HEAD = """\
+# Config reference
+
+Every key that a config file may hold. On the command line a key is dotted, `actor.optimizer.lr=1e-5`; in a file it is
+nested. Those of an element of a list are written with `[]`. What is not legal together is said, with the reason and the
+nearest legal choice, by `python launch/train.py --config FILE --dry-run`.
+"""
+
+
+@functools.cache
+def docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """What stands below each attribute of a section class or of those that it is made from."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, BaseModel) or kind is BaseModel:
+            continue
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for attribute, below in zip(body, body[1:], strict=False):
+            if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name):
+                text = _constant_text(below)
+                if text is not None:
+                    found[attribute.target.id] = _one_line(text)
+    return found
+
+
+def document() -> str:
+    """The text of docs/config.md."""
+    own = [name for name, field in Config.model_fields.items() if section_of(field.annotation) is None]
+    explained: dict[type[BaseModel], str] = {}
+    parts = [HEAD, "## The job", "", *_table(_rows(Config, "", (), own, explained)), ""]
+    for name, field in Config.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None:
+            about = docstrings(Config).get(name) or _one_line(section.__doc__ or "")
+            rows = _rows(section, f"{name}.", (name,), list(section.model_fields), explained)
+            parts += [f"## {name}", "", *([_cell(about), ""] if about else []), *_table(rows), ""]
+    return "\n".join([*parts, f"Made by `{COMMAND}`."])
+
+
+def _rows(
+    section: type[BaseModel],
+    prefix: str,
+    path: tuple[str | int, ...],
+    names: list[str],
+    explained: dict[type[BaseModel], str],
+) -> Iterator[str]:
+    """A line of the table for each key called `names`, sections before what is in them; of a section that several
+    keys have, what is in it stands where it is first."""
+    for name in names:
+        field = section.model_fields[name]
+        key, inner, own_path = f"{prefix}{name}", section_of(field.annotation), (*path, name)
+        about = docstrings(section).get(name) or (_one_line(inner.__doc__ or "") if inner else "")
+        if inner is None:
+            yield _row(key, expectation(own_path), field, about)
+            continue
+        takes = expectation(own_path).replace(" with the keys ", "\n").split("\n")[0]
+        is_list = takes.startswith("a list of")
+        first = explained.setdefault(inner, key)
+        like = f" Its keys are those of `{first}`." if first != key else ""
+        yield _row(key, takes, field, f"{about}{like}".strip())
+        if not like:
+            inside, element = (f"{key}[].", (*own_path, 0)) if is_list else (f"{key}.", own_path)
+            yield from _rows(inner, inside, element, list(inner.model_fields), explained)
+
+
+def _row(key: str, takes: str, field: FieldInfo, about: str) -> str:
+    return f"| `{key}` | {_cell(takes)} | {_default(field)} | {_cell(about)} |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, float) and value == int(value):
+        return f"`{value:g}`"
+    return f"`{json.dumps(value, default=str)}`"
+
+
+def _table(rows: Iterator[str]) -> list[str]:
+    return ["| key | takes | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def _constant_text(statement: ast.stmt) -> str | None:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    print(document())
