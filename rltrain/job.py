@@ -1,6 +1,7 @@
 """One process of the job: checks everything, joins the others, trains, and fails with one message for all."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rltrain.config.schema import Config
 from rltrain.hub import with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts
+from rltrain.legality.doubts import doubts, doubts_about_variables
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
@@ -81,7 +82,7 @@ def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[
     check(build_order(shortened(config), placement), placement)
     native.backend(world.device.type)
     if world.rank == 0:
-        for doubt in doubts(config, placement):
+        for doubt in (*doubts(config, placement), *doubts_about_variables(os.environ)):
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)

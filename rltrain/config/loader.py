@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rltrain.config.explain import all_keys, expectation, section_of
+from rltrain.config.foreign import known_elsewhere
 from rltrain.config.renamed import RENAMED
 from rltrain.config.roles import nearest
 from rltrain.config.schema import Config
@@ -54,7 +55,7 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
         return f"the key is required and missing; expected {expectation(path)}"
     value = _value_at(source.data, path)
     if error["type"] == UNKNOWN_KEY:
-        return f"unknown key (value {_show(value)}); {_suggestion(path)}"
+        return f"unknown key (value {_show(value)}); {_suggestion(path, value)}"
     new_value = RENAMED.get(f"{_dotted(path)}={value}")
     if new_value is not None:
         return f"got {_show(value)}, which is now {new_value}"
@@ -63,11 +64,15 @@ def _describe(error: ErrorDetails, path: KeyPath, source: Source) -> str:
     return f"got {_show(value)}; expected {expected}{hint}"
 
 
-def _suggestion(path: KeyPath) -> str:
-    """The new name of a renamed key, the nearest key of the same section, or else the key of that name elsewhere."""
+def _suggestion(path: KeyPath, value: Any) -> str:
+    """The new name of a renamed key, ours for another trainer's, the nearest key of the same section, or else the key
+    of that name elsewhere."""
     new_key = RENAMED.get(_dotted(path))
     if new_key is not None:
         return f"the key is now {new_key}"
+    ours = [f"{name} is here {key}" for name, key in known_elsewhere(_dotted(path), value)]
+    if ours:
+        return "; ".join(ours)
     parent, name = path[:-1], str(path[-1])
     siblings = list(_section_at(parent).model_fields)
     prefix = "".join(f"{key}." for key in parent)

@@ -133,6 +133,16 @@ def report_dropped(config_key: str, dataset: PromptDataset) -> None:
             logger.warning("%s%s: %s", config_key, of_source, source.dropped)
 
 
+def repeated_within_a_step(num_rows: int, prompts_per_step: int) -> str | None:
+    """What to say where a step takes more prompts than there are; None where it does not."""
+    if num_rows >= prompts_per_step:
+        return None
+    return (
+        f"data.train: {num_rows:,} usable rows, and a step takes batch.prompts_per_step = {prompts_per_step:,}, so "
+        "some are in it several times, as groups of their own; expected as many rows or more"
+    )
+
+
 def load_prompts(
     file: schema.PromptFile, data: schema.Data, encoder: PromptEncoder, *, needs: Needs, config_key: str
 ) -> PromptDataset:

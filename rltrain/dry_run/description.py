@@ -1,5 +1,6 @@
 """What a job would do, in words: computed from the config alone, without torchrun, GPU or weights."""
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -17,6 +18,7 @@ from rltrain.dry_run.memory import describe_memory
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.proposals import describe_proposals
 from rltrain.dry_run.ranks import describe_ranks, rank_map
+from rltrain.dry_run.reward import describe_reward
 from rltrain.dry_run.rows import describe_rows
 from rltrain.dry_run.sizes import seconds, size
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
@@ -33,7 +35,7 @@ from rltrain.estimate.workload import Workload
 from rltrain.hub import with_cached_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts
+from rltrain.legality.doubts import doubts, doubts_about_variables
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
@@ -80,8 +82,9 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
         "Memory": describe_memory(steady, config, placement, guests),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
         "Rows": describe_rows(config),
+        **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
-    if found := [*doubts(config, placement)]:
+    if found := [*doubts(config, placement), *doubts_about_variables(os.environ)]:
         sections["Warnings"] = found
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 

@@ -8,7 +8,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config, PromptFile, PromptSource
 from rltrain.data.locations import Location
 from rltrain.data.prompt_rows import Needs, RowParser
-from rltrain.data.prompts import keyed_sources, load_source
+from rltrain.data.prompts import SourceRows, keyed_sources, load_source, repeated_within_a_step
 from rltrain.data.tokenizer import PromptEncoder, load_tokenizer
 from rltrain.dry_run.sizes import WIDTH, size
 from rltrain.errors import CheckpointError, DataError
@@ -26,7 +26,8 @@ def describe_rows(config: Config) -> list[str]:
         for key, source in keyed_sources(file, file_key)
     ]
     files = {key: _files(source, key) for key, source, _ in named}
-    lines, encoder = [], None
+    lines: list[str] = []
+    encoder, num_trained_on = None, 0
     for key, source, needs in named:
         found = files[key]
         title = f"{key} ({source.title})"
@@ -38,7 +39,12 @@ def describe_rows(config: Config) -> list[str]:
         if isinstance(encoder, str):
             lines.append(f"{title}: rows unknown: {encoder}")
         else:
-            lines += _counted(title, RowParser(source, encoder, needs), config, key)
+            _, rows = load_source(RowParser(source, encoder, needs), config.data, key, first=0)
+            lines += _counted(title, rows, source)
+            num_trained_on += rows.num_rows if key.startswith("data.train") else 0
+    if num_trained_on and algorithm_of(config).generates:
+        repeated = repeated_within_a_step(num_trained_on, config.batch.prompts_per_step)
+        lines += [repeated] if repeated else []
     return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
 
 
@@ -77,10 +83,9 @@ def _encoder(config: Config) -> PromptEncoder | str:
         return str(error)
 
 
-def _counted(title: str, parser: RowParser, config: Config, key: str) -> list[str]:
-    _, found = load_source(parser, config.data, key, first=0)
+def _counted(title: str, found: SourceRows, source: PromptSource) -> list[str]:
     rows, dropped = f"{title}: {found.num_rows:,} rows", found.dropped
-    if found.num_rows == parser.source.max_rows:
+    if found.num_rows == source.max_rows:
         rows += ", no more by max_rows"
     if not dropped:
         return [f"{rows}; none left out"]

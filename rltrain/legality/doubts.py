@@ -1,12 +1,33 @@
 """What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
 """Policy losses that are a mean over sequences."""
+
+
+OF_TESTS = "RLTRAIN_TEST_"
+VARIABLES = (
+    "RLTRAIN_BROWSER",
+    "RLTRAIN_CUDA_ARCHITECTURES",
+    "RLTRAIN_NATIVE",
+    "RLTRAIN_PYTHON",
+    "RLTRAIN_ROW",
+    "RLTRAIN_SESSION_URL",
+    "RLTRAIN_SGLANG_PYTHON",
+    "RLTRAIN_SGLANG_TOKEN",
+)
+"""Of the environment, that anything of rltrain's reads or sets."""
+
+
+def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
+    """Variables that are meant for rltrain by their names, and that nothing reads."""
+    for name in sorted(environment):
+        if name.startswith("RLTRAIN_") and not name.startswith(OF_TESTS) and name not in VARIABLES:
+            yield f"the environment variable {name} is read by nobody; expected one of {', '.join(VARIABLES)}"
 
 
 def doubts(config: Config, placement: Placement) -> Iterator[str]:

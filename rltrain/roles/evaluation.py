@@ -44,7 +44,7 @@ class Evaluation(DrawingRole):
             self.scoring = EvaluationScoring(job, scorer, limit, RankRecords(job, self.name, self.grid.owners()))
             self.logs.append(self.scoring.log)
         if job.world.rank == self.leader and "rollout" not in job.placement.roles:
-            job.prompts.report_dropped()
+            job.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def draws_during_syncs(self) -> bool:

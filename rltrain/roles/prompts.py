@@ -1,5 +1,6 @@
 """The prompt files of a run, read once per process however many roles of it use them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +8,11 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
 from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
+from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.tokenizer import PromptEncoder, TextDecoder, load_tokenizer
 from rltrain.rewards.registry import labels_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,14 @@ class Prompts:
         assert self.training is not None, "only an algorithm that generates has training prompts"
         return self.training
 
-    def report_dropped(self) -> None:
-        """Say which rows of the files are not used."""
+    def report_rows(self, prompts_per_step: int) -> None:
+        """Say which rows of the files are not used, and whether a step has to use some several times."""
         train = [("data.train", self.train)] if self.training else []
         for key, dataset in (*train, *zip(self.keys, self.evaluations, strict=True)):
             report_dropped(key, dataset)
+        repeated = repeated_within_a_step(len(self.train), prompts_per_step) if train else None
+        if repeated:
+            logger.warning(repeated)
 
 
 def read_prompts(config: Config) -> Prompts:

@@ -56,7 +56,7 @@ class Rollout(DrawingRole):
         self.step_start_s = 0.0
         self.step_response_tokens = 0
         if job.world.rank == self.leader:
-            job.prompts.report_dropped()
+            job.prompts.report_rows(job.config.batch.prompts_per_step)
 
     @property
     def updates_together(self) -> bool:

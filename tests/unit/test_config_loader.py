@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.config.explain import all_keys, expectation
+from rltrain.config.foreign import FOREIGN
 from rltrain.config.loader import load_config
 from rltrain.config.renamed import RENAMED
 from rltrain.config.schema import Config
@@ -203,6 +204,29 @@ def test_what_is_named_as_the_present_name_exists():
     for old, new in RENAMED.items():
         key, _, old_value = old.partition("=")
         assert (new in keys and key not in keys) if not old_value else new in expectation(tuple(key.split("."))), old
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("rollout.n=4", "rollout.n is here batch.samples_per_prompt"),
+        ("num_generations=8", "num_generations is here batch.samples_per_prompt"),
+        ("trainer.save_freq=5", "trainer.save_freq is here checkpoint.save_interval"),
+        (
+            "trainer={total_training_steps: 5, logger: console, nnodes: 2}",
+            "trainer.total_training_steps is here steps; trainer.nnodes is here placement, and torchrun's --nnodes",
+        ),
+    ],
+)
+def test_keys_of_other_trainers_are_refused_with_ours(refusal, override, expected):
+    assert refusal(MINIMAL, override).endswith(f"; {expected}")
+
+
+def test_what_stands_for_keys_of_other_trainers_exists():
+    keys = set(all_keys())
+    for theirs, ours in FOREIGN.items():
+        assert theirs not in keys
+        assert ours.replace(" ", ",").split(",")[0] in keys, theirs
 
 
 def test_all_mistakes_are_listed_in_one_message(refusal):

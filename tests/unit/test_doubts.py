@@ -1,5 +1,6 @@
 """What a config may ask for but hardly means is said, once, by the dry run and by the job."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
-from rltrain.legality.doubts import doubts
+from rltrain.legality.doubts import VARIABLES, doubts, doubts_about_variables
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SOURCES = (".py", ".sh", ".sbatch", ".cpp", ".cu", ".h")
 SHIPPED = CONFIGS / "quickstart.yaml"
 BOTH_ON = ["placement={'actor, reference': 1, 'rollout, reward': 3}", "actor.parallel.tp=1"]
 
@@ -31,6 +33,22 @@ def test_ranks_without_a_role_are_named(world_size: int, who: str) -> None:
     assert doubt.startswith(f"placement: {who} no role and will do nothing; expected a role on every rank")
     assert doubt.endswith("or start 2 ranks")
     assert "placement: rank 4 hosts no role" in doubts_about(world_size=5)[0]
+
+
+def test_variables_that_nobody_reads_are_doubted() -> None:
+    (doubt,) = doubts_about_variables(["PATH", "RLTRAIN_NATVE", "RLTRAIN_NATIVE", "RLTRAIN_TEST_ANYTHING"])
+    assert doubt == (
+        f"the environment variable RLTRAIN_NATVE is read by nobody; expected one of {', '.join(VARIABLES)}"
+    )
+
+
+def test_all_variables_that_the_project_names_are_known() -> None:
+    repository = CONFIGS.parent
+    folders = ("launch", "tools", "csrc", ".ci", "rltrain")
+    files = [file for folder in folders for file in (repository / folder).rglob("*") if file.suffix in SOURCES]
+    files = [repository / ".ci" / "run", *(file for file in files if file.name != "doubts.py")]
+    named = {name for file in files for name in re.findall(r"RLTRAIN_[A-Z_]*[A-Z]", file.read_text())}
+    assert named - {"RLTRAIN_TEST"} == {*VARIABLES}
 
 
 def test_evaluations_without_prompts_are_doubted() -> None:

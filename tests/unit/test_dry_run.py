@@ -223,9 +223,9 @@ def test_every_shipped_run_can_be_described(name):
     text = describe_job(CONFIGS / f"{name}.yaml", ["model.path=nowhere"], DryRunOptions(4, 4))
     titles = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     unanswered = name in ("quickstart_dpo", "quickstart_reward_model", "quickstart_moe_sft")
-    answered = [] if unanswered else ["Evaluation"]
+    answered, scored = ([], []) if unanswered else (["Evaluation"], ["Reward"])
     assert titles == [
         "Ranks", "Pairs of roles", "Parallel grids", "Process groups", "Schedule", *answered, "Repeats", "Overlaps",
-        "Memory", "Weight sync", "Rows",
+        "Memory", "Weight sync", "Rows", *scored,
     ]  # fmt: skip
     assert max(map(len, text.splitlines())) <= 130

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from rltrain.config import schema
 from rltrain.data.columns import read_columns
 from rltrain.data.prompt_stream import prompt_order
-from rltrain.data.prompts import PromptDataset, load_prompts, report_dropped
+from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
 from rltrain.data.tokenizer import PromptEncoder
 from rltrain.errors import ConfigError, DataError
 from tests.chat_families import ADD, SEARCH, tokenizer_of
@@ -193,3 +193,11 @@ def test_tools_that_nobody_would_see(tmp_path: Path) -> None:
         load(rows)
     with pytest.raises(ConfigError, match="does not write the tools that it is given"):
         load(rows, tokenizer=byte_tokenizer(CHAT_TEMPLATE))
+
+
+def test_a_step_of_more_prompts_than_there_are_is_said() -> None:
+    assert repeated_within_a_step(32, 32) is None
+    said = repeated_within_a_step(5, 1000)
+    assert said and said.startswith(
+        "data.train: 5 usable rows, and a step takes batch.prompts_per_step = 1,000, so some"
+    )

@@ -1,0 +1,62 @@
+"""Which functions the reward is, and where they stand, found without running a line of them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import wrap
+
+from rltrain.config.schema import Config
+from rltrain.dry_run.sizes import WIDTH
+from rltrain.errors import ConfigError
+from rltrain.rewards.judge import is_url
+from rltrain.rewards.registry import BUILT_IN
+
+
+def describe_reward(config: Config) -> list[str]:
+    """ConfigError where a file that is there has no function of the name that is given."""
+    rewards = {"reward": config.reward}
+    rewards |= {
+        f"evaluation.sets.{number}.reward": own.reward
+        for number, own in enumerate(config.evaluation.sets)
+        if own.reward
+    }
+    lines = []
+    for section, reward in rewards.items():
+        for number, part in enumerate(reward.parts):
+            key = f"{section}.function" if reward.functions is None else f"{section}.functions.{number}.function"
+            lines.append(f"{key}: {part.function}{_where(part.function, key)}")
+    return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+
+
+def _where(name: str, config_key: str) -> str:
+    if name in BUILT_IN:
+        return ", built in"
+    if is_url(name):
+        return ", asked over HTTP"
+    place, _, function = name.rpartition(":")
+    if not place.endswith(".py"):
+        return ", imported when the job starts"
+    path = Path(place).expanduser()
+    if not path.is_file():
+        return f": unknown: there is no file {place!r} (relative paths start at {Path.cwd()})"
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config_key}: {name!r}: {path} is no Python that can be read: {error}") from error
+    lines = dict(_bound(tree))
+    if function not in lines and "*" not in lines:
+        raise ConfigError(f"{config_key}: {name!r}: {path} has no function {function!r}")
+    return f", line {lines[function]}" if function in lines else ""
+
+
+def _bound(scope: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names that a module gives a value, with their lines; * for all of another module's."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        yield from _bound(node)

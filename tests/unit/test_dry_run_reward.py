@@ -1,0 +1,62 @@
+"""The dry run says which functions the reward is and where they stand, and runs none of their lines."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.dry_run.reward import describe_reward
+from rltrain.errors import ConfigError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
+
+def config(*overrides: str) -> Config:
+    return load_config(SHIPPED, overrides)
+
+
+def test_a_reward_that_is_built_in() -> None:
+    assert describe_reward(config()) == ["reward.function: exact_match, built in"]
+
+
+def test_a_function_is_found_in_its_file_which_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "raise SystemExit('run')\n"
+        "from elsewhere import given\n"
+        "if True:\n"
+        "    def score(prompt, response, label):\n"
+        "        within = 1\n"
+        "also = score\n"
+    )
+    for name, line in (("score", 4), ("given", 2), ("also", 6)):
+        assert describe_reward(config(f"reward.function=mine.py:{name}")) == [
+            f"reward.function: mine.py:{name}, line {line}"
+        ]
+    with pytest.raises(ConfigError, match=r"reward\.function: 'mine.py:within': mine.py has no function 'within'"):
+        describe_reward(config("reward.function=mine.py:within"))
+    several = "reward={functions: [{function: math}, {function: 'mine.py:scor', weight: 2}]}"
+    with pytest.raises(ConfigError, match=r"reward\.functions\.1\.function: 'mine.py:scor': mine.py has no function"):
+        describe_reward(config(several))
+
+
+def test_a_file_that_is_not_there_may_be_where_the_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (line, *rest) = describe_reward(config("reward.function=none.py:score"))
+    assert line.startswith("reward.function: none.py:score: unknown: there is no file 'none.py'"), rest
+
+
+def test_a_file_that_is_no_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(:\n")
+    with pytest.raises(ConfigError, match=r"mine\.py is no Python that can be read"):
+        describe_reward(config("reward.function=mine.py:score"))
+
+
+@pytest.mark.parametrize(
+    "name, where",
+    [("http://127.0.0.1:1/score", "asked over HTTP"), ("my.module:score", "imported when the job starts")],
+)
+def test_what_only_the_job_reaches(name: str, where: str) -> None:
+    assert describe_reward(config(f"reward.function={name}")) == [f"reward.function: {name}, {where}"]
