@@ -277,8 +277,8 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         (
-            {"actor": {"parallel": {"pp": 2, "vpp": 2}}},
-            "actor.parallel.vpp: got 2 with actor.parallel.pp 2; expected 1, or a pp of at least 3",
+            {"actor": {"parallel": {"pp": 1, "vpp": 2}}},
+            "actor.parallel.vpp: got 2 with actor.parallel.pp 1; expected 1, or a pp of at least 2",
         ),
         (
             {**PPO, "steps": 3, "critic": {"critic_warmup_steps": 3}},

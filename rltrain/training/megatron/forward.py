@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -22,6 +21,7 @@ from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.routing import routed_samples, tell_routers
+from rltrain.training.megatron.stage_messages import stage_messages
 from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -133,7 +133,7 @@ def run_schedule(
     schedule = forward_backward_no_pipelining
     if groups.pp.size() > 1:
         schedule = PIPELINED[len(chunks) > 1]
-        arguments["p2p_communicator"] = P2PCommunicator(plain_group(groups.pp), config)
+        arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 
