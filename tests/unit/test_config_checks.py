@@ -316,6 +316,7 @@ def test_all_contradictions_come_in_one_message():
         {"placement": {"actor,reference": "0-7", "rollout,reward": "0-7"}, "actor": {"parallel": {"tp": 2, "pp": 4}}},
         {"placement": {"actor,rollout,reward": "all"}, "rollout": {"parallel": {"tp": 8}}},
         {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}},
+        {"placement": {**GRPO, "actor,reference": "0-1"}, "actor": {"parallel": {"pp": 2, "vpp": 2}}},
         {
             "placement": {**GRPO, "actor,reference": "0-2"},
             "actor": {"parallel": {"pp": 3, "vpp": 2, "layers_per_stage": [1, 1, 1, 0, 1, 0]}},
