@@ -62,7 +62,7 @@ class Recompute(Section):
     mla_up_proj: queries, keys and values of latent attention."""
 
     def full_layers(self, count: int) -> int:
-        """Of a stage's `count` layers, how many are computed anew as a whole."""
+        """Of a chunk's `count` layers, how many, from the first one on, are computed anew as a whole."""
         return min(self.layers or count, count) if self.granularity == "full" else 0
 
     def repeats(self, module: RecomputedModule) -> bool:

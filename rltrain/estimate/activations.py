@@ -9,7 +9,7 @@ attention puts out, and what the MLP's matrices put out.
 from dataclasses import dataclass
 
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import layers_of_stage
+from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
 
 FP32 = 4
@@ -34,12 +34,14 @@ class Activations:
     def training(self, tokens: int) -> int:
         """At most at once, with micro-batches of `tokens` tokens. A layer that is recomputed keeps its input, one whose
         parts are what is left without them, and one layer at a time has all that it computes anew."""
-        layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
-        whole = self.job.config.model.recomputed.full_layers(len(layers))
-        again = [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
-        kept = whole * self._hidden(self.job.residual_bytes)
-        kept += sum(self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:])
-        return tokens * (int(self._under_way() * (kept + self._ends())) + max(again, default=0))
+        again, kept = [0], self._ends()
+        for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
+            whole = self.job.config.model.recomputed.full_layers(len(layers))
+            again += [self.layer(sparse) for sparse in layers[:whole]]
+            again += [self._recomputed(sparse) for sparse in layers[whole:]]
+            kept += whole * self._hidden(self.job.residual_bytes)
+            kept += sum(self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:])
+        return tokens * (int(self._under_way() * kept) + max(again))
 
     def _under_way(self) -> float:
         """Micro-batches whose activations the stage has at once. By 1F1B as many as there are stages from it on; of

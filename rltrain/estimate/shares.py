@@ -27,10 +27,15 @@ class Elements:
         return sum(self.dense) + sum(self.experts)
 
 
+def layers_of_chunks(architecture: Architecture, grid: Grid, stage: int) -> tuple[tuple[bool, ...], ...]:
+    """[chunks of the stage][layers of the chunk]: which have experts."""
+    sparse = architecture.sparse_layers
+    return tuple(tuple(sparse[layer] for layer in chunk.layers) for chunk in chunks_of(architecture, grid)[stage])
+
+
 def layers_of_stage(architecture: Architecture, grid: Grid, stage: int) -> tuple[bool, ...]:
     """[layers of the stage]: which have experts."""
-    sparse = architecture.sparse_layers
-    return tuple(sparse[layer] for chunk in chunks_of(architecture, grid)[stage] for layer in chunk.layers)
+    return tuple(sparse for chunk in layers_of_chunks(architecture, grid, stage) for sparse in chunk)
 
 
 def trained_elements(architecture: Architecture, grid: Grid, stage: int) -> Elements:

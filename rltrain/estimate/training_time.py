@@ -10,7 +10,7 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import layers_of_stage, trained_elements
+from rltrain.estimate.shares import layers_of_chunks, layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
 from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops, mlp_flops
@@ -129,7 +129,8 @@ class TrainingTime:
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
         attention = len(layers) * attention_flops(a) * self.workload.sample / 2
         times = 1 + BACKWARD if backward else 1
-        repeated = backward * recompute.full_layers(len(layers)) / (len(layers) or 1)
+        whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
+        repeated = backward * whole / (len(layers) or 1)
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
         attended = times + (backward if recompute.repeats("core_attn") else repeated)
         of_attention = attended * attention / gpu.efficiency.attention

@@ -15,8 +15,6 @@ from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import served_roles
 
-LEAST_INTERLEAVED_STAGES = 3
-
 
 def check_config(config: Config) -> None:
     """Refuse what cannot work in any world. ConfigError; PlacementError if only the placed roles are at fault."""
@@ -69,11 +67,10 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         parallel, key = config.parallel_of(role)
         if key != f"{role}.parallel":
             continue
-        if parallel.vpp > 1 and parallel.pp < LEAST_INTERLEAVED_STAGES:
+        if parallel.vpp > 1 and parallel.pp == 1:
             yield (
-                f"{key}.vpp: got {parallel.vpp} with {key}.pp {parallel.pp}; expected 1, or a pp of at least "
-                f"{LEAST_INTERLEAVED_STAGES}: of two interleaved stages each is both the one before and the one behind "
-                "the other, and Megatron's messages would not tell which is meant"
+                f"{key}.vpp: got {parallel.vpp} with {key}.pp 1; expected 1, or a pp of at least 2: one stage has no "
+                "other to take turns with"
             )
         if role in served_roles():
             yield from _engine_problems(key, parallel)

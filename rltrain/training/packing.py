@@ -20,6 +20,9 @@ class Slices:
     """[rows of this rank] the token that each row is of; any one where that is padding."""
     row_of_token: Tensor
     """[tokens] each token's row among those of all ranks, one rank's after the other."""
+    sample_of_row: Tensor
+    """[rows of this rank + padding behind the last sample] the number of the sample whose token a row is; that of
+    samples where it is padding."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +88,26 @@ def pack(
     ]
 
 
-def padded_to(batch: MicroBatch, length: int) -> MicroBatch:
-    """The same samples and as much padding behind them as makes `length` tokens."""
-    missing = length - len(batch.padded_tokens)
-    segments = _segments(list(batch.lengths), length)
-    return replace(batch, padded_tokens=torch.nn.functional.pad(batch.padded_tokens, (0, missing)), segments=segments)
-
-
-def padding_alone(like: Experience, length: int, device: torch.device) -> MicroBatch:
-    """A micro-batch of no samples, with the fields of `like`."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        experience=Experience(**{name: value.to(device) for name, value in like.select(nothing).columns().items()}),
-        token_index=nothing,
-        padded_tokens=torch.zeros(length, dtype=torch.int64, device=device),
-        lengths=(),
-        segments=(length,),
-        slices=None,
+def padded_to(batch: MicroBatch, length: int, share: ContextShare = WHOLE) -> MicroBatch:
+    """The same samples and as much padding behind them as makes `length` rows on each rank of `share`, a multiple of 2
+    where these are several."""
+    num_samples, behind = len(batch.lengths), (0, length - len(batch.padded_tokens))
+    slices = batch.slices
+    if slices is not None:
+        of_row = torch.nn.functional.pad(slices.sample_of_row, behind, value=num_samples)
+        slices = replace(slices, sample_of_row=of_row)
+    return replace(
+        batch,
+        padded_tokens=torch.nn.functional.pad(batch.padded_tokens, behind),
+        segments=_segments([*batch.segments[:num_samples]], length * share.size),
+        slices=slices,
     )
+
+
+def padding_alone(like: Experience, length: int, device: torch.device, share: ContextShare = WHOLE) -> MicroBatch:
+    """A micro-batch of no samples, with the fields of `like`, of `length` rows on each rank of `share`."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return _micro_batch(like.select(nothing), nothing, (length * share.size,), share, device)
 
 
 def _micro_batch(
@@ -131,10 +136,14 @@ def _sliced(
     places = ranges(sizes.cumsum(0) - sizes, samples.lengths)
     padded, token_at = torch.zeros(2, num_places, dtype=torch.int64)
     padded[places], token_at[places] = samples.tokens, torch.arange(samples.num_tokens)
+    sample_at = torch.full((num_places,), samples.num_samples)
+    sample_at[places] = torch.repeat_interleave(torch.arange(samples.num_samples), samples.lengths)
     row_of_place = inverse(places_of_all(of_samples, share.size))
-    return padded[places_of(segments, share)], Slices(
+    of_rank = places_of(segments, share)
+    return padded[of_rank], Slices(
         token_of_row=token_at[places_of(of_samples, share)].to(device),
         row_of_token=row_of_place[places].to(device),
+        sample_of_row=sample_at[of_rank].to(device),
     )
 
 

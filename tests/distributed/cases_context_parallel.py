@@ -36,15 +36,20 @@ GRIDS = {
     "tp2_cp2": Grid(ALL, tp=2, cp=2),
     "pp2_cp2": Grid(ALL, pp=2, cp=2),
     "cp2_dp2": Grid(ALL, cp=2),
+    "cp4_ep4": Grid(ALL, cp=4, ep=4),
+    "cp2_dp2_ep4": Grid(ALL, cp=2, ep=4),
     **{f"rank{rank}": Grid((rank,)) for rank in ALL},
 }
 POLICY = tiny_architecture("qwen3", hidden_size=32, head_dim=8, num_heads=8, ffn_hidden_size=48, vocab_size=61)
 SCORER = POLICY.value_model()
-LATENT = replace(tiny_architecture("deepseek_v3", hidden_size=32, vocab_size=61), moe=None)
+LATENT_EXPERTS = tiny_architecture("deepseek_v3", hidden_size=32, vocab_size=61)
+LATENT = replace(LATENT_EXPERTS, moe=None)
+EXPERTS = tiny_architecture("qwen3_moe", hidden_size=32, num_heads=8, vocab_size=61)
 SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
 """Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
 MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 30, 2, 0.8, 3
 
+BALANCED = schema.MoE(aux_loss_coef=0.05, z_loss_coef=0.01, bias_update_rate=0.01)
 KL_IN_LOSS = schema.Kl(coef=0.1, where="loss")
 BY_SEQUENCE = schema.Correction(method="tis", level="sequence", high=2.0)
 TEACHER = schema.Teacher(where="loss", top_k=TOP_K)
@@ -57,6 +62,9 @@ OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
     "critic": (SCORER, of_states(value_loss(0.2))),
     "reward_model": (SCORER, ranking_loss(schema.Preference())),
     "latent": (LATENT, policy_loss(schema.Loss(), 40)),
+    "experts_gspo": (EXPERTS, policy_loss(schema.Loss(policy="gspo", correction=BY_SEQUENCE), 40)),
+    "experts_dpo": (LATENT_EXPERTS, direct_preference_loss(schema.Preference(sft_coef=0.1))),
+    "experts_critic": (LATENT_EXPERTS.value_model(), of_states(value_loss(0.2))),
 }
 Layouts = dict[str, dict[str, dict[str, Any]]]
 """Of every objective, with settings of the model or of its training."""
@@ -76,6 +84,9 @@ OTHERS: Layouts = {
     "critic": {"pp2_cp2": {}},
     "reward_model": {"cp4": {}},
     "latent": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
+    "experts_gspo": {"cp4_ep4": BY_HEADS, "cp2_dp2_ep4": {"dispatcher": "allgather"}},
+    "experts_dpo": {"cp2_dp2_ep4": {}, "tp2_cp2": {}},
+    "experts_critic": {"cp4_ep4": {}, "pp2_cp2": {"recompute": "full"}},
 }
 
 
@@ -138,14 +149,21 @@ def _model(
     sequence_parallel: bool = False,
     recompute: str = "none",
     cp_communication: str = "auto",
+    dispatcher: str = "alltoall",
     **others: Any,
 ) -> LanguageModel:
     model = build_model(
         architecture,
         grid,
         groups,
-        model=schema.Model(path=str(path), dtype="float32", recompute=recompute, cp_communication=cp_communication),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, sequence_parallel=sequence_parallel),
+        model=schema.Model(
+            path=str(path),
+            dtype="float32",
+            recompute=recompute,
+            cp_communication=cp_communication,
+            moe=BALANCED.model_copy(update={"dispatcher": dispatcher}),
+        ),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, ep=grid.ep, sequence_parallel=sequence_parallel),
         device=torch.device("cpu"),
     )
     load_parameters(path, megatron_layout(architecture, grid), dist.get_rank(), local_parameters(model))
@@ -168,6 +186,6 @@ def experience(name: str) -> Experience:
         ids = torch.stack([torch.randperm(vocab_size, generator=generator)[:TOP_K] for _ in range(num_tokens)])
         logprobs = torch.log(torch.rand(num_tokens, TOP_K, generator=generator) / TOP_K)
         fields |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs, "teacher_logprobs": logprobs[:, 0]}
-    if name in ("dpo", "reward_model"):
+    if name in ("dpo", "experts_dpo", "reward_model"):
         fields["chosen"] = torch.arange(samples.num_samples) % 2 == 0
     return samples.with_fields(**fields)

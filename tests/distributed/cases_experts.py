@@ -38,6 +38,7 @@ class Layout:
     dispatcher: str = "alltoall"
     overlap: bool = False
     recompute: str = "none"
+    by_heads: bool = False
 
 
 LAYOUTS = {
@@ -55,6 +56,16 @@ LAYOUTS = {
     "pp2_ep2_allgather": Layout(Grid(ALL, pp=2, ep=2), dispatcher="allgather"),
     "ep2_dp4_overlap": Layout(Grid(ALL, ep=2), overlap=True),
     "ep4_recomputed": Layout(Grid(ALL, ep=4), recompute="full"),
+    "cp2": Layout(Grid((0, 1), cp=2)),
+    "cp2_ep2": Layout(Grid((0, 1), cp=2, ep=2)),
+    "cp4_by_heads": Layout(Grid(ALL, cp=4), by_heads=True),
+    "cp4_ep4": Layout(Grid(ALL, cp=4, ep=4), distributed=False),
+    "cp2_ep4": Layout(Grid(ALL, cp=2, ep=4), overlap=True),
+    "cp2_ep4_allgather": Layout(Grid(ALL, cp=2, ep=4), dispatcher="allgather"),
+    "cp2_etp2": Layout(Grid(ALL, cp=2, etp=2), recompute="full"),
+    "tp2_cp2_ep2_etp1": Layout(Grid(ALL, tp=2, cp=2, ep=2, etp=1), by_heads=True),
+    "tp2_cp2_ep2": Layout(Grid(ALL, tp=2, cp=2, ep=2)),
+    "pp2_cp2_ep2": Layout(Grid(ALL, pp=2, cp=2, ep=2), recompute="selective"),
 }
 
 
@@ -136,9 +147,10 @@ def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[st
             path=str(path),
             dtype="float32",
             recompute=layout.recompute,  # type: ignore[arg-type]
+            cp_communication="all_to_all" if layout.by_heads else "auto",
             moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
         ),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=grid.etp),
+        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, ep=grid.ep, etp=grid.etp),
         device=torch.device("cpu"),
     )
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))

@@ -21,7 +21,7 @@ from tests.stand_ins import nccl_rules
 from tests.stand_ins.cuda_graphs import RuleBrokenError
 
 WORLD = (0, 1, 2, 3)
-PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2)}
+PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}
 NUM_MICRO_BATCH_TOKENS = 60
 RANK_1_HAS_NOTHING_TO_SEND = ((0, 1, 2), 1, 1), ((0, 3), 1)
 """With two ranks to a node: rank 3 is fed by rank 2."""

@@ -22,7 +22,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import MLA, Architecture, MoE
+from rltrain.models import MLA, Architecture, MoE, YarnScaling
 from rltrain.training.megatron import platform
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.model import LanguageModel, build_model
@@ -30,9 +30,9 @@ from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.cases_training import negative_log_likelihood
 
 # Configurations that together need every patch: tied embeddings under pipelining, bf16, recomputation, two ranks; and
-# experts dealt out to them, and cut over them, with latent attention.
+# experts dealt out to them, and cut over them, with latent attention, whose sequences are cut as well.
 GRID = Grid((0, 1), pp=2)
-EXPERT_GRIDS = (Grid((0, 1), ep=2), Grid((0, 1), etp=2))
+EXPERT_GRIDS = (Grid((0, 1), ep=2), Grid((0, 1), etp=2), Grid((0, 1), cp=2))
 ARCHITECTURE = Architecture(
     family="qwen3",
     num_layers=2,
@@ -59,6 +59,7 @@ EXPERT_ARCHITECTURE = replace(
     tied_embeddings=False,
     qk_norm=False,
     moe=MoE(num_experts=4, top_k=2, ffn_hidden_size=16, score="sigmoid"),
+    rope_scaling=YarnScaling(4.0, 32.0, 1.0, 1.0, 0.5, original_max_positions=16),
     mla=MLA(q_rank=8, kv_rank=8, plain_head_dim=8, rope_head_dim=4, value_head_dim=8),
 )
 ATTEMPTS = ("none", *(patch.__name__ for patch in platform.PATCHES))
@@ -107,7 +108,7 @@ def _train_one_step() -> None:
 
 def _run_experts() -> None:
     for grid in EXPERT_GRIDS:
-        experience = _experience().select(torch.tensor([dist.get_rank()]))
+        experience = _experience().select(torch.tensor([dist.get_rank() if grid.cp == 1 else 0]))
         EvaluableModel(_model(EXPERT_ARCHITECTURE, grid)).evaluate(experience, max_tokens=100)
 
 
@@ -117,7 +118,7 @@ def _model(architecture: Architecture, grid: Grid) -> LanguageModel:
         grid,
         ProcessGroups(group_lists({"actor": grid}), backend="gloo", timeout_s=60),
         model=schema.Model(path="unused", dtype="bfloat16", recompute="full"),
-        parallel=schema.Parallel(pp=grid.pp, ep=grid.ep, etp=grid.etp),
+        parallel=schema.Parallel(pp=grid.pp, cp=grid.cp, ep=grid.ep, etp=grid.etp),
         device=torch.device("cpu"),
     )
     for parameter in model.parameters():

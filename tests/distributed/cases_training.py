@@ -47,12 +47,13 @@ GRIDS = {
     "tp2_pp2": Grid((0, 1, 2, 3), tp=2, pp=2),
     "pp2_dp2": Grid((0, 1, 2, 3), pp=2),
     "pp3": Grid((0, 2, 3), pp=3),
+    "pp2_vpp2": Grid((0, 3), pp=2, vpp=2),
     "pp3_vpp2": Grid((0, 1, 3), pp=3, vpp=2, layers_per_stage=(1, 0, 1, 1, 1, 0)),
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
-TIED = ("tp1", "pp2", "tp2_pp2", "pp3", "pp3_vpp2")
+TIED = ("tp1", "pp2", "tp2_pp2", "pp2_vpp2", "pp3", "pp3_vpp2")
 """Of four layers; the others have two."""
-UNTIED = GRIDS.keys() - {"pp3", "pp3_vpp2"}
+UNTIED = GRIDS.keys() - {"pp2_vpp2", "pp3", "pp3_vpp2"}
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen3", "tp4"), ("qwen2_tied", "tp1"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 RECOMPUTED: dict[str, Any] = {

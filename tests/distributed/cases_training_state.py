@@ -50,6 +50,7 @@ class Way:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     etp: int | None = None
     dtype: str = "float32"
@@ -60,8 +61,8 @@ class Way:
 
     @property
     def grid(self) -> Grid:
-        ranks = tuple(range(self.tp * self.pp * self.dp))
-        return Grid(ranks, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, vpp=self.vpp, layers_per_stage=self.layers)
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp, "vpp": self.vpp}
+        return Grid(tuple(range(self.tp * self.pp * self.cp * self.dp)), layers_per_stage=self.layers, **sizes)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ WITH_EXPERTS = {
     "experts": Case(Way(tp=2, dp=2, ep=4, etp=1), checkpoint="deepseek_v3", away=True),
     "experts_bf16_overlap": Case(Way(dp=4, ep=2, dtype="bfloat16", overlap=True), checkpoint="deepseek_v3", away=True),
     "experts_dp4_ep2_to_tp2_dp2_etp1": Case(Way(dp=4, ep=2), Way(tp=2, dp=2, etp=1), checkpoint="deepseek_v3"),
+    "experts_cp2_dp2_ep4_to_tp2": Case(Way(cp=2, dp=2, ep=4), Way(tp=2), checkpoint="deepseek_v3"),
     "experts_plain_to_pp2_dp2_ep2": Case(
         Way(tp=2, dp=2, ep=2, distributed=False), Way(pp=2, dp=2, ep=2), checkpoint="deepseek_v3"
     ),
@@ -121,7 +123,7 @@ class Run:
             self.grid,
             groups,
             model=schema.Model(path=str(path), dtype=way.dtype, moe=BALANCED),  # type: ignore[arg-type]
-            parallel=schema.Parallel(tp=way.tp, pp=way.pp, ep=way.ep, etp=way.etp),
+            parallel=schema.Parallel(tp=way.tp, pp=way.pp, cp=way.cp, ep=way.ep, etp=way.etp),
             device=torch.device("cpu"),
         )
         if load_weights:

@@ -277,8 +277,8 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
         ({"actor": {"optimizer": {"min_lr": 1.0}}}, "actor.optimizer.min_lr: got 1.0; expected at most"),
         ({"critic": {"optimizer": {"min_lr": 1.0}}}, "critic.optimizer.min_lr: got 1.0; expected at most"),
         (
-            {"actor": {"parallel": {"pp": 2, "vpp": 2}}},
-            "actor.parallel.vpp: got 2 with actor.parallel.pp 2; expected 1, or a pp of at least 3",
+            {"actor": {"parallel": {"pp": 1, "vpp": 2}}},
+            "actor.parallel.vpp: got 2 with actor.parallel.pp 1; expected 1, or a pp of at least 2",
         ),
         (
             {**PPO, "steps": 3, "critic": {"critic_warmup_steps": 3}},
@@ -316,6 +316,7 @@ def test_all_contradictions_come_in_one_message():
         {"placement": {"actor,reference": "0-7", "rollout,reward": "0-7"}, "actor": {"parallel": {"tp": 2, "pp": 4}}},
         {"placement": {"actor,rollout,reward": "all"}, "rollout": {"parallel": {"tp": 8}}},
         {"placement": {**GRPO, "actor,reference": "0-2"}, "actor": {"parallel": {"pp": 3}}},
+        {"placement": {**GRPO, "actor,reference": "0-1"}, "actor": {"parallel": {"pp": 2, "vpp": 2}}},
         {
             "placement": {**GRPO, "actor,reference": "0-2"},
             "actor": {"parallel": {"pp": 3, "vpp": 2, "layers_per_stage": [1, 1, 1, 0, 1, 0]}},

@@ -17,7 +17,8 @@ from rltrain.training.context_slices import ContextShare, inverse, places_of, pl
 from rltrain.training.megatron import context_parallel
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices
 from rltrain.training.megatron.model import transformer_config
-from rltrain.training.packing import pack
+from rltrain.training.megatron.routing import routed_samples
+from rltrain.training.packing import pack, padded_to, padding_alone
 from tests.model_shards import tiny_architecture
 from tests.unit.test_config_checks import check_in_world_of_8
 from tests.unit.test_packed_attention import by_sequence
@@ -70,6 +71,31 @@ def test_micro_batches_hold_every_token_on_one_rank(
     assert not equal_lengths or len({sum(batch.segments) for batch in of_ranks[0]}) == 1
 
 
+@settings(max_examples=50)
+@given(lengths_strategy, sizes_strategy, st.integers(0, 5))
+def test_every_token_is_its_samples_on_one_rank_and_the_rest_is_padding(
+    lengths: list[int], size: int, behind: int
+) -> None:
+    experience = experience_of(lengths)
+    shares = [ContextShare(rank, size) for rank in range(size)]
+    of_ranks = [pack(experience, sum(lengths), device=CPU, share=share)[0] for share in shares]
+    rows = len(of_ranks[0].padded_tokens) + 2 * behind
+    padded = [padded_to(batch, rows, share) for batch, share in zip(of_ranks, shares, strict=True)]
+    empty = [padding_alone(experience, rows, CPU, share) for share in shares]
+    for batches, found in ((of_ranks, lengths), (padded, lengths), (empty, [])):
+        told = [routed_samples(batch, torch.ones(len(found))) for batch in batches]
+        assert {len(batch.padded_tokens) for batch in batches} == {len(samples.of_token) for samples in told}
+        counts = torch.cat([samples.of_token for samples in told]).bincount(minlength=len(found) + 1)
+        assert all(torch.equal(samples.lengths, counts) for samples in told)
+        assert counts[:-1].tolist() == found
+        assert all(sum(batch.segments) == size * len(batch.padded_tokens) for batch in batches)
+        assert all(segment % (2 * size) == 0 for batch in batches for segment in batch.segments)
+    for batch in padded:
+        assert batch.slices is not None
+        tokens = torch.cat([other.padded_tokens[: other.num_rows] for other in padded])[batch.slices.row_of_token]
+        assert torch.equal(tokens, experience.tokens)
+
+
 BY_HEADS = {"model": {"path": "m", "cp_communication": "all_to_all"}}
 
 
@@ -97,11 +123,12 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     ) in str(refused.value)
 
 
-def test_experts_get_whole_samples() -> None:
-    architecture = tiny_architecture("qwen3_moe", max_positions=4096, num_heads=8)
-    with pytest.raises(ConfigError, match=r"actor\.parallel\.cp: got 2; expected 1: layers of experts"):
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_are_dealt_out_to_the_ranks_that_cut_sequences(family: str) -> None:
+    architecture = tiny_architecture(family, max_positions=4096, num_heads=8)
+    for parallel in ({"cp": 2}, {"cp": 4, "ep": 4}, {"tp": 2, "cp": 2, "ep": 4, "etp": 1}):
         check_in_world_of_8(
-            architecture, placement={"actor,reference,rollout,reward": "all"}, actor={"parallel": {"cp": 2}}
+            architecture, placement={"actor,reference,rollout,reward": "all"}, actor={"parallel": parallel}
         )
 
 

@@ -1,5 +1,6 @@
 """Bytes of roles by formula, where the parts come and go, and what is said where they are too many."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -143,6 +144,24 @@ def test_recomputation_keeps_less():
     layer = (kept["none"] - some["half"]) / 18 + kept["full"] / 100
     assert some["half"] == pytest.approx((kept["none"] + kept["full"]) / 2, abs=layer)
     assert kept["full"] < some["more"] < kept["selective"] - kept["none"] / 3
+
+
+def test_layers_that_are_recomputed_are_counted_by_chunk():
+    """A stage's 18 layers, of which the first of each of three chunks are."""
+    parallel = {"pp": 2, "vpp": 3}
+
+    def activations(recompute):
+        placement, model = {"actor": "0-7", "rollout, reward": "8-15"}, {"path": "m", "recompute": recompute}
+        job = job_of(qwen3_8b(), placement, 16, model=model, actor={"parallel": parallel})
+        return rank_memories(job, H100)[0].peak.bytes_of["activations"]
+
+    none, full = activations("none"), activations("full")
+    by_layers = [activations({"granularity": "full", "layers": layers}) for layers in range(1, 7)]
+    assert by_layers[-1] == full
+    saved = [fewer - more for fewer, more in itertools.pairwise(by_layers)]
+    assert saved == pytest.approx([saved[0]] * 5, rel=1e-6) and saved[0] > 0
+    one_layer = by_layers[0] - (none - saved[0])
+    assert 0 < one_layer < none / 18, "which has all that it computes anew"
 
 
 def test_a_residual_stream_and_logits_in_fp32_cost_their_bytes():

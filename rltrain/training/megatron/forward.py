@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -22,6 +21,7 @@ from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.routing import routed_samples, tell_routers
+from rltrain.training.megatron.stage_messages import stage_messages
 from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -58,22 +58,24 @@ def make_micro_batches(model: LanguageModel, experience: Experience, max_tokens:
             count_multiple_of=config.pipeline_model_parallel_size if len(model.chunks) > 1 else 1,
             share=share,
         )
-    return _as_many_everywhere(model, batches, experience, multiple_of) if model.shares_experts else batches
+    least = math.lcm(of_rank, share.multiple // share.size)
+    return _as_many_everywhere(model, batches, experience, least) if model.shares_experts else batches
 
 
 def _as_many_everywhere(
-    model: LanguageModel, batches: list[MicroBatch], experience: Experience, multiple_of: int
+    model: LanguageModel, batches: list[MicroBatch], experience: Experience, least: int
 ) -> list[MicroBatch]:
-    """`batches`, and others of padding alone, as many as the replica has that has most."""
+    """`batches`, and others of padding alone, as many as the replica has that has most: of `least` rows on each rank
+    where this one has no others."""
     longest = max((len(batch.padded_tokens) for batch in batches), default=0)
     sizes = torch.tensor([len(batches), longest], device=model.device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX, group=model.pg_collection.tp_dp_cp)
     count, longest_of_all = sizes.tolist()
-    length = longest or multiple_of
+    length = longest or least
     if model.config.moe_token_dispatcher_type == "allgather":
         length = longest_of_all
-        batches = [padded_to(batch, length) for batch in batches]
-    return batches + [padding_alone(experience, length, model.device)] * (count - len(batches))
+        batches = [padded_to(batch, length, model.share) for batch in batches]
+    return batches + [padding_alone(experience, length, model.device, model.share)] * (count - len(batches))
 
 
 def run_schedule(
@@ -131,7 +133,7 @@ def run_schedule(
     schedule = forward_backward_no_pipelining
     if groups.pp.size() > 1:
         schedule = PIPELINED[len(chunks) > 1]
-        arguments["p2p_communicator"] = P2PCommunicator(plain_group(groups.pp), config)
+        arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import megatron.core.models.common.embeddings.yarn_rotary_pos_embedding
 import megatron.core.optimizer.clip_grads
 import megatron.core.optimizer.grad_scaler
 import megatron.core.optimizer.optimizer
@@ -94,6 +95,12 @@ def latent_attention_knows_no_transformer_engine() -> None:
     megatron.core.transformer.multi_latent_attention.HAVE_TE = False
 
 
+def slices_of_angles_are_cut_on_the_cpu() -> None:
+    """YaRN's angles are made once with the model, and cut among the ranks of context parallelism by indices that are
+    pinned and sent to a CUDA device."""
+    megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _slices_of_rank
+
+
 PATCHES: tuple[Patch, ...] = (
     current_device_is_the_cpu,
     cuda_literals_mean_the_cpu,
@@ -105,6 +112,7 @@ PATCHES: tuple[Patch, ...] = (
     counts_of_tokens_are_numbers,
     routers_use_torch,
     latent_attention_knows_no_transformer_engine,
+    slices_of_angles_are_cut_on_the_cpu,
 )
 
 _applied: set[Patch] = set()
@@ -147,6 +155,11 @@ def _reduce_scatter_uneven(
     total = torch.cat(list(shares))
     torch.distributed.all_reduce(total, group=group)
     output.copy_(total.split([len(share) for share in shares])[group.rank()])
+
+
+def _slices_of_rank(angles: torch.Tensor, dim: int, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    slices = angles.chunk(2 * group.size(), dim)
+    return torch.cat([slices[group.rank()], slices[-1 - group.rank()]], dim)
 
 
 def _as_numbers(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -23,9 +23,9 @@ NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
 
 @dataclass(frozen=True)
 class RoutedSamples:
-    """Whose the tokens of a micro-batch are. `of_token` [tokens + padding] are numbers of samples, that of padding
-    being the last; of each, and of padding, `lengths` [samples + 1] are the tokens, and `shares` [samples + 1] what it
-    counts for in the loss: nothing for padding."""
+    """Whose the tokens of a micro-batch are. `of_token` [rows of this rank, padding among them] are numbers of samples,
+    that of padding being the last; of each, `lengths` [samples + 1] are the tokens, on whichever ranks they are, and
+    `shares` [samples + 1] what it counts for in the loss: nothing for padding."""
 
     of_token: Tensor
     lengths: Tensor
@@ -34,14 +34,13 @@ class RoutedSamples:
 
 def routed_samples(batch: MicroBatch, shares: Tensor) -> RoutedSamples:
     """`shares` [samples] are on the micro-batch's device."""
-    num_samples, padding = len(batch.lengths), len(batch.padded_tokens) - batch.num_tokens
-    lengths = torch.tensor([*batch.lengths, padding], device=shares.device)
-    numbers = torch.arange(num_samples + 1, device=shares.device)
-    return RoutedSamples(
-        of_token=torch.repeat_interleave(numbers, lengths, output_size=len(batch.padded_tokens)),
-        lengths=lengths,
-        shares=torch.nn.functional.pad(shares.float(), (0, 1)),
-    )
+    lengths = torch.tensor([*batch.lengths, sum(batch.segments) - batch.num_tokens], device=shares.device)
+    if batch.slices is None:
+        numbers = torch.arange(len(lengths), device=shares.device)
+        of_token = torch.repeat_interleave(numbers, lengths, output_size=len(batch.padded_tokens))
+    else:
+        of_token = batch.slices.sample_of_row
+    return RoutedSamples(of_token, lengths, shares=torch.nn.functional.pad(shares.float(), (0, 1)))
 
 
 def tell_routers(sequences: PackedSeqParams, samples: RoutedSamples) -> None:
@@ -80,7 +79,7 @@ class SampleRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
 
-        Collective over: the tensor-parallel group, with a balance loss.
+        Collective over: the tensor- and context-parallel ranks, with a balance loss.
         """
         probs, chosen = super().routing(logits)
         if not (torch.is_grad_enabled() and self.samples):
@@ -112,8 +111,8 @@ class SampleRouter(TopKRouter):
         with torch.no_grad():
             best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
             loads = scores.new_zeros(len(samples.lengths), self.num_experts).index_add(0, of_token, best)
-            if self.config.sequence_parallel:
-                dist.all_reduce(loads, group=self.tp_group)
+            if self.config.sequence_parallel or self.config.context_parallel_size > 1:
+                dist.all_reduce(loads, group=self.tp_cp_group)
             loads *= self.num_experts / (self.topk * samples.lengths.clamp(min=1)[:, None])
         return (scores * loads[of_token]).sum(-1)
 

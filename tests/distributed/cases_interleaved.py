@@ -1,0 +1,75 @@
+"""What ranks do in test_interleaved: models of two stages whose chunks take turns, beside the same ones on one rank."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.training.megatron.forward import make_micro_batches
+from tests.distributed import cases_training
+
+WORLD = (0, 1, 2, 3)
+GRIDS = {
+    "vpp2": Grid((0, 1), pp=2, vpp=2),
+    "vpp2_uneven": Grid((2, 3), pp=2, vpp=2, layers_per_stage=(2, 0, 1, 1)),
+    "vpp4_dp2": Grid(WORLD, pp=2, vpp=4, layers_per_stage=(0, 1, 1, 0, 1, 0, 1, 0)),
+    "vpp2_tp2": Grid(WORLD, tp=2, pp=2, vpp=2),
+    "vpp2_cp2": Grid(WORLD, pp=2, vpp=2, cp=2),
+    "vpp2_cp2_ep2": Grid(WORLD, pp=2, vpp=2, cp=2, ep=2),
+    "vpp2_dp2_ep2": Grid(WORLD, pp=2, vpp=2, ep=2),
+}
+MICRO_BATCH_TOKENS = (20, 60, 10_000)
+"""Of 12 samples, which make 12, 6 or 2 micro-batches, in rounds of two."""
+NUM_STEPS = 2
+
+
+def trained(checkpoints: dict[str, str], layouts: dict[str, list[str]]) -> dict[str, Any]:
+    """By checkpoint/layout/tokens in a micro-batch: what steps report, and log-probs behind them."""
+    lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})} | {(0,)})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    with mock.patch.dict(cases_training.GRIDS, GRIDS):
+        for name, path in checkpoints.items():
+            if dist.get_rank() == 0:
+                results[f"{name}/alone"] = _train(Path(path), "rank0", groups, 10_000)
+            for layout in layouts[name]:
+                for tokens in MICRO_BATCH_TOKENS:
+                    if dist.get_rank() in GRIDS[layout].ranks:
+                        results[f"{name}/{layout}/{tokens}"] = _train(Path(path), layout, groups, tokens)
+    return results
+
+
+def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
+    """With so many layers of a chunk recomputed: how often this rank's layers ran forward in one step, by layer in the
+    whole model, and the micro-batches of that step."""
+    groups = ProcessGroups(sorted(group_lists({"actor": GRIDS[layout]})), backend="gloo", timeout_s=60)
+    if dist.get_rank() not in GRIDS[layout].ranks:
+        return {}
+    recompute = {"granularity": "full", "layers": layers}
+    with mock.patch.dict(cases_training.GRIDS, GRIDS):
+        model = cases_training.load_model(Path(checkpoint), layout, groups, recompute=recompute)
+        trainable = cases_training.make_trainable(model, max_tokens=MICRO_BATCH_TOKENS[1])
+        share = cases_training.share_of(cases_training.load_experience(Path(checkpoint)), layout)
+        runs: Counter[int] = Counter()
+        for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
+            layer.register_forward_hook(lambda layer, *_: runs.update([layer.layer_number - 1]))
+        trainable.train_batch(share, cases_training.negative_log_likelihood)
+        num_micro_batches = len(make_micro_batches(model, share, MICRO_BATCH_TOKENS[1]))
+    return {"runs": {str(layer): count for layer, count in runs.items()}, "micro_batches": num_micro_batches}
+
+
+def _train(path: Path, layout: str, groups: ProcessGroups, max_tokens: int) -> dict[str, Any]:
+    model = cases_training.load_model(path, layout, groups)
+    trainable = cases_training.make_trainable(model, max_tokens=max_tokens)
+    experience = cases_training.load_experience(path)
+    share = cases_training.share_of(experience, layout)
+    steps = [trainable.train_batch(share, cases_training.negative_log_likelihood) for _ in range(NUM_STEPS)]
+    return {"steps": steps, "after": trainable.evaluate(experience, max_tokens=max_tokens).tolist()}
