@@ -99,5 +99,5 @@ def positions_read(lengths: Collection[int]) -> int:
 def _elements(architecture: Architecture, rows: tuple[Row, ...]) -> int:
     """Of the matrices in `rows`; vectors are multiplied with nothing but themselves."""
     size = sizes(architecture)
-    shapes = [[size[dimension] for dimension in part.dimensions] for row in rows for part in row.parts]
+    shapes = [part.shape(size) for row in rows for part in row.parts]
     return sum(prod(shape) for shape in shapes if len(shape) == 2)

@@ -38,6 +38,7 @@ class Layout:
     dispatcher: str = "alltoall"
     overlap: bool = False
     recompute: str = "none"
+    sequence_parallel: bool = False
 
 
 LAYOUTS = {
@@ -55,6 +56,8 @@ LAYOUTS = {
     "pp2_ep2_allgather": Layout(Grid(ALL, pp=2, ep=2), dispatcher="allgather"),
     "ep2_dp4_overlap": Layout(Grid(ALL, ep=2), overlap=True),
     "ep4_recomputed": Layout(Grid(ALL, ep=4), recompute="full"),
+    "tp2_sequence_parallel": Layout(Grid((0, 1), tp=2), sequence_parallel=True),
+    "recomputed": Layout(Grid((0,)), recompute="full"),
 }
 
 
@@ -138,7 +141,9 @@ def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[st
             recompute=layout.recompute,  # type: ignore[arg-type]
             moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
         ),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=grid.etp),
+        parallel=schema.Parallel(
+            tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=grid.etp, sequence_parallel=layout.sequence_parallel
+        ),
         device=torch.device("cpu"),
     )
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))

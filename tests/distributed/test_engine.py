@@ -17,7 +17,9 @@ head is held twice."""
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 
-SPARSE = [(2, ep, family) for family in ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight") for ep in (1, 2)]
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe")
+SPARSE = [(2, ep, family) for family in WITH_EXPERTS for ep in (1, 2)]
+OTHER_DENSE = [(2, 1, family) for family in ("mistral_window", "phi3", "phi4_mini", "gemma3")]
 
 
 def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
@@ -25,8 +27,8 @@ def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_so_do_engines_with_experts_and_latent_attention(tmp_path: Path) -> None:
-    check(tmp_path, SPARSE, [])
+def test_so_do_engines_of_other_families(tmp_path: Path) -> None:
+    check(tmp_path, SPARSE + OTHER_DENSE, [])
 
 
 def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tuple[int, int, str]]) -> None:

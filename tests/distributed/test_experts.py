@@ -1,4 +1,5 @@
-"""Models with experts and latent attention train alike in every layout, and as transformers' do."""
+"""Models with experts, latent attention, windows and further norms train alike in every layout, and as transformers'
+do."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from tests.distributed.torchrun import run_distributed
 
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
 MODEL = "deepseek_v3"
-FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2"]}
+FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2"], "gemma3": ["one_rank", "tp2_sequence_parallel"]}
 MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "qwen3_moe": list(LAYOUTS),
     "mixtral": ["one_rank", "tp2_ep2_plain"],
     "moonlight": ["one_rank", "tp2", "pp4"],
+    "qwen2_moe": ["one_rank", "tp2_ep2", "pp2_ep2"],
+    "glm4_moe": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1"],
+    **{
+        name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"]
+        for name in ("mistral_window", "phi3", "phi4_mini", "gemma3", "gemma3_linear")
+    },
 }
+"""Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4
 
 Reports = dict[str, list[dict[str, Any]]]

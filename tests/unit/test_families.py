@@ -258,11 +258,6 @@ def test_llama_with_attention_biases_has_one_for_every_projection(tmp_path: Path
         (OLD_DEEPSEEK, {"rope_scaling": {**YARN, "mscale": 0}}, ["rope_scaling.mscale", "0", "mscale_all_dim"]),
         (OLD_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
         (OLD_DEEPSEEK, {"first_k_dense_replace": 4}, ["first_k_dense_replace", "4", "num_hidden_layers = 3"]),
-        (
-            {**OLD_CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-            {"sliding_window": 4096},
-            ["sliding_window", "4096", "null"],
-        ),
     ],
 )
 def test_experts_that_are_not_supported_are_refused(
@@ -340,8 +335,18 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
     ("changes", "parts"),
     [
         ({"model_type": "gemma"}, ["model_type", '"gemma"', "llama, mistral, qwen2, qwen3"]),
-        ({"model_type": "mistral"}, ["sliding_window", "absent", "null"]),
-        ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window", "4096", "null"]),
+        ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
+        ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
+        ({"model_type": "qwen3_next"}, ["model_type", '"qwen3_next"', "gated delta nets"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5", "8 elements"]),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+            ["rope_scaling.short_factor", "absent", "a list of 4 numbers"],
+        ),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, ["layer_types", "each of 3 layers"]),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.rope_type", "linear"]),
         ({"model_type": "mistral", "sliding_window": None, "attention_bias": True}, ["attention_bias", "mistral"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", '"yarn"', "llama3"]),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling.type", '"linear"', "llama3"]),
