@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from rltrain.rollout.embedded.model import routing_shape
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from tests.distributed.family_checkpoints import CHECKPOINTS, CONFIGS
+from tests.distributed.family_checkpoints import CHECKPOINTS, tiny_config
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256
@@ -27,27 +26,23 @@ MAX_POSITIONS = 256
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
     """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
     what `overrides` say comes first."""
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    own: dict[str, Any] = {} if family == "qwen2" else {"head_dim": 8}
-    if family in CHECKPOINTS and family not in names:
-        names[family], own = CHECKPOINTS[family]
-        own = own | {"tie_word_embeddings": tied} | ({"num_key_value_heads": 8} if "kv_lora_rank" in own else {})
-        if own.get("rope_parameters", {}).get("rope_type") == "longrope":
-            own |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of the size that its factors are for
-    settings = {
+    sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": len(own["layer_types"]) if "layer_types" in own else 2,
+        "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return getattr(transformers, f"{CONFIGS.get(names[family], names[family])}Config")(**settings | own | overrides)
+    latent = "kv_lora_rank" in CHECKPOINTS[family][1]
+    own: dict[str, object] = {"num_key_value_heads": 8} if latent else {}
+    if family in ("llama", "qwen3"):
+        own["head_dim"] = 8
+    return tiny_config(family, sizes, tie_word_embeddings=tied, **own | overrides)
 
 
 def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:

@@ -7,7 +7,7 @@ from typing import Literal, cast
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.refused_families import REFUSED_FAMILIES
-from rltrain.models.rope_scaling import RopeScaling, Scaling, YarnScaling, read_rope
+from rltrain.models.rope_scaling import Scaling, read_rope
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
@@ -162,33 +162,31 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
     rope = read_rope(reader, head_dim)
     max_positions = rope.max_positions or reader.count("max_position_embeddings")
-    return replace(
-        Architecture(
-            family=family,
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            ffn_hidden_size=reader.count("intermediate_size"),
-            vocab_size=reader.count("vocab_size"),
-            tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
-            qkv_bias=family == "qwen2" or attention_bias or _has_qkv_bias(reader, family),
-            qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
-            norm_eps=reader.take("rms_norm_eps", float),
-            rope_theta=rope.theta,
-            rope_scaling=rope.scaling,
-            max_positions=max_positions,
-            eos_token_ids=_read_eos(path, reader),
-            moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
-            mla=mla,
-            output_bias=attention_bias and ATTENTION_BIAS_FAMILIES[family],
-            rotary_dim=rope.rotated,
-            windows=read_windows(reader, num_layers, max_positions),
-            sliding_rope_theta=rope.sliding_theta,
-        ),
-        **(_gemma(reader, hidden_size) if family == "gemma3_text" else {}),
+    architecture = Architecture(
+        family=family,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=reader.count("intermediate_size"),
+        vocab_size=reader.count("vocab_size"),
+        tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
+        qkv_bias=family == "qwen2" or attention_bias or _has_qkv_bias(reader, family),
+        qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
+        norm_eps=reader.take("rms_norm_eps", float),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        max_positions=max_positions,
+        eos_token_ids=_read_eos(path, reader),
+        moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
+        mla=mla,
+        output_bias=attention_bias and ATTENTION_BIAS_FAMILIES[family],
+        rotary_dim=rope.rotated,
+        windows=read_windows(reader, num_layers, max_positions),
+        sliding_rope_theta=rope.sliding_theta,
     )
+    return _gemma(architecture, reader) if family == "gemma3_text" else architecture
 
 
 def _refuse_unsupported(config: ConfigReader, family: str) -> None:
@@ -206,15 +204,16 @@ def _has_qkv_bias(config: ConfigReader, family: str) -> bool:
     return family == "qwen2_moe" and config.take("qkv_bias", bool, default=True)
 
 
-def _gemma(config: ConfigReader, hidden_size: int) -> dict[str, object]:
-    """What Gemma has in all sizes."""
-    return {
-        "attention_scale": config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5,
-        "activation": "gelu_tanh",
-        "norm_offset": 1.0,
-        "post_norms": True,
-        "embedding_scale": hidden_size**0.5,
-    }
+def _gemma(architecture: Architecture, config: ConfigReader) -> Architecture:
+    """With what Gemma has in all sizes."""
+    return replace(
+        architecture,
+        attention_scale=config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+        embedding_scale=architecture.hidden_size**0.5,
+    )
 
 
 def _read_mla(config: ConfigReader) -> MLA:

@@ -40,6 +40,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LONG_HEAD_DIM = 16
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
@@ -116,7 +117,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_tied": ("DeepseekV3", {**LATENT, "tie_word_embeddings": True}),
     "moonlight": ("DeepseekV3", {**LATENT, "tie_word_embeddings": False, "q_lora_rank": None, "rms_norm_eps": 1e-2}),
 }
-DENSE |= {
+OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("Mistral", {"tie_word_embeddings": False, "sliding_window": 7, "head_dim": 16}),
     "phi3": ("Phi3", {"tie_word_embeddings": False, **NO_TOKENS}),
     "phi4_mini": (
@@ -132,6 +133,8 @@ DENSE |= {
     "gemma3": ("Gemma3", GEMMA),
     "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
 }
+"""With windows, rotary embeddings of other kinds, and norms behind attention and MLPs."""
+DENSE |= OTHER_DENSE
 SPARSE |= {
     "qwen2_moe": (
         "Qwen2Moe",
@@ -150,14 +153,26 @@ SPARSE |= {
 CHECKPOINTS = DENSE | SPARSE
 
 
+def tiny_config(name: str, sizes: dict[str, Any], **changes: Any) -> Any:
+    """transformers' config of one of CHECKPOINTS: of `sizes` where its settings do not say otherwise."""
+    import transformers
+
+    family, settings = CHECKPOINTS[name]
+    wanted = {**sizes, **settings, **changes}
+    if "layer_types" in wanted:
+        wanted["num_hidden_layers"] = len(wanted["layer_types"])
+    if "short_factor" in wanted.get("rope_parameters", {}):  # heads of the size that the factors are for
+        heads = wanted["hidden_size"] // LONG_HEAD_DIM
+        wanted |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
+    return getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**wanted)
+
+
 def make_family_checkpoint(name: str, path: Path) -> Path:
     """A checkpoint folder in `path`, which also holds expected.safetensors: tokens and logits [tokens, vocabulary]."""
     import transformers
 
-    family, settings = CHECKPOINTS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SHAPE, **settings})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, SHAPE), dtype=torch.float32).eval()
     _randomize_vectors(model)
     model.save_pretrained(path)
     tokens = torch.randint(VOCAB_SIZE, (sum(LENGTHS),))

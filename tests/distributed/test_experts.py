@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.distributed.cases_experts import EXPORTED, LAYOUTS, response_mask
 from tests.distributed.family_checkpoints import (
     LENGTHS,
+    OTHER_DENSE,
     SPARSE,
     make_family_checkpoint,
     model_logprobs,
@@ -27,10 +28,7 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "moonlight": ["one_rank", "tp2", "pp4"],
     "qwen2_moe": ["one_rank", "tp2_ep2", "pp2_ep2"],
     "glm4_moe": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1"],
-    **{
-        name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"]
-        for name in ("mistral_window", "phi3", "phi4_mini", "gemma3", "gemma3_linear")
-    },
+    **{name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"] for name in OTHER_DENSE},
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4

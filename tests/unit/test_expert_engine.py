@@ -19,12 +19,12 @@ from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from tests.distributed.family_checkpoints import OTHER_DENSE
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
 FAMILIES = ["qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe"]
 """The second does not normalise weights, the fourth has groups of experts and yarn."""
-DENSE = ["mistral_window", "phi3", "phi4_mini", "gemma3", "gemma3_linear"]
-"""With windows, with partial and long rotary embeddings, and with norms behind attention and MLPs."""
+DENSE = [*OTHER_DENSE]
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 TOLERANCE = 1e-4
 

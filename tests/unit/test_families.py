@@ -28,6 +28,8 @@ MODELS = {
     "mistral": (partial(transformers.MistralConfig, sliding_window=None), transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "phi3": (partial(transformers.Phi3Config, pad_token_id=0), transformers.Phi3ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 SIZES = {
     "hidden_size": 24,
@@ -66,6 +68,16 @@ SPARSE_MODELS = {
             "n_group": 2,
             "topk_group": 1,
         },
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {**ROUTED, "n_routed_experts": 4, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True},
     ),
 }
 OLD_CONFIG = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -274,7 +286,7 @@ def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
     architecture = tiny_architecture(family, num_layers=3)
     tensors = canonical_tensors(architecture)
     for name, shape, quantizable in zip(tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True):
-        router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.shared_expert_gate.weight"))
         in_layer = name.startswith("model.layers.")
         assert quantizable == (len(shape) == 2 and in_layer and not router), name
 

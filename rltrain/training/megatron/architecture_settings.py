@@ -10,7 +10,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.config.models import RecomputedModule
 from rltrain.errors import ConfigError
-from rltrain.models import Architecture, LongRopeScaling, YarnScaling
+from rltrain.models import Architecture, YarnScaling
 
 WITH_TRANSFORMER_ENGINE: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
 """Modules whose outputs Megatron gives up in the middle of a layer: its function for that asks for the state of FP8."""
@@ -52,17 +52,6 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
             "mscale_all_dim": scaling.mscale_all_dim,
         }
     return settings
-
-
-def local_mechanisms(architecture: Architecture) -> list[str]:
-    """What the model has that rltrain trains by Megatron's local layers alone, in words."""
-    found = {
-        "sliding windows": architecture.windows is not None,
-        "norms behind attention and MLPs": architecture.post_norms,
-        "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
-        "a gate of its own": architecture.activation != "silu",
-    }
-    return [mechanism for mechanism, is_there in found.items() if is_there]
 
 
 def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:

@@ -35,8 +35,8 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.rotary import rotation_magnitude
-from rltrain.training.megatron.architecture_settings import local_mechanisms
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
 from rltrain.training.megatron.fused import GatedActivation, RmsNorm, takes_fused
