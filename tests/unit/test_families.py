@@ -1,6 +1,7 @@
 """Reading config.json, and the family tables against transformers' own models."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors import safe_open
 from rltrain.errors import CheckpointError
 from rltrain.models import (
     MLA,
+    LongRopeScaling,
     MoE,
     RopeScaling,
+    Windows,
     YarnScaling,
     canonical_tensors,
     first_tensors,
@@ -398,3 +401,130 @@ def test_missing_and_damaged_configs_are_refused(tmp_path: Path) -> None:
     values = {key: value for key, value in OLD_CONFIG.items() if key != "intermediate_size"}
     with pytest.raises(CheckpointError, match="intermediate_size is absent; expected an integer"):
         read_architecture(write_config(tmp_path, **values))
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma-3-1b": (
+        {
+            "model_type": "gemma3_text",
+            "attn_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        999_885_952,
+    ),
+    "Phi-4-mini": (
+        {
+            "model_type": "phi3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        3_836_021_760,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 8192,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        14_315_784_192,
+    ),
+    "GLM-4.5-Air": (
+        {
+            "model_type": "glm4_moe",
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+        },
+        106_852_245_504,
+    ),
+}
+"""Configs as transformers 4 wrote them for published models, and the parameters of those."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> None:
+    config, num_parameters = PUBLISHED[name]
+    architecture = read_architecture(write_config(tmp_path, **config))
+    tensors = canonical_tensors(architecture)
+    named = zip(tensors.names, tensors.shapes, strict=True)
+    counted = [math.prod(shape) for tensor, shape in named if not tensor.endswith(".e_score_correction_bias")]
+    assert sum(counted) == num_parameters, "routers' biases are no parameters to transformers"
+
+
+def test_reads_windows_and_rotary_embeddings_of_published_models(tmp_path: Path) -> None:
+    gemma, phi, _, glm = (read_architecture(write_config(tmp_path, **config)) for config, _ in PUBLISHED.values())
+    assert gemma.windows == Windows(512, tuple(bool((layer + 1) % 6) for layer in range(26)))
+    assert (gemma.rope_theta, gemma.sliding_rope_theta, gemma.attention_scale) == (1e6, 1e4, 1 / 16)
+    assert (gemma.tied_embeddings, gemma.embedding_scale, gemma.norm_offset) == (True, 1152**0.5, 1.0)
+    assert phi.windows is None and (phi.rotary_dim, phi.max_positions) == (96, 4096)
+    assert phi.rope_scaling == LongRopeScaling((1.0,) * 48, pytest.approx(1.1902380714238083))
+    assert (glm.rotary_dim, glm.qkv_bias, glm.output_bias, glm.qk_norm) == (64, True, False, False)
