@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.family_checkpoints import CHECKPOINTS
+from tests.distributed.family_checkpoints import tiny_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -32,10 +32,8 @@ def make_checkpoint(
     folder: Path, name: str = "qwen3", *, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any
 ) -> dict[str, Tensor]:
     """One of CHECKPOINTS in `folder`, with files of a tokenizer; returns the tensors that its files hold."""
-    family, settings = CHECKPOINTS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, SIZES, **changes)).to(dtype)
     for tensor_name, tensor in model.state_dict(keep_vars=True).items():
         if "e_score_correction_bias" in tensor_name:
             tensor.data = tensor.data.float()  # which no dtype of a model changes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rltrain.models import MLA, Architecture, MoE
+from rltrain.models import MLA, Architecture, MoE, Windows
 
 Tensors = dict[str, np.ndarray]
 
@@ -20,7 +20,13 @@ MOE = {
     "deepseek_v3": MoE(
         num_experts=8, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(0,), score="sigmoid"
     ),
+    "qwen2_moe": MoE(
+        num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(1,), shared_gate=True
+    ),
 }
+MOE["glm4_moe"] = MOE["deepseek_v3"]
+BIASED = ("qwen2", "qwen2_moe", "glm4_moe")
+NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe")
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
 
 
@@ -36,8 +42,8 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "ffn_hidden_size": 24,
         "vocab_size": 21,
         "tied_embeddings": False,
-        "qkv_bias": family == "qwen2",
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qkv_bias": family in BIASED,
+        "qk_norm": family in NORMED_HEADS,
         "norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_scaling": None,
@@ -45,7 +51,11 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "eos_token_ids": (),
         "moe": MOE.get(family),
         "mla": LATENT if latent else None,
+        "post_norms": family == "gemma3_text",
     }
+    if family == "gemma3_text":
+        num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
+        values["windows"] = Windows(3, tuple(bool((layer + 1) % 4) for layer in range(num_layers)))
     return Architecture(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -89,30 +99,49 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     """Tensors of a layer of the checkpoint, without the layer's prefix."""
     hidden = a.hidden_size
-    shapes = attention_shapes(a)
+    shapes = attention_shapes(a) | mlp_shapes(a, sparse)
     shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
-    mlps = {"mlp": a.ffn_hidden_size}
-    if sparse:
-        assert a.moe
-        block = moe_block(a)
-        shapes[f"{block}.gate"] = (a.moe.num_experts, hidden)
-        mlps = {f"{block}.experts.{e}": a.moe.ffn_hidden_size for e in range(a.moe.num_experts)}
-        if a.moe.shared_ffn_hidden_size:
-            mlps["mlp.shared_experts"] = a.moe.shared_ffn_hidden_size
-    for mlp, size in mlps.items():
-        gate, up, down = mlp_names(a, sparse)
-        shapes[f"{mlp}.{gate}"] = shapes[f"{mlp}.{up}"] = (size, hidden)
-        shapes[f"{mlp}.{down}"] = (hidden, size)
+    if a.post_norms:
+        shapes["pre_feedforward_layernorm"] = shapes["post_feedforward_layernorm"] = (hidden,)
+    for fused, names in FUSED.items() if a.family == "phi3" else ():
+        parts = [shapes.pop(f"{fused.partition('.')[0]}.{name}") for name in names]
+        shapes[fused] = (sum(rows for rows, _ in parts), hidden)
     shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
     if a.qkv_bias:
         biases = {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
         shapes |= biases
     if a.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
-    if sparse and a.family == "deepseek_v3":
+    if sparse and a.family in BIASED_ROUTERS:
         assert a.moe
         shapes["mlp.gate.e_score_correction_bias"] = (a.moe.num_experts,)
     return shapes
+
+
+def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
+    """Of the MLP, or of the router and all experts; without ".weight"."""
+    hidden, shapes, mlps = a.hidden_size, {}, {"mlp": a.ffn_hidden_size}
+    if sparse:
+        assert a.moe
+        block = moe_block(a)
+        shapes[f"{block}.gate"] = (a.moe.num_experts, hidden)
+        mlps = {f"{block}.experts.{e}": a.moe.ffn_hidden_size for e in range(a.moe.num_experts)}
+        if a.moe.shared_ffn_hidden_size:
+            mlps[shared_block(a)] = a.moe.shared_ffn_hidden_size
+        if a.moe.shared_gate:
+            shapes["mlp.shared_expert_gate"] = (1, hidden)
+    gate, up, down = mlp_names(a, sparse)
+    for mlp, size in mlps.items():
+        shapes[f"{mlp}.{gate}"] = shapes[f"{mlp}.{up}"] = (size, hidden)
+        shapes[f"{mlp}.{down}"] = (hidden, size)
+    return shapes
+
+
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")
+
+
+def shared_block(a: Architecture) -> str:
+    return "mlp.shared_expert" if a.family == "qwen2_moe" else "mlp.shared_experts"
 
 
 def moe_block(a: Architecture) -> str:
@@ -144,6 +173,28 @@ def full_tensors(a: Architecture) -> Tensors:
         start += size
     assert start < 2**24, "float32 counts no further"
     return tensors
+
+
+FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+"""Of Phi-3, whose files hold several projections one below the other."""
+
+
+def in_sections(a: Architecture, full: Tensors) -> Tensors:
+    """`full` with a tensor for each projection."""
+    if a.family != "phi3":
+        return full
+    rows = {"q_proj": a.query_size, "k_proj": a.kv_size, "v_proj": a.kv_size}
+    rows |= dict.fromkeys(("gate_proj", "up_proj"), a.ffn_hidden_size)
+    apart = dict(full)
+    for layer in range(a.num_layers):
+        for fused, names in FUSED.items():
+            whole, first = apart.pop(f"model.layers.{layer}.{fused}.weight"), 0
+            for name in names:
+                block = f"model.layers.{layer}.{fused.partition('.')[0]}"
+                apart[f"{block}.{name}.weight"] = whole[first : first + rows[name]]
+                first += rows[name]
+            assert first == len(whole)
+    return apart
 
 
 def padded(tensor: np.ndarray, rows: int) -> np.ndarray:
@@ -206,7 +257,7 @@ def local_experts(a: Architecture, place: Place) -> range:
 
 
 def megatron_shard(a: Architecture, full: Tensors, place: Place, vocab_multiple: int = 16) -> Tensors:
-    tp, rank = place.tp, place.tp_rank
+    tp, rank, full = place.tp, place.tp_rank, in_sections(a, full)
     vocab = -(-a.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
     num_chunks = place.pp * place.vpp
     counts = place.layers_per_stage or (a.num_layers // num_chunks,) * num_chunks
@@ -237,10 +288,7 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
     tp, rank, te = place.tp, place.tp_rank, place.transformer_engine
     hf = f"model.layers.{number}"
     sparse = is_sparse(a, number)
-    fused_input_norm, fused_mlp_norm = te and a.mla is None, te and not sparse
-    input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_input_norm else "input_layernorm.weight"
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp_norm else "pre_mlp_layernorm.weight"
-    shard = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.post_attention_layernorm.weight"]}
+    shard = megatron_norms(a, full, hf, fused_input=te and a.mla is None, fused_mlp=te and not sparse)
     shard["self_attention.linear_proj.weight"] = np.split(full[f"{hf}.self_attn.o_proj.weight"], tp, axis=1)[rank]
     if a.mla:
         shard |= megatron_latent_attention(a.mla, full, f"{hf}.self_attn", place)
@@ -258,12 +306,35 @@ def megatron_layer(a: Architecture, full: Tensors, number: int, place: Place) ->
         shard["mlp.linear_fc1.weight"] = gate_up(full, f"{hf}.mlp", names, tp, rank)
         shard["mlp.linear_fc2.weight"] = down(full, f"{hf}.mlp", names, tp, rank)
         return shard
+    return shard | megatron_experts(a, full, hf, place)
+
+
+def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool, fused_mlp: bool) -> Tensors:
+    """Of attention and the MLP."""
+    input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
+    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp else "pre_mlp_layernorm.weight"
+    before_mlp = "pre_feedforward_layernorm" if a.post_norms else "post_attention_layernorm"
+    norms = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.{before_mlp}.weight"]}
+    if a.post_norms:
+        norms["self_attention.linear_proj.post_layernorm.weight"] = full[f"{hf}.post_attention_layernorm.weight"]
+        norms["mlp.linear_fc2.post_layernorm.weight"] = full[f"{hf}.post_feedforward_layernorm.weight"]
+    return norms
+
+
+def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> Tensors:
+    """The router, the shared experts and those of the rank."""
+    tp, rank, te, names = place.tp, place.tp_rank, place.transformer_engine, mlp_names(a, sparse=True)
     block = f"{hf}.{moe_block(a)}"
-    shard["mlp.router.weight"] = full[f"{block}.gate.weight"]
-    if a.family == "deepseek_v3":
+    shard = {"mlp.router.weight": full[f"{block}.gate.weight"]}
+    if a.family in BIASED_ROUTERS:
         shard["mlp.router.expert_bias"] = full[f"{block}.gate.e_score_correction_bias"]
-        shard["mlp.shared_experts.linear_fc1.weight"] = gate_up(full, f"{block}.shared_experts", names, tp, rank)
-        shard["mlp.shared_experts.linear_fc2.weight"] = down(full, f"{block}.shared_experts", names, tp, rank)
+    assert a.moe
+    if a.moe.shared_ffn_hidden_size:
+        shared = f"{hf}.{shared_block(a)}"
+        shard["mlp.shared_experts.linear_fc1.weight"] = gate_up(full, shared, names, tp, rank)
+        shard["mlp.shared_experts.linear_fc2.weight"] = down(full, shared, names, tp, rank)
+    if a.moe.shared_gate:
+        shard["mlp.shared_experts.gate_weight"] = full[f"{hf}.mlp.shared_expert_gate.weight"]
     for local, expert in enumerate(local_experts(a, place)):
         for layer, cut in (("linear_fc1", gate_up), ("linear_fc2", down)):
             own = f"experts.{layer}.weight{local}" if te else f"experts.local_experts.{local}.{layer}.weight"
@@ -295,7 +366,7 @@ def engine_heads(tensor: np.ndarray, head_dim: int, tp: int, rank: int) -> np.nd
 
 
 def engine_shard(a: Architecture, full: Tensors, place: Place) -> Tensors:
-    tp, rank = place.tp, place.tp_rank
+    tp, rank, full = place.tp, place.tp_rank, in_sections(a, full)
     vocab = -(-a.vocab_size // 64) * 64
     vocab = -(-vocab // tp) * tp
     shard: Tensors = {"model.norm.weight": full["model.norm.weight"]}
@@ -316,6 +387,7 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
     whole += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
     shard: Tensors = {}
     whole += ["self_attn.o_proj.bias"] if a.output_bias else []
+    whole += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"] if a.post_norms else []
     if a.mla:
         whole.append("self_attn.kv_a_layernorm.weight")
         if a.mla.q_rank is None:
@@ -334,21 +406,29 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
             parts = [engine_heads(full[f"self_attn.{p}_proj.{kind}"], a.head_dim, tp, rank) for p in "qkv"]
             shard[f"self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
     shard["self_attn.o_proj.weight"] = np.split(full["self_attn.o_proj.weight"], tp, axis=1)[rank]
-    block, names = moe_block(a), mlp_names(a, sparse)
-    if not sparse:
-        mlps = ["mlp"]
-    else:
-        whole.append(f"{block}.gate.weight")
-        mlps = []
-        if a.family == "deepseek_v3":
-            whole.append("mlp.gate.e_score_correction_bias")
-            mlps.append("mlp.shared_experts")
-        experts = [f"{block}.experts.{e}" for e in local_experts(a, place)]
-        for stack, cut in (("w13", gate_up), ("w2", down)):
-            shard[f"{block}.experts.{stack}_weight"] = np.stack(
-                [cut(full, e, names, *place.expert_tp) for e in experts]
-            )
-    for mlp in mlps:
-        shard[f"{mlp}.gate_up_proj.weight"] = gate_up(full, mlp, names, tp, rank)
-        shard[f"{mlp}.down_proj.weight"] = down(full, mlp, names, tp, rank)
+    shard |= engine_experts(a, full, place) if sparse else engine_mlp(full, "mlp", place)
     return shard | {name: full[name] for name in whole}
+
+
+def engine_mlp(full: Tensors, mlp: str, place: Place) -> Tensors:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return {
+        f"{mlp}.gate_up_proj.weight": gate_up(full, mlp, names, place.tp, place.tp_rank),
+        f"{mlp}.down_proj.weight": down(full, mlp, names, place.tp, place.tp_rank),
+    }
+
+
+def engine_experts(a: Architecture, full: Tensors, place: Place) -> Tensors:
+    """The router, the shared experts and those of the rank."""
+    assert a.moe
+    block, names = moe_block(a), mlp_names(a, sparse=True)
+    whole = [f"{block}.gate.weight"]
+    whole += ["mlp.gate.e_score_correction_bias"] if a.family in BIASED_ROUTERS else []
+    whole += ["mlp.shared_expert_gate.weight"] if a.moe.shared_gate else []
+    shard = {name: full[name] for name in whole}
+    if a.moe.shared_ffn_hidden_size:
+        shard |= engine_mlp(full, shared_block(a), place)
+    experts = [f"{block}.experts.{e}" for e in local_experts(a, place)]
+    for stack, cut in (("w13", gate_up), ("w2", down)):
+        shard[f"{block}.experts.{stack}_weight"] = np.stack([cut(full, e, names, *place.expert_tp) for e in experts])
+    return shard

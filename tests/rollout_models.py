@@ -17,7 +17,7 @@ from rltrain.rollout.embedded.model import routing_shape
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
-from tests.distributed.family_checkpoints import SPARSE
+from tests.distributed.family_checkpoints import CHECKPOINTS, tiny_config
 
 VOCAB_SIZE = 50
 MAX_POSITIONS = 256
@@ -26,12 +26,7 @@ MAX_POSITIONS = 256
 def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.PretrainedConfig:
     """Eight heads over two KV heads; hidden 32; heads as wide as the hidden size gives, or wider where a family may;
     what `overrides` say comes first."""
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    own: dict[str, object] = {} if family == "qwen2" else {"head_dim": 8}
-    if family in SPARSE:
-        names[family], own = SPARSE[family]
-        own = own | {"tie_word_embeddings": tied} | ({"num_key_value_heads": 8} if "kv_lora_rank" in own else {})
-    settings = {
+    sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -39,12 +34,15 @@ def hf_config(family: str, *, tied: bool, **overrides: object) -> transformers.P
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    return getattr(transformers, f"{names[family]}Config")(**settings | own | overrides)
+    latent = "kv_lora_rank" in CHECKPOINTS[family][1]
+    own: dict[str, object] = {"num_key_value_heads": 8} if latent else {}
+    if family in ("llama", "qwen3"):
+        own["head_dim"] = 8
+    return tiny_config(family, sizes, tie_word_embeddings=tied, **own | overrides)
 
 
 def write_checkpoint(folder: Path, family: str, *, tied: bool = False, seed: int = 0, **overrides: object) -> Path:

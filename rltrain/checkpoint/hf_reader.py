@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rltrain.errors import CheckpointError, named_by
+from rltrain.models.architecture import CONFIG_FILE
 from rltrain.models.canonical_tensors import Array, CanonicalTensors
 from rltrain.reshard.layout import BOX_FIELDS, Layout
 
@@ -50,6 +51,17 @@ def load_parameters(
             for piece in contents:
                 box = Box(*(int(piece[field]) for field in BOX_FIELDS))
                 write_piece(flats, piece, checkpoint.read_box(opened, file, layout.tensors, box))
+
+
+def further_layers(path: Path) -> tuple[str, ...]:
+    """What names of tensors begin with that belong to the layers which follow the model's own ones to predict further
+    tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2), by the config.json in `path`."""
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ()  # whoever needs the model's own layers tells what is wrong with the file
 
 
 def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
@@ -120,10 +132,12 @@ class HfFolder:
     def refuse_unused(self, tensors: CanonicalTensors, *, compare_tied_head: bool) -> None:
         """CheckpointError where the files hold other tensors than a model of `tensors` has.
 
-        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal.
+        A vocabulary's head may be there beside tied embeddings; `compare_tied_head` reads it and wants it equal. Layers
+        that predict further tokens ahead, as many as config.json tells of, are left out.
         """
         unused = set(self.file_of) - set(tensors.names)
         unused = {name for name in unused if not name.endswith(".rotary_emb.inv_freq")}
+        unused = {name for name in unused if not name.startswith(further_layers(self.path))}
         if HEAD in unused:
             # One rank's verdict ends the whole job, so the others need not read two vocabularies for it.
             tied = VALUE_HEAD not in tensors.numbers

@@ -58,7 +58,11 @@ class Activations:
 
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
-        return 2 * self._normed() + self._attention() + (self._experts() if sparse else self._mlp())
+        return (
+            (4 if self.architecture.post_norms else 2) * self._normed()
+            + self._attention()
+            + (self._experts() if sparse else self._mlp())
+        )
 
     def _recomputed(self, sparse: bool) -> int:
         """Of `layer`, what parts of it that are computed anew do not keep."""

@@ -13,7 +13,7 @@ from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
-from rltrain.models.flops import BACKWARD, attention_flops, expert_flops, forward_flops, layer_flops, mlp_flops
+from rltrain.models.flops import BACKWARD, expert_flops, forward_flops, layer_flops, mlp_flops
 
 FP32 = 4
 EXPERT_TILE = 128
@@ -127,7 +127,7 @@ class TrainingTime:
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
-        attention = len(layers) * attention_flops(a) * self.workload.sample / 2
+        attention = len(layers) / a.num_layers * forward_flops(a).of_attention(self.workload.sample / 2)
         times = 1 + BACKWARD if backward else 1
         whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
         repeated = backward * whole / (len(layers) or 1)

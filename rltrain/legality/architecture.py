@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
+from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
@@ -26,6 +27,8 @@ def check_against_architecture(
             if role in served_roles():
                 problems += served_model_problems(config, role, grids[role], architectures[role])
             else:
+                key = config.parallel_of(role)[1]
+                problems += trained_mechanism_problems(config, key, grids[role], architectures[role])
                 problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
                 problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
@@ -46,8 +49,7 @@ def _model_problems(config: Config, role: str, architectures: Mapping[str, Archi
     longest, sizes = longest_text(config)
     if longest > architecture.max_positions:
         yield (
-            f"{sizes}, but the model in {key} ({path}) has {architecture.max_positions} positions; expected a sum "
-            "of at most that"
+            f"{sizes}, but the model in {key} ({path}) has {positions_of(architecture)}; expected a sum of at most that"
         )
 
 
@@ -58,7 +60,7 @@ def _context_problems(config: Config, role: str, architecture: Architecture) -> 
         if longest > architecture.max_positions:
             yield (
                 f"{role}.max_context_tokens: got {longest}, but the model in {role}.path has "
-                f"{architecture.max_positions} positions; expected at most that"
+                f"{positions_of(architecture)}; expected at most that"
             )
 
 
@@ -90,7 +92,7 @@ def _balance_problems(
     for name, about, is_there in (
         ("aux_loss_coef", "experts", any(found)),
         ("z_loss_coef", "experts", any(found)),
-        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's are", with_biases),
+        ("bias_update_rate", "experts that are chosen by a bias, as deepseek_v3's and glm4_moe's are", with_biases),
     ):
         value = getattr(config.model.moe, name)
         if value and not is_there:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
+from rltrain.legality.mechanisms import served_mechanism_problems
 from rltrain.models import Architecture
 
 
@@ -17,6 +18,7 @@ def served_model_problems(config: Config, role: str, grid: Grid, architecture: A
             f"{role}.engine: got sglang, but the model in {path} ({key}) has latent attention, which rltrain has "
             "served by its own alone; expected embedded"
         )
+    yield from served_mechanism_problems(config, role, architecture)
     if architecture.moe is None:
         if grid.ep > 1:
             yield f"{parallel_key}.ep: got {grid.ep}; expected 1: the model has no experts to share out"

@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import MLA, Architecture, MoE, RopeScaling, YarnScaling, read_architecture
+from rltrain.models.architecture import MLA, Architecture, read_architecture
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -12,19 +12,25 @@ from rltrain.models.canonical import (
     table_of,
     tensors_in,
 )
+from rltrain.models.experts import MoE
+from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from rltrain.models.table import Layer, Part, Row, Split, Table
+from rltrain.models.windows import Windows
 
 __all__ = [
     "MLA",
     "NUM_LABELS",
     "Architecture",
     "Layer",
+    "LinearScaling",
+    "LongRopeScaling",
     "MoE",
     "Part",
     "RopeScaling",
     "Row",
     "Split",
     "Table",
+    "Windows",
     "YarnScaling",
     "canonical_tensors",
     "element_types",

@@ -49,6 +49,13 @@ def attend(
         )
 
 
+def sees(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Whether a query at each of the positions `queries` [..., n] attends to keys at the positions `keys` [..., m]:
+    [..., n, m], to itself and those before it, with `window` to the last so many of them."""
+    distance = queries[..., :, None] - keys[..., None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
 def attends_packed(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether `attend_packed` takes these: on a GPU, in half precision, all heads of one size, a recent torch."""
     head_dim = queries.size(-1)
@@ -71,13 +78,15 @@ def attend_packed(
     key_boundaries: Tensor | None = None,
     longest_keys: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention within each of several sequences that lie end to end, in one launch without any padding.
 
     queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     `boundaries` [sequences + 1] int32 are where sequences start and the last one ends; `longest` of them in tokens.
     Where a sequence has more keys than queries, `key_boundaries` and `longest_keys` are those of keys, and its queries
-    are the last of its tokens: the kernel's causality is aligned with the ends.
+    are the last of its tokens: the kernel's causality is aligned with the ends. With `window` a token attends to so
+    many, itself among them.
     """
     kernel = packed_kernel()
     assert kernel is not None
@@ -90,7 +99,7 @@ def attend_packed(
         longest,
         longest if longest_keys is None else longest_keys,
         scale=scale,
-        window_size=CAUSAL_WINDOW,
+        window_size=CAUSAL_WINDOW if window is None else (window - 1, 0),
         enable_gqa=queries.size(1) != keys.size(1),
     )
     assert isinstance(attended, Tensor), "nothing else was asked for"

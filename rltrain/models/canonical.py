@@ -11,32 +11,53 @@ from numpy.typing import NDArray
 from rltrain.models.architecture import Architecture
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
-from rltrain.models.dense import LLAMA, LLAMA_WITH_BIASES, MISTRAL, QWEN2, QWEN3, VALUE_HEAD
+from rltrain.models.dense import (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    OUTPUT_BIAS,
+    PHI3,
+    QK_NORMS,
+    QKV_BIAS,
+    QWEN2,
+    QWEN3,
+    VALUE_HEAD,
+)
 from rltrain.models.element_types import ElementType, TypeArray, uniform
-from rltrain.models.moe import MIXTRAL, QWEN3_MOE
+from rltrain.models.moe import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rltrain.models.table import Layer, Row, Table
 
 TABLES = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "gemma3_text": GEMMA3,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": GLM4_MOE,
 }
 
 NUM_LABELS = 1
 """Scores of a value head, in the terms of transformers' models for sequence classification."""
 
 
+@lru_cache(maxsize=8)
 def table_of(architecture: Architecture) -> Table:
-    """The family's table, or that of its variant, with the head that `architecture` has."""
+    """The family's table, or that of its variant, with the head, the biases and the norms of heads that `architecture`
+    has."""
     table = TABLES[architecture.family]
-    if architecture.output_bias:
-        table = LLAMA_WITH_BIASES
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
+    own = (
+        *((QKV_BIAS,) if architecture.qkv_bias else ()),
+        *((OUTPUT_BIAS,) if architecture.output_bias else ()),
+        *(QK_NORMS if architecture.qk_norm else ()),
+    )
+    table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))
     return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
 
 
@@ -59,6 +80,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "head": architecture.head_dim,
         "ffn": architecture.ffn_hidden_size,
         "labels": NUM_LABELS,
+        "one": 1,
     }
     if moe := architecture.moe:
         measured |= {
@@ -90,7 +112,7 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
     def add(rows: tuple[Row, ...], layer: int = 0, copies: int = 1) -> None:
         parts = [part for row in rows for part in row.parts]
         names.extend(part.name.format(layer=layer, expert=expert) for expert in range(copies) for part in parts)
-        shapes.extend([tuple(size[dimension] for dimension in part.dimensions) for part in parts] * copies)
+        shapes.extend([part.shape(size) for part in parts] * copies)
 
     add((table.embedding,))
     for number, sparse in enumerate(architecture.sparse_layers):

@@ -9,7 +9,7 @@ The engine's names are those of SGLang with shared experts kept apart from the o
 from dataclasses import replace
 
 from rltrain.models.dense import INPUT_NORM, LLAMA, MLP, POST_ATTENTION_NORM
-from rltrain.models.moe import EXPERTS, ROUTER, SPARSE_MLP_NORM
+from rltrain.models.moe import EXPERTS, ROUTER, ROUTER_BIAS, SPARSE_MLP_NORM, shared_experts
 from rltrain.models.table import CHECKPOINT_LAYER, Layer, Row, Table, in_layer
 
 LATENT_NORM_EPS = 1e-6
@@ -73,36 +73,15 @@ FROM_LATENTS = (
     ),
 )
 
-ROUTER_BIAS = in_layer(
-    ("mlp.gate.e_score_correction_bias", "experts"),
-    megatron="mlp.router.expert_bias",
-    float32=True,
-)
-
-SHARED_EXPERTS = (
-    in_layer(
-        ("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden"),
-        ("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden"),
-        megatron="mlp.shared_experts.linear_fc1.weight",
-        engine="mlp.shared_experts.gate_up_proj.weight",
-        split="rows",
-        quantizable=True,
-    ),
-    in_layer(
-        ("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn"),
-        megatron="mlp.shared_experts.linear_fc2.weight",
-        split="columns",
-        quantizable=True,
-    ),
-)
-
 
 def _family(queries_and_latents: tuple[Row, ...]) -> Table:
     attention = (replace(INPUT_NORM, megatron_te=None), *queries_and_latents, *FROM_LATENTS)
     return replace(
         LLAMA,
         dense=Layer((*attention, POST_ATTENTION_NORM, *MLP)),
-        sparse=Layer((*attention, SPARSE_MLP_NORM, ROUTER, ROUTER_BIAS, *SHARED_EXPERTS), EXPERTS),
+        sparse=Layer(
+            (*attention, SPARSE_MLP_NORM, ROUTER, ROUTER_BIAS, *shared_experts("mlp.shared_experts")), EXPERTS
+        ),
     )
 
 

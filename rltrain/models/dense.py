@@ -89,7 +89,52 @@ LLAMA = Table(
         split="vocab",
     ),
 )
-LLAMA_WITH_BIASES = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, QKV_BIAS, OUTPUT_BIAS)))
-MISTRAL = LLAMA
-QWEN2 = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, QKV_BIAS)))
-QWEN3 = replace(LLAMA, dense=Layer((*LLAMA_LAYER.rows, *QK_NORMS)))
+MISTRAL = QWEN2 = QWEN3 = LLAMA
+
+# Phi-3's files hold what others keep in several tensors as the sections of one.
+PHI3 = replace(
+    LLAMA,
+    dense=Layer(
+        (
+            INPUT_NORM,
+            in_layer(
+                ("self_attn.qkv_proj.weight", "queries+keys+keys", "hidden"),
+                megatron="self_attention.linear_qkv.weight",
+                split="qkv",
+                quantizable=True,
+            ),
+            ATTENTION_OUTPUT,
+            POST_ATTENTION_NORM,
+            in_layer(
+                ("mlp.gate_up_proj.weight", "ffn+ffn", "hidden"),
+                megatron="mlp.linear_fc1.weight",
+                split="rows",
+                quantizable=True,
+            ),
+            MLP[1],
+        )
+    ),
+)
+
+# Norms before and behind attention and the MLP; Megatron-Bridge calls the latter so.
+GEMMA3 = replace(
+    LLAMA,
+    dense=Layer(
+        (
+            INPUT_NORM,
+            QKV,
+            ATTENTION_OUTPUT,
+            in_layer(
+                ("post_attention_layernorm.weight", "hidden"),
+                megatron="self_attention.linear_proj.post_layernorm.weight",
+            ),
+            in_layer(
+                ("pre_feedforward_layernorm.weight", "hidden"),
+                megatron="pre_mlp_layernorm.weight",
+                megatron_te="mlp.linear_fc1.layer_norm_weight",
+            ),
+            *MLP,
+            in_layer(("post_feedforward_layernorm.weight", "hidden"), megatron="mlp.linear_fc2.post_layernorm.weight"),
+        )
+    ),
+)

@@ -30,35 +30,49 @@ class ForwardFlops:
     """Of one token in a forward pass through the whole model.
 
     `layers` and `head` are for its projections, `attention` for each position that it attends to, itself among them,
-    over all layers.
+    over all layers but those with a window: `sliding` is for those, in which it attends to `window` positions at most.
     """
 
     layers: int
     attention: int
     head: int
+    sliding: int = 0
+    window: int = 0
 
     def forward(self, lengths: Collection[int]) -> int:
         """Of sequences of `lengths` tokens, each attending to itself alone."""
-        return sum(lengths) * (self.layers + self.head) + positions_read(lengths) * self.attention
+        return sum(lengths) * (self.layers + self.head) + self._attended(lengths)
 
     def training(self, lengths: Collection[int], *, recompute: str = "none") -> int:
         """Forward and backward of sequences of `lengths` tokens. `recompute` is model.recompute; "none" for MFU."""
-        attention = positions_read(lengths) * self.attention
+        attention = self._attended(lengths)
         repeated = {"none": 0, "selective": attention, "full": attention + sum(lengths) * self.layers}
         return (1 + BACKWARD) * self.forward(lengths) + repeated[recompute]
 
     def of_token(self, context: float) -> float:
         """Forward, of one token that attends to `context` positions."""
-        return self.layers + self.head + context * self.attention
+        return self.layers + self.head + self.of_attention(context)
+
+    def of_attention(self, context: float) -> float:
+        """Forward, of attention's products alone, of one token that attends to `context` positions."""
+        return context * self.attention + min(context, self.window) * self.sliding
+
+    def _attended(self, lengths: Collection[int]) -> int:
+        inside = positions_read(lengths, self.window) * self.sliding if self.sliding else 0
+        return positions_read(lengths) * self.attention + inside
 
 
 @lru_cache(maxsize=64)
 def forward_flops(architecture: Architecture) -> ForwardFlops:
     """What a forward pass costs, with the head that the model has: the vocabulary's, or a value's."""
+    windows = architecture.windows
+    num_sliding = sum(windows.layers) if windows else 0
     return ForwardFlops(
         layers=sum(layer_flops(architecture, sparse) for sparse in architecture.sparse_layers),
-        attention=architecture.num_layers * attention_flops(architecture),
+        attention=(architecture.num_layers - num_sliding) * attention_flops(architecture),
         head=2 * _elements(architecture, (table_of(architecture).head,)),
+        sliding=num_sliding * attention_flops(architecture),
+        window=windows.size if windows else 0,
     )
 
 
@@ -91,13 +105,14 @@ def latent_reading_flops(architecture: Architecture) -> int:
     return 2 * architecture.num_heads * (2 * mla.kv_rank + mla.rope_head_dim) if mla else 0
 
 
-def positions_read(lengths: Collection[int]) -> int:
-    """Pairs of a token and a position that it attends to, in sequences of `lengths` tokens."""
-    return sum(length * (length + 1) // 2 for length in lengths)
+def positions_read(lengths: Collection[int], window: int | None = None) -> int:
+    """Pairs of a token and a position that it attends to, of `window` at most, in sequences of `lengths` tokens."""
+    beyond = (0 if window is None else max(0, length - window) for length in lengths)
+    return sum((length * (length + 1) - more * (more + 1)) // 2 for length, more in zip(lengths, beyond, strict=True))
 
 
 def _elements(architecture: Architecture, rows: tuple[Row, ...]) -> int:
     """Of the matrices in `rows`; vectors are multiplied with nothing but themselves."""
     size = sizes(architecture)
-    shapes = [[size[dimension] for dimension in part.dimensions] for row in rows for part in row.parts]
+    shapes = [part.shape(size) for row in rows for part in row.parts]
     return sum(prod(shape) for shape in shapes if len(shape) == 2)

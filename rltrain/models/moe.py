@@ -7,9 +7,7 @@ from rltrain.models.dense import (
     INPUT_NORM,
     LLAMA,
     POST_ATTENTION_NORM,
-    QK_NORMS,
     QKV,
-    QWEN3,
 )
 from rltrain.models.table import Layer, Row, in_layer
 
@@ -45,10 +43,39 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, Row]:
 
 EXPERTS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
 
-QWEN3_MOE = replace(
-    QWEN3,
-    sparse=Layer((INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, *QK_NORMS, ROUTER), EXPERTS),
+ROUTER_BIAS = in_layer(
+    ("mlp.gate.e_score_correction_bias", "experts"),
+    megatron="mlp.router.expert_bias",
+    float32=True,
 )
+
+
+def shared_experts(block: str) -> tuple[Row, Row]:
+    """The matrices of the experts that every token visits, given what the checkpoint calls their block."""
+    return (
+        in_layer(
+            (f"{block}.gate_proj.weight", "shared_ffn", "hidden"),
+            (f"{block}.up_proj.weight", "shared_ffn", "hidden"),
+            megatron="mlp.shared_experts.linear_fc1.weight",
+            engine=f"{block}.gate_up_proj.weight",
+            split="rows",
+            quantizable=True,
+        ),
+        in_layer(
+            (f"{block}.down_proj.weight", "hidden", "shared_ffn"),
+            megatron="mlp.shared_experts.linear_fc2.weight",
+            split="columns",
+            quantizable=True,
+        ),
+    )
+
+
+SHARED_GATE = in_layer(("mlp.shared_expert_gate.weight", "one", "hidden"), megatron="mlp.shared_experts.gate_weight")
+
+SPARSE = (INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, ROUTER)
+QWEN3_MOE = replace(LLAMA, sparse=Layer(SPARSE, EXPERTS))
+QWEN2_MOE = replace(LLAMA, sparse=Layer((*SPARSE, *shared_experts("mlp.shared_expert"), SHARED_GATE), EXPERTS))
+GLM4_MOE = replace(LLAMA, sparse=Layer((*SPARSE, ROUTER_BIAS, *shared_experts("mlp.shared_experts")), EXPERTS))
 
 MIXTRAL_ROUTER = in_layer(("block_sparse_moe.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
 

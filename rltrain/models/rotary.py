@@ -5,23 +5,30 @@ import math
 import torch
 from torch import Tensor
 
-from rltrain.models.architecture import Architecture, YarnScaling
+from rltrain.models.architecture import Architecture
+from rltrain.models.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """[rotated elements of a head / 2] fp32 angles per position, with Llama 3's scaling or YaRN's where one applies.
+def inverse_frequencies(architecture: Architecture, *, sliding: bool = False) -> Tensor:
+    """[rotated elements of a head / 2] fp32 angles per position, scaled as the model's are; with `sliding` those of
+    layers with a window, which are not scaled where they have a base of their own.
 
     Llama 3's scaling keeps wavelengths below original_max_positions / high_freq_factor, stretches those above
     original_max_positions / low_freq_factor by `factor`, and interpolates in between.
     """
-    rotated = architecture.mla.rope_head_dim if architecture.mla else architecture.head_dim
+    rotated, scaling, theta = architecture.rotated_size, architecture.rope_scaling, architecture.rope_theta
+    if sliding and architecture.sliding_rope_theta is not None:
+        theta, scaling = architecture.sliding_rope_theta, None
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    frequencies = 1.0 / architecture.rope_theta**exponents
-    scaling = architecture.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        return 1.0 / (torch.tensor(scaling.divisors) * theta**exponents)
+    frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     if isinstance(scaling, YarnScaling):
-        kept = _kept_by_yarn(scaling, architecture.rope_theta, rotated)
+        kept = _kept_by_yarn(scaling, theta, rotated)
     else:
         turns = scaling.original_max_positions * frequencies / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -30,8 +37,10 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 def rotation_magnitude(architecture: Architecture) -> float:
-    """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN."""
+    """What the rotated elements of queries and of keys are multiplied by: 1 but with YaRN and LongRoPE."""
     scaling = architecture.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        return scaling.magnitude
     if not isinstance(scaling, YarnScaling):
         return 1.0
     if not (scaling.mscale and scaling.mscale_all_dim):
@@ -40,7 +49,10 @@ def rotation_magnitude(architecture: Architecture) -> float:
 
 
 def score_scale(architecture: Architecture) -> float:
-    """What attention multiplies scores by: 1 / sqrt(head_dim), with YaRN times the square of its mscale_all_dim's."""
+    """What attention multiplies scores by: 1 / sqrt(head_dim) or what the model has instead, with YaRN times the square
+    of its mscale_all_dim's."""
+    if architecture.attention_scale is not None:
+        return architecture.attention_scale
     scaling, scale = architecture.rope_scaling, architecture.head_dim**-0.5
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= _magnitude(scaling.factor, scaling.mscale_all_dim) ** 2

@@ -1,5 +1,6 @@
 """What a family's table is made of: which parameters a layer has, what each side calls them and how it splits them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,10 +14,21 @@ MEGATRON_LAYER = "decoder.layers.{layer}."
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the checkpoint: its name and its dimensions, by their names in `sizes`."""
+    """One tensor of the checkpoint: its name and its dimensions, by their names in `sizes`.
+
+    A first dimension "a+b" tells that rows of `a` lie above rows of `b`, which are split as tensors of their own would
+    be.
+    """
 
     name: str
     dimensions: tuple[str, ...]
+
+    def rows(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Of its first dimension, as many numbers as it has sections."""
+        return tuple(sizes[dimension] for dimension in self.dimensions[0].split("+"))
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return sum(self.rows(sizes)), *(sizes[dimension] for dimension in self.dimensions[1:])
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,10 @@ class Layer:
 
     rows: tuple[Row, ...]
     experts: tuple[Row, ...] = ()
+
+    def with_rows(self, rows: tuple[Row, ...]) -> "Layer":
+        """The same with more of those that it has once."""
+        return Layer((*self.rows, *rows), self.experts) if rows else self
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What both sides have in common: cutting a family's table for one part of a layout."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -223,7 +223,7 @@ def _beside(first: Template, second: Template, num_tensors: int) -> Template:
 
 def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorShare) -> Shard:
     """The share's parameter for `row`; tensors are numbered within the row."""
-    shapes = [tuple(size[dimension] for dimension in part.dimensions) for part in row.parts]
+    shapes = [part.shape(size) for part in row.parts]
     width = shapes[0][1] if len(shapes[0]) == 2 else None
     if split == "columns":
         assert width is not None, f"{name}: a vector has no columns to split"
@@ -232,11 +232,28 @@ def _cut(row: Row, name: str, split: Split, size: dict[str, int], share: TensorS
         first, length = even_share(share.padded_vocab_size, share.index, share.size, "padded vocabulary")
         segments = window([Segment(0, 0, shapes[0][0])], first, first + length)
         return stacked(name, segments, length, width)
+    sections = _sections(row, size)
     if split == "qkv":
-        segments = list(share.qkv)
+        segments = [
+            replace(sections[of.tensor], first=sections[of.tensor].first + of.first, count=of.count) for of in share.qkv
+        ]
     elif split == "rows":
-        shares = [even_share(shape[0], share.index, share.size, f"rows of {name}") for shape in shapes]
-        segments = [Segment(part, first, count) for part, (first, count) in enumerate(shares)]
+        shares = [even_share(section.count, share.index, share.size, f"rows of {name}") for section in sections]
+        segments = [
+            replace(section, first=section.first + first, count=count)
+            for section, (first, count) in zip(sections, shares, strict=True)
+        ]
     else:
-        segments = [Segment(part, 0, shape[0]) for part, shape in enumerate(shapes)]
+        segments = sections
     return stacked(name, segments, sum(segment.count for segment in segments), width)
+
+
+def _sections(row: Row, size: dict[str, int]) -> list[Segment]:
+    """What a split cuts one by one: the tensors of a row, or sections of their rows."""
+    sections: list[Segment] = []
+    for number, part in enumerate(row.parts):
+        first = 0
+        for count in part.rows(size):
+            sections.append(Segment(number, first, count))
+            first += count
+    return sections

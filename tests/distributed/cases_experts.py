@@ -39,6 +39,7 @@ class Layout:
     overlap: bool = False
     recompute: str = "none"
     by_heads: bool = False
+    sequence_parallel: bool = False
 
 
 LAYOUTS = {
@@ -66,6 +67,8 @@ LAYOUTS = {
     "tp2_cp2_ep2_etp1": Layout(Grid(ALL, tp=2, cp=2, ep=2, etp=1), by_heads=True),
     "tp2_cp2_ep2": Layout(Grid(ALL, tp=2, cp=2, ep=2)),
     "pp2_cp2_ep2": Layout(Grid(ALL, pp=2, cp=2, ep=2), recompute="selective"),
+    "tp2_sequence_parallel": Layout(Grid((0, 1), tp=2), sequence_parallel=True),
+    "recomputed": Layout(Grid((0,)), recompute="full"),
 }
 
 
@@ -150,7 +153,14 @@ def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[st
             cp_communication="all_to_all" if layout.by_heads else "auto",
             moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
         ),
-        parallel=schema.Parallel(tp=grid.tp, pp=grid.pp, cp=grid.cp, ep=grid.ep, etp=grid.etp),
+        parallel=schema.Parallel(
+            tp=grid.tp,
+            pp=grid.pp,
+            cp=grid.cp,
+            ep=grid.ep,
+            etp=grid.etp,
+            sequence_parallel=layout.sequence_parallel,
+        ),
         device=torch.device("cpu"),
     )
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.distributed.tiny_checkpoints import LLAMA3_ROPE, SHAPE, VOCAB_SIZE
 
+CONFIGS = {"Gemma3": "Gemma3Text"}
+"""What transformers calls the config of a language model, where it is not called as the model."""
 LENGTHS = (5, 31, 12, 22, 40, 9)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
@@ -36,6 +38,39 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
     "original_max_position_embeddings": 64,
+}
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LONG_HEAD_DIM = 16
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0],
+    "long_factor": [5.0] * 6,
+    "original_max_position_embeddings": 256,
+}
+GEMMA: dict[str, Any] = {
+    **NO_TOKENS,
+    "tie_word_embeddings": True,
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+}
+LINEAR_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GLM: dict[str, Any] = {
+    **EXPERTS,
+    **NO_TOKENS,
+    "tie_word_embeddings": False,
+    "head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -82,17 +117,62 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_tied": ("DeepseekV3", {**LATENT, "tie_word_embeddings": True}),
     "moonlight": ("DeepseekV3", {**LATENT, "tie_word_embeddings": False, "q_lora_rank": None, "rms_norm_eps": 1e-2}),
 }
+OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral_window": ("Mistral", {"tie_word_embeddings": False, "sliding_window": 7, "head_dim": 16}),
+    "phi3": ("Phi3", {"tie_word_embeddings": False, **NO_TOKENS}),
+    "phi4_mini": (
+        "Phi3",
+        {
+            **NO_TOKENS,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "rope_parameters": LONG_ROPE,
+            "sliding_window": 23,
+        },
+    ),
+    "gemma3": ("Gemma3", GEMMA),
+    "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
+}
+"""With windows, rotary embeddings of other kinds, and norms behind attention and MLPs."""
+DENSE |= OTHER_DENSE
+SPARSE |= {
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "tie_word_embeddings": False,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [2],
+        },
+    ),
+    "glm4_moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_air": ("Glm4Moe", {**GLM, "attention_bias": True, "n_group": 4, "topk_group": 1}),
+}
 CHECKPOINTS = DENSE | SPARSE
+
+
+def tiny_config(name: str, sizes: dict[str, Any], **changes: Any) -> Any:
+    """transformers' config of one of CHECKPOINTS: of `sizes` where its settings do not say otherwise."""
+    import transformers
+
+    family, settings = CHECKPOINTS[name]
+    wanted = {**sizes, **settings, **changes}
+    if "layer_types" in wanted:
+        wanted["num_hidden_layers"] = len(wanted["layer_types"])
+    if "short_factor" in wanted.get("rope_parameters", {}):  # heads of the size that the factors are for
+        heads = wanted["hidden_size"] // LONG_HEAD_DIM
+        wanted |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 2)}
+    return getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**wanted)
 
 
 def make_family_checkpoint(name: str, path: Path) -> Path:
     """A checkpoint folder in `path`, which also holds expected.safetensors: tokens and logits [tokens, vocabulary]."""
     import transformers
 
-    family, settings = CHECKPOINTS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, SHAPE), dtype=torch.float32).eval()
     _randomize_vectors(model)
     model.save_pretrained(path)
     tokens = torch.randint(VOCAB_SIZE, (sum(LENGTHS),))

@@ -7,6 +7,7 @@ import pytest
 
 from rltrain.cluster.grid import Grid
 from tests.distributed.cases_engine import engine_completions
+from tests.distributed.family_checkpoints import OTHER_DENSE
 from tests.distributed.torchrun import run_distributed
 from tests.rollout_models import write_checkpoint
 
@@ -17,7 +18,9 @@ head is held twice."""
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 
-SPARSE = [(2, ep, family) for family in ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight") for ep in (1, 2)]
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe")
+SPARSE = [(2, ep, family) for family in WITH_EXPERTS for ep in (1, 2)]
+DENSE = [(2, 1, family) for family in OTHER_DENSE]
 
 
 def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
@@ -25,8 +28,8 @@ def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_so_do_engines_with_experts_and_latent_attention(tmp_path: Path) -> None:
-    check(tmp_path, SPARSE, [])
+def test_so_do_engines_of_other_families(tmp_path: Path) -> None:
+    check(tmp_path, SPARSE + DENSE, [])
 
 
 def check(folder: Path, whole: list[tuple[int, int, str]], interrupted: list[tuple[int, int, str]]) -> None:

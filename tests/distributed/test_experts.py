@@ -1,4 +1,5 @@
-"""Models with experts and latent attention train alike in every layout, and as transformers' do."""
+"""Models with experts, latent attention, windows and further norms train alike in every layout, and as transformers'
+do."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from tests.distributed.cases_experts import EXPORTED, LAYOUTS, response_mask
 from tests.distributed.family_checkpoints import (
     LENGTHS,
+    OTHER_DENSE,
     SPARSE,
     make_family_checkpoint,
     model_logprobs,
@@ -20,13 +22,20 @@ from tests.distributed.torchrun import run_distributed
 BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01}
 MODEL = "deepseek_v3"
 SLICED = [name for name, layout in LAYOUTS.items() if layout.grid.cp > 1]
-FEW = {MODEL: ["one_rank", EXPORTED, "pp2_ep2", "pp2_cp2_ep2", "cp2_ep4_allgather"]}
+FEW = {
+    MODEL: ["one_rank", EXPORTED, "pp2_ep2", "pp2_cp2_ep2", "cp2_ep4_allgather"],
+    "gemma3": ["one_rank", "tp2_sequence_parallel"],
+}
 MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     "qwen3_moe": list(LAYOUTS),
     "mixtral": ["one_rank", "tp2_ep2_plain"],
     "moonlight": ["one_rank", "tp2", "pp4", "tp2_cp2_ep2_etp1"],
     MODEL: ["one_rank", *(name for name in SLICED if name not in FEW[MODEL])],
+    "qwen2_moe": ["one_rank", "tp2_ep2", "pp2_ep2", "cp2_ep2"],
+    "glm4_moe": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "cp2_ep2"],
+    **{name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"] for name in OTHER_DENSE},
 }
+"""Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4
 IN_LAYOUTS = 1e-5
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.family_checkpoints import SPARSE, make_family_checkpoint
+from tests.distributed.family_checkpoints import OTHER_DENSE, SPARSE, make_family_checkpoint
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
+FAMILIES = (*SPARSE, *OTHER_DENSE)
 DISTURBED = {
     "embedding": ["model.embed_tokens.weight"],
     "layer 2 attention": ["model.layers.2.self_attn.o_proj.weight"],
@@ -23,7 +24,7 @@ DISTURBED = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("parity")
     checkpoint = make_checkpoints(folder, ["qwen3"], num_hidden_layers=8, initializer_range=0.05)["qwen3"]
-    families = {name: str(make_family_checkpoint(name, folder / name)) for name in SPARSE}
+    families = {name: str(make_family_checkpoint(name, folder / name)) for name in FAMILIES}
     arguments = {"folder": checkpoint, "disturbed": DISTURBED, "families": families}
     (rank,) = run_distributed("tests.distributed.cases_parity:all_cases", 1, arguments, timeout_s=200)
     return rank
@@ -43,8 +44,8 @@ def test_the_first_stage_that_differs_is_named(found: dict[str, Any], stage: str
     assert f"first stage beyond 1e-04: {stage}, by" in text
 
 
-@pytest.mark.parametrize("family", SPARSE)
-def test_engine_and_trainer_agree_on_experts_and_latent_attention(found: dict[str, Any], family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_agree_on_every_kind_of_layer(found: dict[str, Any], family: str) -> None:
     assert found["families"][family] < 1e-4
 
 

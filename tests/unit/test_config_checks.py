@@ -28,6 +28,11 @@ SIZES = SimpleNamespace(
     num_experts=0,
     moe=None,
     mla=None,
+    family="llama",
+    windows=None,
+    rope_scaling=None,
+    post_norms=False,
+    activation="silu",
 )
 
 

@@ -19,10 +19,12 @@ from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
+from tests.distributed.family_checkpoints import OTHER_DENSE
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 
-FAMILIES = ["qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight"]
+FAMILIES = ["qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe"]
 """The second does not normalise weights, the fourth has groups of experts and yarn."""
+DENSE = [*OTHER_DENSE]
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 TOLERANCE = 1e-4
 
@@ -30,7 +32,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sparse")
-    return {family: write_checkpoint(folder / family, family) for family in FAMILIES}
+    return {family: write_checkpoint(folder / family, family) for family in FAMILIES + DENSE}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def hf_greedy(model: transformers.PreTrainedModel, sample: Sample) -> list[int]:
     return drawn[0, len(sample.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + DENSE)
 def test_greedy_equals_transformers_and_so_do_conversations(checkpoints: dict[str, Path], family: str) -> None:
     """In slots, in blocks, in few blocks, where samples wait again and again, and where a second turn goes on from what
     was kept of the first."""
@@ -100,7 +102,7 @@ def test_tokens_visit_the_experts_of_transformers(
     assert found.weights.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + DENSE)
 def test_a_sync_from_the_trainer_s_layout_gives_the_bits_of_the_checkpoint(
     checkpoints: dict[str, Path], family: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Reading config.json, and the family tables against transformers' own models."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors import safe_open
 from rltrain.errors import CheckpointError
 from rltrain.models import (
     MLA,
+    LongRopeScaling,
     MoE,
     RopeScaling,
+    Windows,
     YarnScaling,
     canonical_tensors,
     first_tensors,
@@ -28,6 +31,8 @@ MODELS = {
     "mistral": (partial(transformers.MistralConfig, sliding_window=None), transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "phi3": (partial(transformers.Phi3Config, pad_token_id=0), transformers.Phi3ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 SIZES = {
     "hidden_size": 24,
@@ -66,6 +71,16 @@ SPARSE_MODELS = {
             "n_group": 2,
             "topk_group": 1,
         },
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {**ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {**ROUTED, "n_routed_experts": 4, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True},
     ),
 }
 OLD_CONFIG = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -258,11 +273,6 @@ def test_llama_with_attention_biases_has_one_for_every_projection(tmp_path: Path
         (OLD_DEEPSEEK, {"rope_scaling": {**YARN, "mscale": 0}}, ["rope_scaling.mscale", "0", "mscale_all_dim"]),
         (OLD_DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq", "2", "1"]),
         (OLD_DEEPSEEK, {"first_k_dense_replace": 4}, ["first_k_dense_replace", "4", "num_hidden_layers = 3"]),
-        (
-            {**OLD_CONFIG, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-            {"sliding_window": 4096},
-            ["sliding_window", "4096", "null"],
-        ),
     ],
 )
 def test_experts_that_are_not_supported_are_refused(
@@ -279,7 +289,7 @@ def test_only_matrices_of_layers_may_be_quantised(family: str) -> None:
     architecture = tiny_architecture(family, num_layers=3)
     tensors = canonical_tensors(architecture)
     for name, shape, quantizable in zip(tensors.names, tensors.shapes, quantizable_tensors(architecture), strict=True):
-        router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        router = name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.shared_expert_gate.weight"))
         in_layer = name.startswith("model.layers.")
         assert quantizable == (len(shape) == 2 and in_layer and not router), name
 
@@ -340,8 +350,18 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
     ("changes", "parts"),
     [
         ({"model_type": "gemma"}, ["model_type", '"gemma"', "llama, mistral, qwen2, qwen3"]),
-        ({"model_type": "mistral"}, ["sliding_window", "absent", "null"]),
-        ({"model_type": "mistral", "sliding_window": 4096}, ["sliding_window", "4096", "null"]),
+        ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
+        ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
+        ({"model_type": "qwen3_next"}, ["model_type", '"qwen3_next"', "gated delta nets"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5", "8 elements"]),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+            ["rope_scaling.short_factor", "absent", "a list of 4 numbers"],
+        ),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, ["layer_types", "each of 3 layers"]),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling.rope_type", "linear"]),
         ({"model_type": "mistral", "sliding_window": None, "attention_bias": True}, ["attention_bias", "mistral"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", '"yarn"', "llama3"]),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling.type", '"linear"', "llama3"]),
@@ -381,3 +401,130 @@ def test_missing_and_damaged_configs_are_refused(tmp_path: Path) -> None:
     values = {key: value for key, value in OLD_CONFIG.items() if key != "intermediate_size"}
     with pytest.raises(CheckpointError, match="intermediate_size is absent; expected an integer"):
         read_architecture(write_config(tmp_path, **values))
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma-3-1b": (
+        {
+            "model_type": "gemma3_text",
+            "attn_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        999_885_952,
+    ),
+    "Phi-4-mini": (
+        {
+            "model_type": "phi3",
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        3_836_021_760,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe",
+            "decoder_sparse_step": 1,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 8192,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        14_315_784_192,
+    ),
+    "GLM-4.5-Air": (
+        {
+            "model_type": "glm4_moe",
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 96,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 46,
+            "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 1.0,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "vocab_size": 151552,
+        },
+        106_852_245_504,
+    ),
+}
+"""Configs as transformers 4 wrote them for published models, and the parameters of those."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_parameters(name: str, tmp_path: Path) -> None:
+    config, num_parameters = PUBLISHED[name]
+    architecture = read_architecture(write_config(tmp_path, **config))
+    tensors = canonical_tensors(architecture)
+    named = zip(tensors.names, tensors.shapes, strict=True)
+    counted = [math.prod(shape) for tensor, shape in named if not tensor.endswith(".e_score_correction_bias")]
+    assert sum(counted) == num_parameters, "routers' biases are no parameters to transformers"
+
+
+def test_reads_windows_and_rotary_embeddings_of_published_models(tmp_path: Path) -> None:
+    gemma, phi, _, glm = (read_architecture(write_config(tmp_path, **config)) for config, _ in PUBLISHED.values())
+    assert gemma.windows == Windows(512, tuple(bool((layer + 1) % 6) for layer in range(26)))
+    assert (gemma.rope_theta, gemma.sliding_rope_theta, gemma.attention_scale) == (1e6, 1e4, 1 / 16)
+    assert (gemma.tied_embeddings, gemma.embedding_scale, gemma.norm_offset) == (True, 1152**0.5, 1.0)
+    assert phi.windows is None and (phi.rotary_dim, phi.max_positions) == (96, 4096)
+    assert phi.rope_scaling == LongRopeScaling((1.0,) * 48, pytest.approx(1.1902380714238083))
+    assert (glm.rotary_dim, glm.qkv_bias, glm.output_bias, glm.qk_norm) == (64, True, False, False)

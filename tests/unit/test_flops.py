@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rltrain.models import read_architecture
 from rltrain.models.flops import forward_flops, latent_reading_flops, positions_read
-from tests.distributed.family_checkpoints import CHECKPOINTS
+from tests.distributed.family_checkpoints import tiny_config
 from tests.distributed.tiny_checkpoints import SHAPE
 from tests.model_shards import tiny_architecture
 from tools.benchmarks.model_shapes import deepseek_v3, qwen3_8b
 
 LENGTH = 24
-COUNTED = ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight")
+COUNTED = ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "phi3")
 
 
 def counted_flops(model, *, backward):
@@ -31,11 +31,10 @@ def counted_flops(model, *, backward):
 def test_equal_to_torchs_count(name, tmp_path):
     import transformers
 
-    family, settings = CHECKPOINTS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
+    config = tiny_config(name, SHAPE)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.save_pretrained(tmp_path)
     flops = forward_flops(read_architecture(tmp_path))
     expected = LENGTH * flops.of_token(LENGTH)
@@ -47,6 +46,16 @@ def test_a_causal_token_reads_the_positions_up_to_itself():
     assert positions_read([4, 1]) == (1 + 2 + 3 + 4) + 1
     flops = forward_flops(tiny_architecture())
     assert flops.forward([4, 1]) == sum(flops.of_token(context) for context in (1, 2, 3, 4, 1))
+
+
+def test_in_a_window_a_token_reads_no_more_than_that():
+    assert positions_read([4, 1, 2], 2) == (1 + 2 + 2 + 2) + 1 + (1 + 2)
+    architecture = tiny_architecture("gemma3_text", num_layers=4)
+    flops, whole = forward_flops(architecture), forward_flops(replace(architecture, windows=None))
+    per_layer = whole.attention // 4
+    assert (flops.attention, flops.sliding, flops.window) == (per_layer, 3 * per_layer, 3)
+    assert flops.forward([4, 1]) == sum(flops.of_token(context) for context in (1, 2, 3, 4, 1))
+    assert whole.of_token(4) - flops.of_token(4) == 3 * per_layer
 
 
 def test_recomputation_repeats_what_it_says():

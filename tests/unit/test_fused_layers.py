@@ -30,32 +30,46 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def angles_of(lengths: list[int]) -> Tensor:
-    frequencies = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+def angles_of(lengths: list[int], rotated: int = HEAD_DIM) -> Tensor:
+    frequencies = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)[: rotated // 2]
     return PositionRotaryEmbedding(frequencies)(packed_sequences(lengths, CPU).positions).double()
 
 
-def turned_by_formula(heads: Tensor, weight: Tensor | None, angles: Tensor) -> Tensor:
+def turned_by_formula(heads: Tensor, weight: Tensor | None, angles: Tensor, magnitude: float = 1.0) -> Tensor:
     straight, values = heads[:, :, :-1], heads[:, :, -1:]
     normed = straight if weight is None else norm(straight, weight[:-1])
-    first, second = normed.chunk(2, dim=-1)
-    cos, sin = (part.chunk(2, dim=-1)[0] for part in (angles.cos(), angles.sin()))
+    first, second = normed[..., : angles.size(-1)].chunk(2, dim=-1)
+    cos, sin = (magnitude * part.chunk(2, dim=-1)[0] for part in (angles.cos(), angles.sin()))
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    rotated = torch.cat([rotated, normed[..., angles.size(-1) :]], dim=-1)
     return torch.cat([rotated, values], dim=2)
 
 
-def attention_by_torch(heads: Tensor, lengths: list[int]) -> Tensor:
+def attention_by_torch(heads: Tensor, lengths: list[int], window: int | None = None) -> Tensor:
     query, key, value = (part.flatten(1, 2)[:, None] for part in heads.split([PER_GROUP - 2, 1, 1], dim=2))
     packed = packed_sequences(lengths, CPU)
-    return PackedAttention(softmax_scale=None)(query, key, value, None, packed_seq_params=packed)
+    return PackedAttention(softmax_scale=None, window=window)(query, key, value, None, packed_seq_params=packed)
 
 
-def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
-    return TurnedHeads.apply(heads, weight, *rotation(angles_of(LENGTHS), heads), EPS)
+def attention_in_window(heads: Tensor, lengths: list[int], window: int) -> Tensor:
+    """Token by token."""
+    outputs = []
+    for sequence in heads.split(lengths):
+        for token in range(len(sequence)):
+            seen = sequence[max(0, token - window + 1) : token + 1]
+            keys, values = seen[:, :, -2], seen[:, :, -1]
+            scores = torch.einsum("gqd,tgd->gqt", sequence[token, :, :-2], keys) * HEAD_DIM**-0.5
+            outputs.append(torch.einsum("gqt,tgd->gqd", scores.softmax(-1), values).flatten())
+    return torch.stack(outputs)[:, None]
 
 
-def attended(heads: Tensor, lengths: list[int]) -> Tensor:
-    return ShortAttention.apply(heads, packed_sequences(lengths, CPU), HEAD_DIM**-0.5)
+def turned(heads: Tensor, weight: Tensor | None, rotated: int = HEAD_DIM, magnitude: float = 1.0) -> Tensor:
+    angles = angles_of(LENGTHS, rotated)
+    return TurnedHeads.apply(heads, weight, *rotation(angles, heads, magnitude), EPS, rotated)
+
+
+def attended(heads: Tensor, lengths: list[int], window: int | None = None) -> Tensor:
+    return ShortAttention.apply(heads, packed_sequences(lengths, CPU), HEAD_DIM**-0.5, window)
 
 
 def head_weights() -> Tensor:
@@ -89,6 +103,16 @@ def cases() -> dict[str, Case]:
             lambda x, w: turned_by_formula(x, torch.cat([w, torch.ones_like(w[:1])]), angles),
             (numbers(*heads), numbers(PER_GROUP - 1, HEAD_DIM)),
         ),
+        "heads rotated in part": (
+            lambda x, w: turned(x, torch.cat([w, torch.ones_like(w[:1])]), 4, 1.3),
+            lambda x, w: turned_by_formula(x, torch.cat([w, torch.ones_like(w[:1])]), angles_of(LENGTHS, 4), 1.3),
+            (numbers(*heads), numbers(PER_GROUP - 1, HEAD_DIM)),
+        ),
+        "attention in a window": (
+            lambda x: attended(x, LENGTHS, 2),
+            lambda x: attention_in_window(x, LENGTHS, 2),
+            (numbers(*heads),),
+        ),
         "attention": (
             lambda x: attended(x, LENGTHS),
             lambda x: attention_by_torch(x, LENGTHS),
@@ -119,6 +143,14 @@ def test_gradients_are_those_of_small_differences(name: str) -> None:
 def test_short_attention_takes_sequences_of_any_lengths(lengths: list[int]) -> None:
     heads = torch.randn(sum(lengths), GROUPS, PER_GROUP, HEAD_DIM, dtype=torch.float64)
     torch.testing.assert_close(attended(heads, lengths), attention_by_torch(heads, lengths))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 10))
+def test_windows_hold_in_both_attentions(lengths: list[int], window: int) -> None:
+    heads = torch.randn(sum(lengths), GROUPS, PER_GROUP, HEAD_DIM, dtype=torch.float64)
+    expected = attention_in_window(heads, lengths, window)
+    torch.testing.assert_close(attended(heads, lengths, window), expected)
+    torch.testing.assert_close(attention_by_torch(heads, lengths, window), expected)
 
 
 def test_no_gradient_is_asked_for_where_weights_are_frozen() -> None:

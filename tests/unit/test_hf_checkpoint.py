@@ -1,6 +1,7 @@
 """Hugging Face checkpoints made by transformers, read through layouts and written back."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -284,3 +285,22 @@ def test_parameters_may_lie_anywhere_in_a_larger_buffer(tmp_path: Path) -> None:
     engine = inside_one_buffer({n: torch.zeros(s) for n, s in destination.on(0).parameters})
     execute(plan(source, destination, 0, 1), parameters, engine, group=None, bucket_bytes=2**20)
     assert all(torch.equal(engine[name], expected) for name, expected in load(tmp_path, destination, 0).items())
+
+
+@pytest.mark.parametrize("num_told", [0, 1])
+def test_layers_that_predict_further_tokens_are_left_out_where_config_json_tells_of_them(
+    num_told: int, tmp_path: Path
+) -> None:
+    tensors = make_checkpoint(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_told}))
+    further = f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"
+    save_file({**tensors, further: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    layout = megatron_layout(read_architecture(tmp_path), Grid((0,)))
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    if num_told:
+        load_parameters(tmp_path, layout, 0, parameters)
+        assert all(parameter.any() for name, parameter in parameters.items() if name.endswith("weight"))
+    else:
+        with pytest.raises(CheckpointError, match=re.escape(further)):
+            load_parameters(tmp_path, layout, 0, parameters)

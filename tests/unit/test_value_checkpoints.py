@@ -108,7 +108,8 @@ def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, t
     save_checkpoint(saved, parameters, layout, architecture, group=None, rank=0, like=original)
 
     config = json.loads((saved / "config.json").read_text())
-    assert config["architectures"] == [MODELS[family][1].__name__.replace("CausalLM", "SequenceClassification")]
+    of_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved)
+    assert config["architectures"] == [type(of_transformers).__name__]
     assert "lm_head.weight" not in load_file(saved / "model.safetensors")
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
     assert scorer.config.num_labels == 1
@@ -117,6 +118,10 @@ def test_transformers_scores_alike_with_what_was_saved(family: str, kind: str, t
     assert torch.allclose(scorer(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
     reloaded = load(saved, layout_of(saved))
     assert all(torch.equal(reloaded[name], parameters[name]) for name in parameters)
+
+
+WITHOUT_CLASSIFIER = ("glm4_moe",)
+"""Families that transformers has no model for sequence classification of: such a file is rltrain's alone."""
 
 
 @pytest.mark.parametrize("family", [*MODELS, *SPARSE_MODELS])
@@ -129,4 +134,4 @@ def test_every_family_is_saved_under_a_class_that_transformers_has(family: str, 
     architecture = read_architecture(tmp_path).value_model()
     save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=tmp_path)
     (name,) = json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"]
-    assert hasattr(transformers, name)
+    assert hasattr(transformers, name) == (family not in WITHOUT_CLASSIFIER)

@@ -10,10 +10,8 @@ from rltrain.models import Architecture, RopeScaling, YarnScaling
 
 SHARED_BY_ALL_FAMILIES = {
     "normalization": "RMSNorm",
-    "swiglu": True,
     "add_bias_linear": False,
     "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
 }
 
 UNTOLD = {
@@ -22,7 +20,6 @@ UNTOLD = {
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "squared_relu": False,
-    "apply_layernorm_1p": False,
     "apply_query_key_layer_scaling": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -69,6 +66,7 @@ def megatron_arguments(
 def describing(architecture: Architecture) -> dict[str, Any]:
     """The arguments that follow from an architecture, by name, with the values that Megatron-LM must have for it."""
     described = SHARED_BY_ALL_FAMILIES | {
+        "swiglu": architecture.activation == "silu",
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.ffn_hidden_size,
@@ -78,7 +76,9 @@ def describing(architecture: Architecture) -> dict[str, Any]:
         "add_qkv_bias": architecture.qkv_bias,
         "qk_layernorm": architecture.qk_norm or architecture.mla is not None,
         "norm_epsilon": architecture.norm_eps,
+        "apply_layernorm_1p": architecture.norm_offset != 0,
         "rotary_base": architecture.rope_theta,
+        "rotary_percent": 1.0 if architecture.mla else architecture.rotated_size / architecture.head_dim,
         "multi_latent_attention": architecture.mla is not None,
         "num_experts": architecture.num_experts or None,
     }
@@ -126,6 +126,7 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
         "moe_router_topk": moe.top_k,
         "moe_layer_freq": [int(sparse) for sparse in architecture.sparse_layers],
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_score_function": moe.score,
         "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalized,
         "moe_router_enable_expert_bias": moe.score == "sigmoid",

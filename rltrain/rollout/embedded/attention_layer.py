@@ -10,7 +10,7 @@ from rltrain.models.rotary import score_scale
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
-from rltrain.rollout.embedded.residual import add_product, normed
+from rltrain.rollout.embedded.residual import Norm, add_product
 from rltrain.rollout.embedded.rotary import Rotation, rotate
 
 Attention = DecodeAttention | PrefillAttention
@@ -39,23 +39,27 @@ class GroupedAttention:
         shape = self.shape(architecture, group.size)
         self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
         self._head_dim = shape.head_dim
-        self._norm = parameters["input_layernorm.weight"]
+        self._norm = Norm(parameters["input_layernorm.weight"], architecture)
         self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
         self._qkv_bias = parameters.get("self_attn.qkv_proj.bias")
         self._q_norm = parameters.get("self_attn.q_norm.weight")
         self._k_norm = parameters.get("self_attn.k_norm.weight")
         self._output = parameters.matrix("self_attn.o_proj.weight")
         self._output_bias = parameters.get("self_attn.o_proj.bias")
+        self._norm_offset, self._post_norm = architecture.norm_offset, None
+        if architecture.post_norms:
+            self._post_norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
         """On one of `tp` ranks."""
         num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
-        return AttentionShape(architecture.num_heads // tp, num_kv_heads, head_dim, head_dim, score_scale(architecture))
+        scale, windows = score_scale(architecture), architecture.windows
+        return AttentionShape(architecture.num_heads // tp, num_kv_heads, head_dim, head_dim, scale, windows=windows)
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         queries, keys, values = self._project(hidden, rotation)
-        add_product(hidden, attention(layer, queries, keys, values), self._output, self._group)
+        add_product(hidden, attention(layer, queries, keys, values), self._output, self._group, self._post_norm)
         if self._output_bias is not None:
             hidden.add_(self._output_bias)
 
@@ -65,14 +69,12 @@ class GroupedAttention:
 
     def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = F.linear(normed(hidden, self._norm, self._eps), self._qkv.read(), self._qkv_bias).view(
-            len(hidden), -1, self._head_dim
-        )
+        fused = F.linear(self._norm(hidden), self._qkv.read(), self._qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = fused[:, : self._num_rotated]
         if self._q_norm is not None and self._k_norm is not None:
             wide = F.rms_norm(rotated.float(), (self._head_dim,), None, self._eps)  # rounded once, as the trainer's is
-            wide[:, : self._num_heads].mul_(self._q_norm)
-            wide[:, self._num_heads :].mul_(self._k_norm)
+            wide[:, : self._num_heads].mul_(self._q_norm + self._norm_offset)
+            wide[:, self._num_heads :].mul_(self._k_norm + self._norm_offset)
             rotated = wide.to(rotated.dtype)
         rotated = rotate(rotated, rotation)
         return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rltrain.models.attention import attend
-from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded
+from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded, unseen_bias, window_biases
 from rltrain.rollout.embedded.routing import Routing
 
 _RECORDED_SIZES = 4
@@ -55,14 +55,14 @@ class BlockAttention:
         stored_keys.flatten(0, 1).index_copy_(0, self._written, keys)
         if not self._shape.latent:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
-        return self._attend(stored_keys, stored_values, queries)
+        return self._attend(stored_keys, stored_values, queries, self._shape.window(layer))
 
     def keep_routing(self, layer: int, routing: Routing) -> None:
         """As DecodeAttention says."""
         for buffer, new in zip(self._routing, routing, strict=True):
             buffer[layer].flatten(0, 1).index_copy_(0, self._written, new.to(buffer.dtype))
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
         """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""
         raise NotImplementedError
 
@@ -78,20 +78,21 @@ class GatheredBlocks(BlockAttention):
         super().__init__(blocks, positions, num_positions)
         num_read = min(-(-num_positions // blocks.block_tokens), blocks.table.shape[1])
         self._read = blocks.table[: len(positions), :num_read].reshape(-1)
-        beyond = blocks.offsets[: num_read * blocks.block_tokens] > positions[:, None]
-        zero = blocks.layers[0][0].new_zeros(())
-        self._bias = zero.masked_fill(beyond, -torch.inf)[:, None, None]
+        read, like = blocks.offsets[: num_read * blocks.block_tokens], blocks.layers[0][0]
+        self._bias_of = window_biases(
+            self._shape, lambda window: unseen_bias(positions[:, None], read, window, like)[:, None]
+        )
 
     @staticmethod
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return rounded(-(-num_positions // blocks.block_tokens), _RECORDED_SIZES) * blocks.block_tokens
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
         num_slots, num_kv_heads = len(queries), self._shape.num_kv_heads
         k = self._gathered(keys, num_slots)
         v = k[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values, num_slots)
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
-        return attend(q, k, v, self._bias, scale=self._shape.scale).reshape(num_slots, -1)
+        return attend(q, k, v, self._bias_of[window], scale=self._shape.scale).reshape(num_slots, -1)
 
     def _gathered(self, stored: Tensor, num_slots: int) -> Tensor:
         """[slots, kv_heads, positions, elements]"""
@@ -121,7 +122,7 @@ class VarlenBlocks(BlockAttention):
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return blocks.capacity
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
         attended: Tensor = self._attention(
             queries,
             keys,
@@ -157,7 +158,7 @@ class KernelBlocks(BlockAttention):
     def recorded_length(blocks: Blocks, num_positions: int) -> int:
         return blocks.capacity
 
-    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
         scale = self._shape.scale
         return self._attention(queries, keys, values, self._table, self._positions, scale).view(len(queries), -1)
 
@@ -198,9 +199,10 @@ def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) 
 
 def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAttention], str]:
     """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
-    of `like`, and is tried. Latents are gathered: neither kernel reads them."""
+    of `like`, and is tried. Latents are gathered, and where there are windows everything: neither kernel reads them."""
     reasons: list[str] = []
-    for kind in (VarlenBlocks, KernelBlocks) if like.is_cuda and not shape.latent else ():
+    by_kernel = like.is_cuda and not shape.latent and shape.windows is None
+    for kind in (VarlenBlocks, KernelBlocks) if by_kernel else ():
         reason = _why_not(kind, shape, like)
         if not reason:
             return kind, "; not ".join([kind.name, *reasons])

@@ -10,11 +10,13 @@ from rltrain.rollout.embedded.feed_forward import gated
 from rltrain.rollout.embedded.grouped_product import grouped_product, is_grouped_on_device
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
-from rltrain.rollout.embedded.residual import normed
+from rltrain.rollout.embedded.residual import Norm
 from rltrain.rollout.embedded.routing import Routing, route
 
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What families call a router and its experts."""
+_SHARED = ("shared_experts", "shared_expert")
+"""What they call those that every token visits."""
 
 
 class Experts:
@@ -30,9 +32,9 @@ class Experts:
         """`kept_as` numbers the layer among those with experts, where the tokens' routing is to be kept."""
         moe = architecture.moe
         assert moe is not None
-        self._group, self._eps, self._moe, self._kept_as = group, architecture.norm_eps, moe, kept_as
+        self._group, self._moe, self._kept_as = group, moe, kept_as
         block = next(name for name in _BLOCKS if parameters.get(f"{name}.gate.weight") is not None)
-        self._norm = parameters["post_attention_layernorm.weight"]
+        self._norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
         self._router = parameters[f"{block}.gate.weight"]
         self._router_bias = parameters.get(f"{block}.gate.e_score_correction_bias")
         names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
@@ -43,9 +45,10 @@ class Experts:
         """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
         ranks_of_each = group.size * self._count // moe.num_experts
         self._first = group.rank // ranks_of_each * self._count
-        self._shared = None
+        self._shared, self._shared_gate = None, parameters.get(f"{block}.shared_expert_gate.weight")
         if moe.shared_ffn_hidden_size:
-            shared = f"{block}.shared_experts"
+            named = (f"{block}.{name}" for name in _SHARED)
+            shared = next(name for name in named if parameters.get(f"{name}.gate_up_proj.weight") is not None)
             self._shared = (
                 parameters.matrix(f"{shared}.gate_up_proj.weight"),
                 parameters.matrix(f"{shared}.down_proj.weight"),
@@ -56,15 +59,16 @@ class Experts:
         return self._kept_as is not None
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
-        inner = normed(hidden, self._norm, self._eps)
+        inner = self._norm(hidden)
         share = self._visited(inner, self._routed(inner, attention))
         if self._shared is not None:
             gate_up, down = self._shared
-            share += F.linear(gated(inner, gate_up), down.read())
+            made = F.linear(gated(inner, gate_up), down.read())
+            share += made if self._shared_gate is None else made * F.linear(inner, self._shared_gate).sigmoid()
         hidden.add_(self._group.all_reduce(share))
 
     def store(self, hidden: Tensor, attention: Attention) -> None:
-        self._routed(normed(hidden, self._norm, self._eps), attention)
+        self._routed(self._norm(hidden), attention)
 
     def _routed(self, inner: Tensor, attention: Attention) -> Routing:
         """Of the normed tokens [tokens, hidden]; equal on all ranks."""

@@ -1,5 +1,7 @@
 """What a layer does after its attention: one MLP for all tokens, or experts."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -9,7 +11,12 @@ from rltrain.models import Architecture
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
-from rltrain.rollout.embedded.residual import add_product, normed
+from rltrain.rollout.embedded.residual import Norm, add_product
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class FeedForward(Protocol):
@@ -39,19 +46,24 @@ class DenseFeedForward:
     stores = False
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
-        self._group, self._eps = group, architecture.norm_eps
-        self._norm = parameters["post_attention_layernorm.weight"]
+        self._group, self._activate = group, ACTIVATIONS[architecture.activation]
+        before, behind = "post_attention_layernorm", None
+        if architecture.post_norms:
+            before, behind = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        self._norm = Norm(parameters[f"{before}.weight"], architecture)
+        self._post_norm = Norm(parameters[f"{behind}.weight"], architecture) if behind else None
         self._gate_up = parameters.matrix("mlp.gate_up_proj.weight")
         self._down = parameters.matrix("mlp.down_proj.weight")
 
     def add(self, hidden: Tensor, attention: Attention) -> None:
-        add_product(hidden, gated(normed(hidden, self._norm, self._eps), self._gate_up), self._down, self._group)
+        inner = gated(self._norm(hidden), self._gate_up, self._activate)
+        add_product(hidden, inner, self._down, self._group, self._post_norm)
 
     def store(self, hidden: Tensor, attention: Attention) -> None:
         """There is nothing to keep."""
 
 
-def gated(inner: Tensor, gate_up: Matrix) -> Tensor:
-    """SiLU(gate) * up, of which `gate_up` has the rows of both."""
+def gated(inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """activate(gate) * up, of which `gate_up` has the rows of both."""
     gate, up = F.linear(inner, gate_up.read()).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return activate(gate).mul_(up)

@@ -1,12 +1,13 @@
 """Keys and values of samples, as the rest of the engine knows them: memory per slot, or blocks in a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rltrain.models.attention import attend
+from rltrain.models import Windows
+from rltrain.models.attention import attend, sees
 from rltrain.rollout.embedded.parked import ParkedSamples
 from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
@@ -42,7 +43,8 @@ class AttentionShape(NamedTuple):
     """A rank's attention over what is cached: `num_heads` queries and `num_kv_heads` keys of `head_dim` elements and as
     many values of `value_dim`. Scores are multiplied by `scale`.
 
-    With `latent` a value is the first elements of its key, and is not kept a second time.
+    With `latent` a value is the first elements of its key, and is not kept a second time. With `windows` a token of
+    some layers attends to no more than the last positions.
     """
 
     num_heads: int
@@ -51,6 +53,11 @@ class AttentionShape(NamedTuple):
     value_dim: int
     scale: float
     latent: bool = False
+    windows: Windows | None = None
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a token attends to in a layer, itself among them; None where to all."""
+        return self.windows.of(layer) if self.windows else None
 
     @property
     def token_elements(self) -> int:
@@ -90,6 +97,19 @@ class CacheShape(NamedTuple):
     routing: RoutingShape | None = None
 
 
+def unseen_bias(positions: Tensor, read: Tensor, window: int | None, like: Tensor) -> Tensor:
+    """[..., tokens, positions read], of the type of `like`: 0 where a token at one of `positions` [..., tokens] attends
+    to what stands at `read` [positions read], else -inf."""
+    return like.new_zeros(()).masked_fill(~sees(positions, read, window), -torch.inf)
+
+
+def window_biases(shape: AttentionShape, make: Callable[[int | None], Tensor]) -> dict[int | None, Tensor]:
+    """By the windows of the layers of `shape`, None among them where a layer has none, what `make` gives."""
+    windows = shape.windows
+    found = {None} if windows is None else {windows.of(layer) for layer in range(len(windows.layers))}
+    return {window: make(window) for window in found}
+
+
 class PrefillAttention:
     """Causal attention within heads of `width` tokens (shorter ones padded on the right), which it also stores."""
 
@@ -97,16 +117,24 @@ class PrefillAttention:
 
     def __init__(self, width: int, shape: AttentionShape) -> None:
         self._width, self._shape = width, shape
+        self._biases: dict[int, Tensor] = {}
+        """By window."""
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """As DecodeAttention."""
         self.store(layer, keys, values)
-        return self.among(queries, keys, values)
+        return self.among(queries, keys, values, self._shape.window(layer))
 
-    def among(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def among(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
         """[tokens, heads * value_dim]: attention of the tokens to each other alone, whatever is kept of them."""
         q, k, v = self._by_head(queries), self._by_head(keys), self._by_head(values)
-        attended = attend(q, k, v, causal=True, scale=self._shape.scale)
+        bias = None
+        if window is not None and window < self._width:
+            if window not in self._biases:
+                places = torch.arange(self._width, device=q.device)
+                self._biases[window] = unseen_bias(places, places, window, q)
+            bias = self._biases[window]
+        attended = attend(q, k, v, bias, causal=bias is None, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -134,13 +162,14 @@ class SuffixAttention(PrefillAttention):
         super().__init__(width, shape)
         firsts = torch.tensor([suffix.first for suffix in suffixes], device=like.device)
         positions = firsts[:, None] + torch.arange(width, device=like.device)
-        beyond = torch.arange(num_read, device=like.device) > positions[:, :, None]
-        self._bias = like.new_zeros(()).masked_fill(beyond, -torch.inf)[:, None]
+        read = torch.arange(num_read, device=like.device)
+        self._bias_of = window_biases(shape, lambda window: unseen_bias(positions, read, window, like)[:, None])
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self.store(layer, keys, values)
         k, v = self.read(layer)
-        attended = attend(self._by_head(queries), k, v, self._bias, scale=self._shape.scale)
+        bias = self._bias_of[self._shape.window(layer)]
+        attended = attend(self._by_head(queries), k, v, bias, scale=self._shape.scale)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:

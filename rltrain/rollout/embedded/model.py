@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.projection import wide_product
+from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
 from rltrain.rollout.embedded.experts import Experts
@@ -18,7 +19,7 @@ from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention,
 from rltrain.rollout.embedded.latent_attention import LatentAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
-from rltrain.rollout.embedded.residual import normed
+from rltrain.rollout.embedded.residual import Norm
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
 from rltrain.rollout.routing import expert_type
 
@@ -50,7 +51,7 @@ class EngineModel:
     ) -> None:
         self._tp = tensor_parallel
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
-        self._eps = architecture.norm_eps
+        self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
         self._vocab_size = architecture.vocab_size
         self.num_layers = architecture.num_layers
         attention = LatentAttention if architecture.mla else GroupedAttention
@@ -59,6 +60,7 @@ class EngineModel:
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
         self.routing_shape = routing_shape(architecture) if record_routing else None
+        magnitude = rotation_magnitude(architecture)
         layers: list[_Layer] = []
         num_sparse = 0
         for index, sparse in enumerate(architecture.sparse_layers):
@@ -71,9 +73,16 @@ class EngineModel:
                 feed_forward = DenseFeedForward(own, architecture, tensor_parallel)
             layers.append(_Layer(attention(own, architecture, tensor_parallel), feed_forward, stages_of_layer(index)))
         self._layers = tuple(layers)
-        self._final_norm = parameters["model.norm.weight"]
+        self._final_norm = Norm(parameters["model.norm.weight"], architecture)
         self._head = parameters.get("lm_head.weight", self._embedding)
-        self._rotary = RotaryEmbedding(architecture, max_positions, device)
+        self._rotaries = [RotaryEmbedding(inverse_frequencies(architecture), magnitude, max_positions, device)]
+        own_base = architecture.sliding_rope_theta is not None
+        if own_base:
+            frequencies = inverse_frequencies(architecture, sliding=True)
+            self._rotaries.append(RotaryEmbedding(frequencies, magnitude, max_positions, device))
+        windows = (architecture.window_of(layer) for layer in range(self.num_layers))
+        self._rotary_of = tuple(int(own_base and window is not None) for window in windows)
+        """Of each layer, which of them."""
         self.observe: Callable[[str, Tensor], None] = lambda stage, values: None
         """Called with what `forward` and `logits` have come to at each stage, as tools/parity.py names them."""
 
@@ -94,9 +103,9 @@ class EngineModel:
         """
         hidden = self._embed(tokens)
         self.observe(EMBEDDING, hidden)
-        rotation = self._rotary.at(positions)
+        rotations = self._rotations(positions)
         for index in range(self.num_layers):
-            self._add_layer(index, hidden, rotation, attention)
+            self._add_layer(index, hidden, rotations[index], attention)
         return hidden
 
     def fill_cache(self, tokens: Tensor, positions: Tensor, attention: PrefillAttention) -> None:
@@ -105,15 +114,20 @@ class EngineModel:
         Collective over: the engine's tensor-parallel group.
         """
         hidden = self._embed(tokens)
-        rotation = self._rotary.at(positions)
-        number, last = self.num_layers - 1, self._layers[-1]
+        rotations = self._rotations(positions)
+        number, last, rotation = self.num_layers - 1, self._layers[-1], rotations[-1]
         for index in range(number):
-            self._add_layer(index, hidden, rotation, attention)
+            self._add_layer(index, hidden, rotations[index], attention)
         if last.feed_forward.stores:
             last.attention.add(number, hidden, rotation, attention)
             last.feed_forward.store(hidden, attention)
         else:
             last.attention.store(number, hidden, rotation, attention)
+
+    def _rotations(self, positions: Tensor) -> list[Rotation]:
+        """Of every layer."""
+        rotations = [rotary.at(positions) for rotary in self._rotaries]
+        return [rotations[base] for base in self._rotary_of]
 
     def _add_layer(self, index: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         """Add one layer's attention and MLP to `hidden`, in place."""
@@ -128,7 +142,7 @@ class EngineModel:
 
         Collective over: the engine's tensor-parallel group.
         """
-        final = normed(hidden, self._final_norm, self._eps)
+        final = self._final_norm(hidden)
         self.observe(FINAL_NORM, final)
         shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
         logits = self._tp.all_gather_columns(shard).float()
@@ -136,7 +150,8 @@ class EngineModel:
         return logits
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self._embedded(tokens).to(self._residual_dtype)
+        embedded = self._embedded(tokens).to(self._residual_dtype)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self._tp.size == 1:

@@ -3,19 +3,16 @@
 import torch
 from torch import Tensor
 
-from rltrain.models import Architecture
-from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
-
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines, each [tokens, 1, head_dim] fp32."""
+"""Cosines and signed sines, each [tokens, 1, rotated elements of a head] fp32."""
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to `num_positions`: functions of the architecture, not of weights."""
+    """Cosines and sines, times `magnitude`, of every position up to `num_positions`: no functions of weights."""
 
-    def __init__(self, architecture: Architecture, num_positions: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(architecture))
-        cos, sin = angles.cos() * rotation_magnitude(architecture), angles.sin() * rotation_magnitude(architecture)
+    def __init__(self, frequencies: Tensor, magnitude: float, num_positions: int, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
         self._cos = torch.cat([cos, cos], -1).to(device)
         self._signed_sin = torch.cat([-sin, sin], -1).to(device)
 
@@ -25,13 +22,16 @@ class RotaryEmbedding:
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotated `heads` [tokens, heads, head_dim]: rolling by half swaps the halves, the sines carry the sign.
+    """`heads` [tokens, heads, head_dim], of whose elements the first are rotated, as many as `rotation` has: rolling by
+    half swaps the halves, the sines carry the sign.
 
     In fp32, rounded once to the type of `heads`, as in training.
     """
     cos, signed_sin = rotation
-    wide = heads.float()
-    return (wide * cos).addcmul_(wide.roll(heads.shape[-1] // 2, -1), signed_sin).to(heads.dtype)
+    size = cos.shape[-1]
+    wide = heads[..., :size].float()
+    turned = (wide * cos).addcmul_(wide.roll(size // 2, -1), signed_sin).to(heads.dtype)
+    return turned if size == heads.shape[-1] else torch.cat([turned, heads[..., size:]], -1)
 
 
 def halves_of_pairs(heads: Tensor) -> Tensor:

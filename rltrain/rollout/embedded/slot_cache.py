@@ -16,6 +16,7 @@ from rltrain.rollout.embedded.kv_cache import (
     Suffix,
     SuffixAttention,
     rounded,
+    window_biases,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
 from rltrain.rollout.embedded.routing import Routing
@@ -244,7 +245,8 @@ class _DecodeAttention:
         num_positions = min(read_length(num_positions), cache.capacity)
         self._written = (cache.first_positions[:num_slots] + positions[:, None]).view(-1)
         cache.mask.view(-1).index_fill_(0, self._written, 0)
-        self._bias = cache.mask[:num_slots].flatten(0, 1)[:, None, :num_positions]
+        bias = cache.mask[:num_slots, :, :num_positions]
+        self._bias_of = window_biases(cache.attention, lambda window: self._within(bias, window)[:, None])
         self._stores, self._shape = cache.rows, cache.attention
         buffers = (cache.keys, cache.values)
         self._reads = [buffer[:, :num_slots].flatten(1, 2)[:, :, :num_positions].unbind() for buffer in buffers]
@@ -255,7 +257,14 @@ class _DecodeAttention:
             stores[layer].index_copy_(0, self._written, new.reshape(-1, new.shape[-1]))
         k, v = (reads[layer] for reads in self._reads)
         q = queries.reshape(len(k), -1, head_dim)
-        return _attend(q, k, v, self._bias, self._shape).view(len(queries), -1)
+        return _attend(q, k, v, self._bias_of[self._shape.window(layer)], self._shape).view(len(queries), -1)
+
+    def _within(self, bias: Tensor, window: int | None) -> Tensor:
+        """[slots * kv_heads, positions]: `bias` [slots, kv_heads, positions], -inf besides before a window."""
+        if window is not None:
+            before = self._positions[:, None] - torch.arange(bias.size(-1), device=bias.device) >= window
+            bias = bias.masked_fill(before[:, None], -torch.inf)
+        return bias.flatten(0, 1)
 
     def keep_routing(self, layer: int, routing: Routing) -> None:
         slots = torch.arange(len(self._positions), device=self._positions.device)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -24,7 +25,11 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
     """Heads and their sizes, and with latent attention its rotary embeddings, which are modules of every layer."""
     mla, scaling = architecture.mla, architecture.rope_scaling
     if mla is None:
-        return {"num_query_groups": architecture.num_kv_heads, "kv_channels": architecture.head_dim}
+        return {
+            "num_query_groups": architecture.num_kv_heads,
+            "kv_channels": architecture.head_dim,
+            "softmax_scale": architecture.attention_scale,
+        }
     settings: dict[str, Any] = {
         "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank,
@@ -49,6 +54,18 @@ def attention_settings(architecture: Architecture) -> dict[str, Any]:
     return settings
 
 
+def activation_settings(architecture: Architecture, *, cuda: bool) -> dict[str, Any]:
+    """Of MLPs. On GPUs Megatron fuses that of the gate by itself where it is SiLU; another one is a module."""
+    silu = architecture.activation == "silu"
+    return {
+        "activation_func": F.silu
+        if silu
+        else F.gelu,  # which is that by tanh where Megatron fuses it, and in block_spec
+        "bias_activation_fusion": cuda and silu,
+        "use_te_activation_func": not (cuda and silu),  # any fused one: block_spec says which
+    }
+
+
 def splits_sequences(architecture: Architecture, grid: Grid, parallel: schema.Parallel) -> bool:
     """Whether tensor-parallel ranks share out tokens where nothing else is shared out.
 
@@ -69,6 +86,7 @@ def expert_settings(architecture: Architecture, grid: Grid, settings: schema.MoE
         "moe_layer_freq": [int(sparse) for sparse in architecture.sparse_layers] if moe.dense_layers else 1,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_grouped_gemm": grouped,
         "moe_token_dispatcher_type": "flex" if settings.dispatcher == "deepep" else settings.dispatcher,
         "moe_flex_dispatcher_backend": "deepep",

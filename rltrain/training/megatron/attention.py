@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from rltrain.models.attention import attend, attend_packed, attends_packed
+from rltrain.models.attention import attend, attend_packed, attends_packed, sees
 
 # Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
 # costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
@@ -104,9 +104,10 @@ def similar_lengths(sizes: Tensor) -> list[Tensor]:
 
 
 class PositionRotaryEmbedding(torch.nn.Module):
-    """Stands where GPTModel has its rotary embedding: angles for the positions of packed sequences."""
+    """Stands where GPTModel has its rotary embedding: angles for the positions of packed sequences, by several bases
+    beside each other where layers take one of them each."""
 
-    def __init__(self, inverse_frequencies: Tensor) -> None:
+    def __init__(self, *inverse_frequencies: Tensor) -> None:
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
 
@@ -116,18 +117,18 @@ class PositionRotaryEmbedding(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [tokens, 1, 1, head_dim], the two halves of the head alike."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        """Angles [tokens, 1, 1, bases * rotated elements of a head], the two halves of what is rotated alike."""
+        angles = [torch.outer(positions.float(), frequencies) for frequencies in self.inverse_frequencies]
+        return torch.cat([half for of_base in angles for half in (of_base, of_base)], dim=-1)[:, None, None, :]
 
 
 class PackedAttention(torch.nn.Module):
     """Causal core attention within each packed sequence by torch's kernels: of all at once where that can be, else in
-    padded batches."""
+    padded batches. With `window` a token attends to so many, itself among them."""
 
-    def __init__(self, *, softmax_scale: float | None, **unused: Any) -> None:
+    def __init__(self, *, softmax_scale: float | None, window: int | None = None, **unused: Any) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.window = softmax_scale, window
 
     def forward(
         self,
@@ -146,15 +147,20 @@ class PackedAttention(torch.nn.Module):
         query, key = query.to(value.dtype), key.to(value.dtype)
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
         if attends_packed(query, key, value):
-            attended = attend_packed(query, key, value, packed.boundaries, packed.longest, scale=self.softmax_scale)
+            attended = attend_packed(
+                query, key, value, packed.boundaries, packed.longest, scale=self.softmax_scale, window=self.window
+            )
             return attended.flatten(1)[:, None]
         padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
         outputs, first = [], 0
         for num_sequences, width in packed.batches:
-            slots = slice(first, first + num_sequences * width)
+            slots, bias = slice(first, first + num_sequences * width), None
+            if self.window is not None and self.window < width:
+                places = torch.arange(width, device=query.device)
+                bias = sees(places, places, self.window)
             q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
             # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
-            attended = attend(q, k, v, causal=True, scale=self.softmax_scale)
+            attended = attend(q, k, v, bias, causal=bias is None, scale=self.softmax_scale)
             outputs.append(attended.transpose(1, 2).reshape(num_sequences * width, -1))
             first = slots.stop
         slots_out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -4,6 +4,7 @@ There torch's own make a pass, and backward several, of each operation of a form
 these formulas, and is differentiable once.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,18 +66,22 @@ class SwiGlu(torch.autograd.Function):
         return result
 
 
-class SwiGluActivation(torch.nn.Module):
-    """`SwiGlu` as Megatron builds the activation of an MLP."""
+class GatedActivation(torch.nn.Module):
+    """The activation of a gate times what it gates, as Megatron builds the activation of an MLP. GELU is its
+    approximation with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), as in Megatron's fused one."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        activate = config.activation_func
+        self.activate = partial(F.gelu, approximate="tanh") if activate is F.gelu else activate
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        if takes_fused(gate_up):
+        if self.activate is F.silu and takes_fused(gate_up):
             activated: Tensor = SwiGlu.apply(gate_up)
             return activated
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        product: Tensor = self.activate(gate) * up
+        return product
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
         """Nothing: Megatron's checkpoints ask every module of an MLP."""
@@ -87,40 +92,44 @@ class TurnedHeads(torch.autograd.Function):
     """Heads [tokens, groups, heads of a group, head_dim], of which the last of a group are values, as attention takes
     them: queries and keys are normalised, where `weight` [heads of a group, head_dim] is given, and rotated.
 
-    A rotation takes elements i and i + head_dim / 2 of a head for a point in the plane (Su et al. 2021, "RoFormer");
-    `cos` and `sin`, of the heads' shape, are of its angles, the sines of a head's first half negative. Values take part
-    in all of it, since memory is faster read as it lies: they have weight and cosine 1 and sine 0.
+    A rotation takes elements i and i + size / 2 of the first `size` elements of a head for a point in the plane (Su et
+    al. 2021, "RoFormer"); `cos` and `sin`, of the heads' shape, are of its angles, the sines of the first half
+    negative. Values, and elements behind those, take part in all of it, since memory is faster read as it lies: they
+    have weight and cosine 1 and sine 0.
     """
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, size: int
+    ) -> Tensor:
+        ctx.size = size
         if weight is None:
             ctx.save_for_backward(cos, sin)
-            return _rotated(heads, cos, sin)
+            return _rotated(heads, cos, sin, size)
         scale = _inverse_rms(heads, eps)
         scale[:, :, -1] = 1
         normed = heads * scale
         ctx.save_for_backward(cos, sin, normed, scale, weight)
-        return _rotated(normed * weight, cos, sin)
+        return _rotated(normed * weight, cos, sin, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         cos, sin, *of_norm = ctx.saved_tensors
-        of_straight = _rotated(gradients[0], cos, sin, forwards=False)
+        of_straight = _rotated(gradients[0], cos, sin, ctx.size, forwards=False)
         if not of_norm:
-            return of_straight, None, None, None, None
+            return of_straight, None, None, None, None, None
         normed, scale, weight = of_norm
         of_weight = of_straight * normed
         along = _mean(of_weight * weight)
         along[:, :, -1] = 0
         of_heads = of_straight.mul_(weight).addcmul_(normed, along, value=-1).mul_(scale)
-        return of_heads, of_weight.flatten(0, 1).sum(0), None, None, None
+        return of_heads, of_weight.flatten(0, 1).sum(0), None, None, None, None
 
 
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, forwards: bool = True) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    swapped = torch.cat([second, first], dim=-1)
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, size: int, *, forwards: bool = True) -> Tensor:
+    first, second, rest = heads.split([size // 2, size // 2, heads.size(-1) - size], dim=-1)
+    swapped = torch.cat([second, first, rest], dim=-1)
     return (heads * cos).addcmul_(swapped, sin, value=1 if forwards else -1)
 
 

@@ -48,7 +48,7 @@ class ShortAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, packed: PackedSequences, scale: float, window: int | None) -> Tensor:
         num_tokens, num_groups, per_group, head_dim = heads.shape
         ((num_sequences, width),) = packed.batches
         num_queries = per_group - 2
@@ -58,8 +58,10 @@ class ShortAttention(torch.autograd.Function):
         padded = padded.view(num_sequences * num_groups, per_group * width, head_dim)
         queries, keys, values = padded.split([num_queries * width, width, width], dim=1)
         # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
-        future = torch.full((width, width), -torch.inf, dtype=heads.dtype).triu_(1).repeat(num_queries, 1)
-        scores = torch.baddbmm(future, queries, keys.mT, alpha=scale)
+        unseen = torch.full((width, width), -torch.inf, dtype=heads.dtype).triu_(1)
+        if window is not None and window < width:
+            unseen += torch.full_like(unseen, -torch.inf).tril_(-window)
+        scores = torch.baddbmm(unseen.repeat(num_queries, 1), queries, keys.mT, alpha=scale)
         shares = torch.softmax(scores, dim=-1)
         attended = torch.bmm(shares, values).view(-1, head_dim)
         ctx.save_for_backward(padded, shares, *rows, rows_of_queries.unpadding)
@@ -82,11 +84,28 @@ class ShortAttention(torch.autograd.Function):
         of_values = torch.bmm(shares.mT, of_attended)
         of_padded = torch.cat([of_queries, of_keys, of_values], dim=1)
         of_heads = of_padded.view(-1, head_dim).index_select(0, unpadding).view(ctx.shape)
-        return of_heads, None, None
+        return of_heads, None, None, None
+
+
+class OwnRotary(NamedTuple):
+    """What of the model's rotary angles a layer takes: those of base number `base`, for the first `size` elements of
+    its heads, which are multiplied by `magnitude` besides."""
+
+    size: int
+    base: int = 0
+    magnitude: float = 1.0
+
+    def angles(self, of_model: Tensor) -> Tensor:
+        """[tokens, 1, 1, size] of the angles of all bases."""
+        return of_model.narrow(-1, self.base * self.size, self.size)
 
 
 class FusedSelfAttention(GroupedSelfAttention):
     """Megatron's self-attention, on CPUs in full precision as few operations on all heads at once."""
+
+    def __init__(self, *arguments: Any, rotary: OwnRotary, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.rotary = rotary
 
     def forward(
         self,
@@ -97,6 +116,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         packed_seq_params: PackedSequences,
         **settings: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        rotary_pos_emb = self.rotary.angles(rotary_pos_emb)
         whole_groups = self.config.num_query_groups >= self.world_size
         whole_sequences = self.config.context_parallel_size == 1
         if not (takes_fused(hidden_states) and whole_groups and whole_sequences):
@@ -108,17 +128,29 @@ class FusedSelfAttention(GroupedSelfAttention):
         projection: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(heads, packed_seq_params))
         return projection
 
+    def get_query_key_value_tensors(self, *arguments: Any, **settings: Any) -> Any:
+        """As GroupedSelfAttention has them; what Megatron is to rotate is multiplied by its magnitude before."""
+        query, key, value = super().get_query_key_value_tensors(*arguments, **settings)
+        if self.rotary.magnitude != 1:
+            size = self.rotary.size
+            query, key = (
+                torch.cat([heads[..., :size] * self.rotary.magnitude, heads[..., size:]], dim=-1)
+                for heads in (query, key)
+            )
+        return query, key, value
+
     def _turned(self, projected: Tensor, angles: Tensor, packed: PackedSequences) -> Tensor:
         """[tokens, groups, heads of a group, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
         heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
         weight, eps = None, 0.0
         if self.config.qk_layernorm:
-            of_queries = self.q_layernorm.weight.expand(heads.size(2) - 2, head_dim)
-            of_keys = self.k_layernorm.weight[None]
+            of_queries = self.q_layernorm.gain().expand(heads.size(2) - 2, head_dim)
+            of_keys = self.k_layernorm.gain()[None]
             weight, eps = torch.cat([of_queries, of_keys, torch.ones_like(of_keys)]), self.q_layernorm.eps
-        cos, sin = packed.once("rotation", lambda: rotation(angles, heads))
-        turned: Tensor = TurnedHeads.apply(heads, weight, cos, sin, eps)
+        magnitude = self.rotary.magnitude
+        cos, sin = packed.once(f"rotation {self.rotary.base}", lambda: rotation(angles, heads, magnitude))
+        turned: Tensor = TurnedHeads.apply(heads, weight, cos, sin, eps, angles.size(-1))
         return turned
 
     def _attended(self, heads: Tensor, packed: PackedSequences) -> Tensor:
@@ -127,7 +159,7 @@ class FusedSelfAttention(GroupedSelfAttention):
 
         def attend(heads: Tensor) -> Tensor:
             if packed.longest <= LONGEST_BY_PRODUCTS:
-                attended: Tensor = ShortAttention.apply(heads, packed, scale)
+                attended: Tensor = ShortAttention.apply(heads, packed, scale, self.core_attention.window)
                 return attended
             query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)
             query, key, value = (part.flatten(1, 2)[:, None] for part in (query, key, value))
@@ -138,9 +170,12 @@ class FusedSelfAttention(GroupedSelfAttention):
         return attend(heads)
 
 
-def rotation(angles: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """As TurnedHeads takes them for these heads, from the angles [tokens, 1, 1, head_dim]."""
-    cos, sin = (part.to(heads.dtype).expand_as(heads).contiguous() for part in (angles.cos(), angles.sin()))
-    sin[..., : heads.size(-1) // 2].neg_()
+def rotation(angles: Tensor, heads: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """As TurnedHeads takes them for these heads, from the angles [tokens, 1, 1, rotated elements of a head]."""
+    size, unturned = angles.size(-1), (0, heads.size(-1) - angles.size(-1))
+    cos = torch.nn.functional.pad(angles.cos() * magnitude, unturned, value=1.0)
+    sin = torch.nn.functional.pad(angles.sin() * magnitude, unturned)
+    cos, sin = (part.to(heads.dtype).expand_as(heads).contiguous() for part in (cos, sin))
+    sin[..., : size // 2].neg_()
     cos[:, :, -1], sin[:, :, -1] = 1, 0
     return cos, sin

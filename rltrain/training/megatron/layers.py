@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,42 +35,54 @@ from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.models.mechanisms import local_mechanisms
+from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
-from rltrain.training.megatron.fused import RmsNorm, SwiGluActivation, takes_fused
-from rltrain.training.megatron.fused_attention import FusedSelfAttention
+from rltrain.training.megatron.fused import GatedActivation, RmsNorm, takes_fused
+from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.linear import ColumnProduct, RowProduct
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
-LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=SwiGluActivation)
+LOCAL_MLP = MLPSubmodules(linear_fc1=ColumnProduct, linear_fc2=RowProduct, activation_func=GatedActivation)
 # Experts have another number of tokens each time, for which oneDNN would make code each time.
 LOCAL_EXPERT = MLPSubmodules(
-    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGluActivation
+    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation
 )
+
+Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
 
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """Of Transformer Engine: its grouped products then have one parameter for all experts."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism."""
+    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism. With
+    `layernorm_zero_centered_gamma` it multiplies by 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+
+    def gain(self) -> Tensor:
+        """What it multiplies by, in fp32 where it is not the weight itself."""
+        if not self.offset:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
         """In the weights' type, rounded once, also where `x` is wider."""
-        if x.dtype != self.weight.dtype:
-            weight = self.weight.to(x.dtype)
-            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps).to(self.weight.dtype)
+        weight = self.gain()
         if not takes_fused(x):
-            return super().forward(x)
+            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+            normed = torch.nn.functional.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps)
+            return normed.to(self.weight.dtype)
         assert self.eps is not None
-        normed: Tensor = RmsNorm.apply(x, self.weight, self.eps)
-        return normed
+        fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
+        return fused.to(self.weight.dtype)
 
 
 class LatentNorm(RMSNorm):
@@ -135,12 +148,20 @@ def parameter_device(config: TransformerConfig) -> str | int:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def uses_transformer_engine(model: schema.Model, device: torch.device) -> bool:
+def uses_transformer_engine(
+    model: schema.Model, device: torch.device, architecture: Architecture | None = None
+) -> bool:
     """Whether model.transformer_impl means Transformer Engine here; ConfigError if it is asked for and cannot be had.
 
-    It has no fused attention over packed sequences in float32, which therefore takes the local layers.
+    It has no fused attention over packed sequences in float32, which therefore takes the local layers, and no layers of
+    some architectures.
     """
     obstacle = _obstacle_to_transformer_engine(model, device)
+    if obstacle is None and architecture is not None and (mechanisms := local_mechanisms(architecture)):
+        obstacle = (
+            f"the model has {mechanisms[0]}, which rltrain trains by Megatron's local layers alone",
+            "use another",
+        )
     if model.transformer_impl == "transformer_engine" and obstacle is not None:
         problem, remedy = obstacle
         raise ConfigError(
@@ -196,7 +217,8 @@ def block_spec(
 
         specs, norm = [_transformer_engine_layer(architecture, config, experts) for experts in sparse], TENorm
     else:
-        specs, norm = [_local_layer(architecture, experts) for experts in sparse], RMSNorm
+        numbered = zip(layers, sparse, strict=True)
+        specs, norm = [_local_layer(architecture, number, experts) for number, experts in numbered], RMSNorm
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     if not transformer_engine:
         with_context_parallelism(block, config)
@@ -233,32 +255,38 @@ def _transformer_engine_layer(architecture: Architecture, config: TransformerCon
     return layer
 
 
-def _local_layer(architecture: Architecture, experts: bool) -> ModuleSpec:
+def _local_layer(architecture: Architecture, number: int, experts: bool) -> ModuleSpec:
+    attention = _local_latent_attention() if architecture.mla else _local_attention(architecture, number)
+    mlp = _with_post_norm_of(architecture, LOCAL_MLP, "linear_fc2")
     return ModuleSpec(
         module=SparseLayer if experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_local_latent_attention() if architecture.mla else _local_attention(architecture),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_local_experts() if experts else ModuleSpec(module=MLP, submodules=LOCAL_MLP),
+            mlp=_local_experts() if experts else ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _local_attention(architecture: Architecture) -> ModuleSpec:
+def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    window = architecture.window_of(number)
+    base = int(window is not None and architecture.sliding_rope_theta is not None)
+    rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture))
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnProduct,
+        core_attention=ModuleSpec(module=PackedAttention, params={"window": window}),
+        linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
     return ModuleSpec(
         module=FusedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnProduct,
-            core_attention=PackedAttention,
-            linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
+        params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
+        submodules=_with_post_norm_of(architecture, submodules, "linear_proj"),
     )
 
 
@@ -299,6 +327,41 @@ def _with_bias(linear: Any) -> type[torch.nn.Module]:
             super().__init__(*arguments, **(settings | {"bias": True}))
 
     return Biased
+
+
+def _with_post_norm_of(architecture: Architecture, submodules: Submodules, name: str) -> Submodules:
+    """`submodules`, of which that of `name` ends in a norm where the architecture has one there."""
+    if not architecture.post_norms:
+        return submodules
+    return replace(submodules, **{name: _with_post_norm(getattr(submodules, name))})
+
+
+def _with_post_norm(linear: Any) -> type[torch.nn.Module]:
+    """`linear`, which puts the hidden state out, with a norm of what it puts out."""
+
+    class Normed(linear):
+        def __init__(self, *arguments: Any, config: TransformerConfig, **settings: Any) -> None:
+            super().__init__(*arguments, config=config, **settings)
+            self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *arguments: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(*arguments, **settings)
+            return self.post_layernorm(output), bias
+
+    return Normed
+
+
+def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:
+    """Have what a token's embedding begins the residual stream with multiplied by `scale`, rounded to `dtype`."""
+    rounded = float(torch.tensor(scale, dtype=dtype))
+    embedding.register_forward_hook(lambda module, inputs, embedded: embedded * rounded)
+
+
+def place_shared_gates(model: torch.nn.Module, device: torch.device) -> None:
+    """Megatron makes the gates of shared experts on the host wherever the model is."""
+    for module in model.modules():
+        if isinstance(module, SharedExpertMLP) and module.gate_weight is not None:
+            module.gate_weight.data = module.gate_weight.data.to(device)
 
 
 def is_expert(parameter: str) -> bool:

@@ -23,6 +23,7 @@ from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_v
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.architecture_settings import (
+    activation_settings,
     attention_settings,
     config_class,
     expert_settings,
@@ -41,6 +42,8 @@ from rltrain.training.megatron.layers import (
     check_dispatcher,
     check_names_of_experts,
     mark_parallel_weights,
+    place_shared_gates,
+    scale_embedding,
     uses_transformer_engine,
 )
 from rltrain.training.megatron.logprobs import Logits
@@ -102,6 +105,9 @@ class ModelChunk(GPTModel):
         elif chunk.head and wide_head:
             widen_projection(self.output_layer)
         self._set_rotary_embedding(architecture, device, transformer_engine)
+        if chunk.embedding and architecture.embedding_scale != 1:
+            scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
+        place_shared_gates(self, device)
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
@@ -122,8 +128,11 @@ class ModelChunk(GPTModel):
         frequencies = inverse_frequencies(architecture).to(device)
         if transformer_engine:
             self.rotary_pos_emb.inv_freq = frequencies
-        else:
+        elif architecture.sliding_rope_theta is None:
             self.rotary_pos_emb = PositionRotaryEmbedding(frequencies)
+        else:
+            of_sliding = inverse_frequencies(architecture, sliding=True).to(device)
+            self.rotary_pos_emb = PositionRotaryEmbedding(frequencies, of_sliding)
 
 
 class LanguageModel(torch.nn.Module):
@@ -213,7 +222,7 @@ def build_model(
     gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
     if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    transformer_engine = uses_transformer_engine(model, device)
+    transformer_engine = uses_transformer_engine(model, device, architecture)
     check_dispatcher(architecture, model, grid, device)
     collection = process_group_collection(grid, groups)
     config = transformer_config(
@@ -242,7 +251,7 @@ def build_model(
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
     """Where the parameters lie that build_model makes. ConfigError as there."""
-    transformer_engine = uses_transformer_engine(model, device)
+    transformer_engine = uses_transformer_engine(model, device, architecture)
     if transformer_engine:
         check_names_of_experts(architecture)
     return megatron_layout(architecture, grid, dtype=model.dtype, transformer_engine=transformer_engine)
@@ -281,7 +290,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        layernorm_zero_centered_gamma=architecture.norm_offset != 0,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm or architecture.mla is not None,
@@ -301,8 +310,6 @@ def transformer_config(
         fp16=dtype == torch.float16,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
-        bias_activation_fusion=cuda,
-        use_te_activation_func=not cuda,  # any fused one: block_spec says which
         bias_dropout_fusion=cuda,
         apply_rope_fusion=transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
@@ -310,6 +317,7 @@ def transformer_config(
         batch_p2p_sync=False,
         # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.
         calculate_per_token_loss=True,
+        **activation_settings(architecture, cuda=cuda),
         **recompute_settings(model.recomputed),
         **attention_settings(architecture),
         **expert_settings(architecture, grid, model.moe, grouped=transformer_engine),

@@ -1,0 +1,49 @@
+"""What families of models have that some ways of cutting, training or serving them lack."""
+
+from collections.abc import Iterator
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Config
+from rltrain.models import Architecture, LongRopeScaling
+from rltrain.models.mechanisms import local_mechanisms
+
+SERVED_BY_SGLANG = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""Families that SGLang is given weights of."""
+
+
+def trained_mechanism_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    """Of a model that is trained or evaluated, whose parallel sizes stand under `key`."""
+    mechanisms = local_mechanisms(architecture)
+    if mechanisms and config.model.transformer_impl == "transformer_engine":
+        yield (
+            f"model.transformer_impl: got transformer_engine, but a model of {architecture.family} has "
+            f"{' and '.join(mechanisms)}, which are trained by Megatron's own layers alone; expected auto or local"
+        )
+    if grid.cp > 1 and architecture.windows is not None:
+        yield (
+            f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has layers with a window of "
+            f"{architecture.windows.size} tokens, and ranks that share out sequences attend to all that came before"
+        )
+
+
+def served_mechanism_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Of the model of an engine of `role`."""
+    if config.served(role).engine != "sglang" or architecture.mla is not None:
+        return
+    path, key = config.checkpoint_of(role)
+    if architecture.family not in SERVED_BY_SGLANG or architecture.windows is not None:
+        has = "sliding windows" if architecture.windows is not None else f"model_type {architecture.family}"
+        yield (
+            f"{role}.engine: got sglang, but the model in {path} ({key}) has {has}, which rltrain has served by its "
+            "own alone; expected embedded"
+        )
+
+
+def positions_of(architecture: Architecture) -> str:
+    """How many positions a model has, with the reason where its config.json says more."""
+    told = f"{architecture.max_positions} positions"
+    if isinstance(architecture.rope_scaling, LongRopeScaling):
+        told += (
+            " (those of LongRoPE's short factors: the long ones would turn all tokens of a sample that outgrows them)"
+        )
+    return told

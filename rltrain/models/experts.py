@@ -1,0 +1,101 @@
+"""The experts of a model, and how config.json describes them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rltrain.models.config_file import ConfigReader
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Layers whose MLP is a router and experts, of which every token visits `top_k`.
+
+    `ffn_hidden_size` is that of one expert. `shared_ffn_hidden_size` is that of the experts that every token visits,
+    taken together; 0 where there are none. With `shared_gate` what they make is weighted, by a number between 0 and 1
+    that a gate gives each token. `dense_layers` have the MLP of a dense model instead.
+
+    An expert's weight is its share of `score`, among the chosen ones where `normalized`, times `scaling`. With
+    "sigmoid" experts are chosen by score plus a bias that the checkpoint holds, out of the best `top_groups` of
+    `num_groups` groups of consecutive experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_gate: bool = False
+
+
+def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
+    step = config.count("decoder_sparse_step", default=1)
+    listed = config.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise config.error("mlp_only_layers", "a list of layer numbers")
+    # transformers 5 writes num_local_experts, 4 wrote num_experts.
+    experts_key = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
+    return MoE(
+        num_experts=config.count(experts_key),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=config.count("moe_intermediate_size"),
+        dense_layers=tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
+        normalized=config.take("norm_topk_prob", bool, default=False),
+    )
+
+
+def _read_qwen2_moe(config: ConfigReader, num_layers: int) -> MoE:
+    routed = _read_qwen3_moe(config, num_layers)
+    return replace(routed, shared_ffn_hidden_size=config.count("shared_expert_intermediate_size"), shared_gate=True)
+
+
+def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
+    return MoE(
+        num_experts=config.count("num_local_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        ffn_hidden_size=config.count("intermediate_size"),
+    )
+
+
+def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
+    num_dense = config.take("first_k_dense_replace", int)
+    if not 0 <= num_dense <= num_layers:
+        raise config.error("first_k_dense_replace", f"from 0 to num_hidden_layers = {num_layers}")
+    expert_size = config.count("moe_intermediate_size")
+    # transformers 5 writes GLM-4.5's as num_local_experts, which is a name for the same.
+    experts_key = "n_routed_experts" if "n_routed_experts" in config.values else "num_local_experts"
+    top_k, num_experts = config.count("num_experts_per_tok"), config.count(experts_key)
+    num_groups, top_groups = config.count("n_group", default=1), config.count("topk_group", default=1)
+    if num_experts % num_groups:
+        raise config.error("n_group", f"a divisor of {experts_key} = {num_experts}")
+    # Groups are ranked by their two best experts; megatron-core ranks them by their top_k / top_groups best.
+    if top_groups < num_groups and top_k != 2 * top_groups:
+        raise config.error("topk_group", f"half of num_experts_per_tok = {top_k}, or n_group = {num_groups}")
+    if not config.take("norm_topk_prob", bool, default=True) or top_k == 1:
+        raise config.error("norm_topk_prob", "true, with num_experts_per_tok of at least 2")
+    return MoE(
+        num_experts=num_experts,
+        top_k=top_k,
+        ffn_hidden_size=expert_size,
+        shared_ffn_hidden_size=config.count("n_shared_experts") * expert_size,
+        dense_layers=tuple(range(num_dense)),
+        score="sigmoid",
+        scaling=config.take("routed_scaling_factor", float, default=1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+
+
+READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
+    "qwen2_moe": _read_qwen2_moe,
+    "qwen3_moe": _read_qwen3_moe,
+    "mixtral": _read_mixtral,
+    "deepseek_v3": _read_deepseek_v3,
+    "glm4_moe": _read_deepseek_v3,
+}
+"""Of families with experts: what reads them from config.json, given the number of layers."""

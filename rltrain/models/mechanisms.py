@@ -1,0 +1,15 @@
+"""What models of some families have beside attention, MLPs and norms of the usual kind, in words."""
+
+from rltrain.models.architecture import Architecture
+from rltrain.models.rope_scaling import LongRopeScaling
+
+
+def local_mechanisms(architecture: Architecture) -> list[str]:
+    """What a model has that is trained by Megatron's own layers alone."""
+    found = {
+        "sliding windows": architecture.windows is not None,
+        "norms behind attention and MLPs": architecture.post_norms,
+        "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
+        "another activation than SiLU": architecture.activation != "silu",
+    }
+    return [mechanism for mechanism, is_there in found.items() if is_there]

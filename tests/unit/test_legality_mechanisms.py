@@ -1,0 +1,55 @@
+"""What is refused of models with windows, further norms and rotary embeddings of other kinds."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rltrain.cluster.placement import resolve_placement, role_grids
+from rltrain.errors import ConfigError
+from rltrain.legality.architecture import check_against_architecture
+from rltrain.models import Architecture, LongRopeScaling
+from tests.model_shards import tiny_architecture
+from tests.unit.schedule_configs import make_config
+
+GEMMA = replace(tiny_architecture("gemma3_text", num_layers=4, max_positions=4096), activation="gelu_tanh")
+PHI4_MINI = tiny_architecture("phi3", max_positions=64, rope_scaling=LongRopeScaling((1.0, 2.0), 1.1))
+SGLANG = {"rollout": {"engine": "sglang"}}
+
+
+def check(architecture: Architecture, **sections: Any) -> None:
+    config = make_config(placement={"actor": "0-1", "rollout,reward": "2-3"}, **sections)
+    grids = role_grids(config, resolve_placement(config.placement, 4, 8))
+    check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
+
+
+def test_what_there_is_is_not_refused() -> None:
+    for sections in (
+        {},
+        {"actor": {"parallel": {"tp": 2, "sequence_parallel": True}}},
+        {"actor": {"parallel": {"pp": 2}}},
+    ):
+        check(GEMMA, **sections)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sections", "parts"),
+    [
+        (GEMMA, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "window of 3 tokens"]),
+        (
+            GEMMA,
+            {"model": {"path": "m", "transformer_impl": "transformer_engine", "dtype": "bfloat16"}},
+            ["model.transformer_impl", "sliding windows and norms behind", "expected auto or local"],
+        ),
+        (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
+        (tiny_architecture("glm4_moe", max_positions=4096), SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
+        (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
+    ],
+)
+def test_what_there_is_not_is_refused_with_the_reason(
+    architecture: Architecture, sections: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check(architecture, **sections)
+    for part in parts:
+        assert part in str(refusal.value)
