@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Offload = Literal["auto"] | bool
@@ -125,9 +125,26 @@ class LossScale(Section):
     """Gradients that overflow at this one count as a step that diverged (on_divergence)."""
 
 
-class Optimizer(Section):
-    """Adam with decoupled weight decay."""
+class Muon(Section):
+    """With optimizer.name muon, of the matrices of layers."""
 
+    momentum: Share = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: Count = 5
+    """Passes of the iteration that makes a matrix orthogonal."""
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay, or Muon. docs/optimizer.md says what each costs and gives."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of layers move by their orthogonalized momentum, whose size is AdamW's, so that lr and
+    weight_decay are as well; embeddings, head, norms, biases and routers by AdamW."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of what the optimizer keeps beside the fp32 weights; it computes in fp32. bfloat16: half of the memory."""
+    cpu_offload: bool | Share = False
+    """Have fp32 weights and moments on the host, and make the steps there: of all parameters, or of a share of them."""
+    muon: Muon = Muon()
     lr: Positive = 1e-6
     min_lr: NonNegative = 0.0
     warmup_steps: NonNegativeInt = 0

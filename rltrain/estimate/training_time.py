@@ -8,7 +8,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import resident_bytes
+from rltrain.estimate.optimizer import orthogonalizing_s, sharded_elements
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
@@ -78,8 +78,11 @@ class TrainingTime:
             last_bucket = min(1.0, self._bucket_elements() / held.total)
             shared = times * max(reduced - backward_s, reduced * last_bucket)
             shared += gathered + (times - 1) * max(gathered - forward_s, 0.0)
-        optimized = resident_bytes(self.job, self.role, stage)["optimizer"] / (2 * FP32)
-        return shared + times * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        optimized = sharded_elements(self.job, self.role, stage)
+        hosted = float(settings.optimizer.cpu_offload)
+        step = (1 - hosted) * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        step += hosted * optimized * max(1 / self.gpu.efficiency.host_adam, FP32 / self.gpu.host)
+        return shared + times * (step + orthogonalizing_s(self.job, self.role, stage, self.gpu))
 
     @property
     def _settings(self) -> Trained:
