@@ -86,6 +86,9 @@ class Model(Section):
     recompute: Literal["none", "selective", "full"] | Recompute = "none"
     """Activations that backward computes anew, in Megatron's terms. selective: {granularity: selective}; full:
     {granularity: full}."""
+    activation_offload: bool = False
+    """Have the host keep what layers leave for backward, all but a stage's last: copied there while the next layers are
+    computed, and back while the backward of the layer behind is. With recompute full: their inputs."""
     logits_chunk_tokens: Count | None = None
     """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
     memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""

@@ -203,8 +203,8 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:
     """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what optimizers
-    have there for good, what a checkpoint is written from, and its share of the copy from which SGLang servers of the
-    node are given their weights again."""
+    have there for good, what layers keep there for backward, what a checkpoint is written from, and its share of the
+    copy from which SGLang servers of the node are given their weights again."""
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
@@ -215,6 +215,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     )
     trained = [role for role in trained_roles() if role in stages]
     found["optimizer"] = sum(optimizer_bytes(job, role, stages[role]).on_host for role in trained)
+    at_once = [Activations(job, role, stages[role]).offloaded(job.micro_batch_rows(role)) for role in trained]
+    found["activations"] = max(at_once, default=0)
     if job.config.checkpoint.save_interval:
         found["checkpoint"] = sum(_saved_bytes(job, role, stages[role]) for role in trained)
     kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]

@@ -6,6 +6,7 @@ from math import ceil
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
+from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.optimizer import orthogonalizing_s, sharded_elements
@@ -145,6 +146,8 @@ class TrainingTime:
         flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
         passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
+        if backward:  # beside the computation, there and back
+            per_token = max(per_token, 2 * Activations(self.job, self.role, stage).leaving() / gpu.host)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
         if self.links.ep.size > 1:

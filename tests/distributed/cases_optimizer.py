@@ -1,7 +1,10 @@
 """What ranks do in test_optimizer: updates by optimizers whose states lie elsewhere, are smaller, or are Muon's."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -10,16 +13,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
 from rltrain.errors import CheckpointError
+from rltrain.training import activation_offload
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.optimization.orthogonal import COEFFICIENTS
 from rltrain.training.saved_state import Destination, SavedState
+from tests.distributed.cases_training import (
+    GRIDS,
+    SEVERAL_MICRO_BATCHES,
+    load_experience,
+    load_model,
+    make_trainable,
+    negative_log_likelihood,
+    share_of,
+)
 from tests.distributed.cases_training_state import (
     AFTER,
     BEFORE,
     Case,
     Run,
     Way,
+    digest,
     groups_of,
     layout_of,
     saved_and_continued,
@@ -200,3 +216,46 @@ def loss_of_samples(model: torch.nn.Module, samples: dict[str, Tensor]) -> Tenso
         total = total - (logprobs * mask).sum()
         count += float(mask.sum())
     return total / count
+
+
+OFFLOADED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp2_sp", {}),
+    ("tp2_pp2", {}),
+    ("pp3_vpp2", {}),
+    ("tp2_dp2", {"dtype": "bfloat16", "recompute": "full"}),
+    ("tp2_dp2", {"recompute": {"granularity": "full", "layers": 1}}),
+    ("tp2_pp2", {"recompute": {"granularity": "selective", "modules": ["core_attn", "mlp"]}}),
+)
+
+
+def activations(checkpoints: dict[str, str]) -> dict[str, list[Any]]:
+    """Updates and weights with activations on the device, and with all of them on the host, and tensors that were."""
+    path, seen = Path(checkpoints["qwen2_tied"]), dict[str, list[Any]]()
+    lists = sorted({ranks for layout, _ in OFFLOADED for ranks in group_lists({"actor": GRIDS[layout]})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    for layout, settings in OFFLOADED:
+        if dist.get_rank() not in GRIDS[layout].ranks:
+            continue
+        for offload in (False, True):
+            with patch.object(activation_offload, "LEAST_BYTES", 0), noted_copies() as copies:
+                model = load_model(path, layout, groups, activation_offload=offload, **settings)
+                trainable = make_trainable(model, SEVERAL_MICRO_BATCHES)
+                share = share_of(load_experience(path), layout)
+                metrics = [trainable.train_batch(share, negative_log_likelihood) for _ in range(2)]
+            seen.setdefault(f"{layout} {settings}", []).append([metrics, digest(model.parameters()), len(copies)])
+    return seen
+
+
+@contextmanager
+def noted_copies() -> Iterator[list[int]]:
+    """Bytes of every tensor that goes to the host."""
+    copies: list[int] = []
+    save = activation_offload.Kept.save
+
+    def noting(kept: activation_offload.Kept, copier: activation_offload.Copier) -> None:
+        save(kept, copier)
+        assert kept._host is not None
+        copies.append(kept._host.nbytes)
+
+    with patch.object(activation_offload.Kept, "save", noting):
+        yield copies

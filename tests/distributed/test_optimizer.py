@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_optimizer import EQUAL, EXPERT_LAYOUTS, LAYOUTS, SAVED
+from tests.distributed.cases_optimizer import EQUAL, EXPERT_LAYOUTS, LAYOUTS, OFFLOADED, SAVED
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -100,3 +100,17 @@ def test_muon_is_equal_in_every_layout_and_to_a_reference(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_muon_moves_experts_and_latent_attention_alike_in_every_layout(tmp_path: Path) -> None:
     check_layouts(muon(tmp_path, "deepseek_v3", experts=True), EXPERT_LAYOUTS)
+
+
+def test_activations_on_the_host_change_no_bit(tmp_path: Path) -> None:
+    arguments = {"checkpoints": make_checkpoints(tmp_path, ("qwen2_tied",))}
+    ranks = run_distributed("tests.distributed.cases_optimizer:activations", 4, arguments, timeout_s=300)
+    copied = dict[str, int]()
+    for rank in ranks:
+        for name, ((metrics, weights, none), (others, same, copies)) in rank.items():
+            assert others == metrics and same == weights, name
+            assert none == 0
+            copied[name] = max(copied.get(name, 0), copies)
+    assert len(copied) == len(OFFLOADED)
+    # With a layer in every chunk there is none but the last.
+    assert all((count > 0) != name.startswith("pp3_vpp2") for name, count in copied.items())

@@ -78,3 +78,16 @@ def test_steps_take_longer_on_the_host_and_with_muon() -> None:
         for settings in ({}, {"cpu_offload": True}, {"name": "muon"})
     )
     assert offloaded > 3 * plain and muon > plain
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_on_the_host_leave_some_layers_of_them(recompute: str) -> None:
+    def of(**model: Any) -> tuple[int, int]:
+        job = job_of(qwen3_8b(), APART, 16, model={"path": "m", "recompute": recompute, **model})
+        on_device = working_bytes(job, "update", {"actor": 0})["activations"]
+        return on_device, host_bytes(job, {"actor": 0}, frozenset()).get("activations", 0)
+
+    (plain, nothing), (left, moved) = of(), of(activation_offload=True)
+    assert nothing == 0
+    one_layer = moved / 35
+    assert plain - left == pytest.approx(33 * one_layer, rel=0.01)

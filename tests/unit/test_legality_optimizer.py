@@ -41,6 +41,13 @@ def test_the_rest_goes_together(given: dict[str, Any]) -> None:
     check_config(make_config(actor={"optimizer": given}))
 
 
+def test_activations_that_are_filled_where_they_lie_cannot_leave() -> None:
+    recompute = {"granularity": "selective", "modules": ["core_attn", "layernorm"]}
+    with pytest.raises(ConfigError, match=r"model\.activation_offload: got true with layernorm in model\.recompute"):
+        check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": recompute}))
+    check_config(make_config(model={"path": "m", "activation_offload": True, "recompute": "full"}))
+
+
 def test_a_share_is_one() -> None:
     assert float(Optimizer(cpu_offload=True).cpu_offload) == 1.0
     with pytest.raises(ValueError, match="less than or equal to 1"):
