@@ -34,5 +34,6 @@ def _activation_problems(config: Config) -> Iterator[str]:
     if config.model.activation_offload and emptied:
         yield (
             f"model.activation_offload: got true with {', '.join(emptied)} in model.recompute.modules, which empty "
-            "what they put out and fill it again where it lay; expected false, or other modules, or model.recompute: full"
+            "what they put out and fill it again where it lay; expected false, or other modules, or model.recompute: "
+            "full"
         )
