@@ -17,6 +17,7 @@ from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpoint.run.writer import FilesWriter, Written
 from rltrain.errors import CheckpointError
 from rltrain.liveness.polling import poll
+from rltrain.liveness.stopping import PAUSE
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Metrics, Role
@@ -57,13 +58,25 @@ class Checkpointing:
         # The writing thread reports over a connection of its own.
         self.store = dist.PrefixStore("checkpoint", job.world.store.clone())  # type: ignore[attr-defined]
         self.stopped_by: str | None = None
-        """The signal because of which the run ends at the boundary that this rank has come to."""
+        """The signal, or the reason to pause, because of which the run ends at the boundary that this rank has come
+        to."""
         self._boundary: int | None = None
         self._incomplete: deque[int] = deque()
         """The steps of checkpoints that this rank has yet to complete, in their order."""
         self._late = frozenset(job.placement.hosting_nothing_but(roles_beside_steps()))
         """Ranks that come to a boundary when others are long past it."""
         self._metrics: Metrics = {}
+
+    @property
+    def paused_by(self) -> str | None:
+        """What a user is told in the end of a run that paused: where it did, and how it goes on."""
+        if self.stopped_by is None or not self.stopped_by.startswith(PAUSE):
+            return None
+        where = self.folder.path / name_of(self._boundary or 0)
+        return (
+            f"{self.stopped_by.removeprefix(PAUSE)}. The run is paused after step {self._boundary}, saved in {where}; "
+            "the same command goes on from there, once its config says how"
+        )
 
     def at_boundary(self, step: int, chunk: int) -> None:
         """Save where it is due or the run is to stop here. Once per boundary, for all roles of this rank."""
@@ -172,6 +185,8 @@ class Checkpointing:
         if self._stopped_by(step):
             where = self.folder.path / name_of(step)
             self.store.set(STOPPED, "1")
+            if self.paused_by:
+                return  # which is said in the end
             logger.warning(
                 "%s: stopped after step %d, saved in %s; the same command goes on", self.stopped_by, step, where
             )

@@ -16,6 +16,7 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.errors import ParityError
 from rltrain.hub import with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
@@ -63,6 +64,8 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     except Exception as error:
         ending.by(error)
     if not came_to_its_end:
+        if reason := trainer.checkpointing.paused_by:
+            ending.by(ParityError(reason))
         end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
     dist.destroy_process_group()
     return 0
@@ -104,7 +107,7 @@ def where_to_begin(
     """What is to be done, and the checkpoint from which it goes on, if any. Collective over: all ranks."""
     checkpoint = find_checkpoint(config, job_store)
     if checkpoint is not None:
-        check_resumed(config, architectures, checkpoint)
+        check_resumed(config, architectures, checkpoint, restarted=job_store.world.restarted)
     if job_store.world.rank == 0:
         open_history(config, checkpoint)
     if checkpoint is None:

@@ -13,9 +13,10 @@ from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed
 from rltrain.checkpoint.run.random_states import set_random_states
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, ParityError
 from rltrain.folders import lock_folder, set_aside
 from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.stopping import PAUSE
 from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, LOGS, REWOUND, begin_logs, forget_steps, logs_in, read_id, shorten
@@ -101,12 +102,21 @@ def _damage(checkpoint: Resumed, job_store: JobStore, key: str) -> str | None:
     return verdict
 
 
-def check_resumed(config: Config, architectures: Mapping[str, Architecture], checkpoint: Resumed) -> None:
-    """Refuse a checkpoint of another run or model. CheckpointError with both values of whatever differs."""
+def check_resumed(
+    config: Config, architectures: Mapping[str, Architecture], checkpoint: Resumed, *, restarted: bool = False
+) -> None:
+    """Refuse a checkpoint of another run or model. CheckpointError with both values of whatever differs; ParityError
+    where the run is paused, and was not started anew but `restarted`."""
     run = checkpoint.run
     problems = [*_config_problems(config, run["config"]), *_architecture_problems(architectures, run["architectures"])]
     if checkpoint.step > config.steps:
         problems.append(f"steps is {config.steps}, but it was saved after step {checkpoint.step}")
+    if restarted and str(run.get("stopped_by") or "").startswith(PAUSE):
+        raise ParityError(
+            f"the run is paused after step {checkpoint.step} ({checkpoint.folder}), and torchrun has restarted it: "
+            "what pauses a run (checks.action) is for a person to decide; start the job again, once its config says "
+            "how it is to go on"
+        )
     if problems:
         raise CheckpointError(
             f"checkpoint.resume: {checkpoint.folder} does not fit this config: {'; '.join(problems)}. Start with what "

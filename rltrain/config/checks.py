@@ -13,6 +13,7 @@ class Checks(Section):
     """Of train/fresh_logprob_abs_diff, the mean difference of log-probs."""
     max_kl: Positive | None = None
     """Of train/fresh_kl, the KL of the trainer from the engine."""
-    action: Literal["stop", "warn"] = "stop"
+    action: Literal["stop", "pause", "warn"] = "stop"
     """Beyond a limit. stop: the run ends, and the last checkpoint stays the last: none is saved of weights that were
-    trained on such tokens."""
+    trained on such tokens. pause: it is saved at the end of its step and ends with an error, to go on from there when it
+    is started again."""

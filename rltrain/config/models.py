@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
+from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 Offload = Literal["auto"] | bool
@@ -86,6 +86,9 @@ class Model(Section):
     recompute: Literal["none", "selective", "full"] | Recompute = "none"
     """Activations that backward computes anew, in Megatron's terms. selective: {granularity: selective}; full:
     {granularity: full}."""
+    activation_offload: bool = False
+    """Have the host keep what layers leave for backward, all but a stage's last: copied there while the next layers are
+    computed, and back while the backward of the layer behind is. With recompute full: their inputs."""
     logits_chunk_tokens: Count | None = None
     """Tokens whose logits exist at a time, which are then made twice: a third more products of the vocabulary for the
     memory of a micro-batch's logits and of their gradient. null: logits of a whole micro-batch, made once."""
@@ -125,9 +128,26 @@ class LossScale(Section):
     """Gradients that overflow at this one count as a step that diverged (on_divergence)."""
 
 
-class Optimizer(Section):
-    """Adam with decoupled weight decay."""
+class Muon(Section):
+    """With optimizer.name muon, of the matrices of layers."""
 
+    momentum: Share = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: Count = 5
+    """Passes of the iteration that makes a matrix orthogonal."""
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay, or Muon. docs/optimizer.md says what each costs and gives."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of layers move by their orthogonalized momentum, whose size is AdamW's, so that lr and
+    weight_decay are as well; embeddings, head, norms, biases and routers by AdamW."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of what the optimizer keeps beside the fp32 weights; it computes in fp32. bfloat16: half of the memory."""
+    cpu_offload: bool | Share = False
+    """Have fp32 weights and moments on the host, and make the steps there: of all parameters, or of a share of them."""
+    muon: Muon = Muon()
     lr: Positive = 1e-6
     min_lr: NonNegative = 0.0
     warmup_steps: NonNegativeInt = 0

@@ -13,6 +13,8 @@ from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
 
 FP32 = 4
+OFFLOADED_THERE = 2
+"""With model.activation_offload, layers of which a device has everything while it is on its way to the host or back."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,32 @@ class Activations:
     def training(self, tokens: int) -> int:
         """At most at once, with micro-batches of `tokens` tokens. A layer that is recomputed keeps its input, one whose
         parts are what is left without them, and one layer at a time has all that it computes anew."""
-        again, kept = [0], self._ends()
+        kept, again = self._kept()
+        of_all = sum(map(sum, kept))
+        if self.job.config.model.activation_offload:
+            leave = [layer for chunk in kept for layer in chunk[:-1]]
+            there = self._under_way() * (of_all - sum(leave)) + OFFLOADED_THERE * max(leave, default=0)
+            return tokens * (int(there + self._under_way() * self._ends()) + max(again, default=0))
+        return tokens * (int(self._under_way() * (of_all + self._ends())) + max(again, default=0))
+
+    def offloaded(self, tokens: int) -> int:
+        """At most at once on the host."""
+        return tokens * int(self._under_way() * self.leaving())
+
+    def leaving(self) -> int:
+        """Of one token, what goes to the host and comes back: all layers' but the last one's of every chunk."""
+        leaves = self.job.config.model.activation_offload
+        return sum(sum(chunk[:-1]) for chunk in self._kept()[0]) if leaves else 0
+
+    def _kept(self) -> tuple[list[list[int]], list[int]]:
+        """Of one token: what the layers of each chunk keep for backward, and what layers compute anew."""
+        kept, again = [], []
         for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
             whole = self.job.config.model.recomputed.full_layers(len(layers))
-            again += [self.layer(sparse) for sparse in layers[:whole]]
-            again += [self._recomputed(sparse) for sparse in layers[whole:]]
-            kept += whole * self._hidden(self.job.residual_bytes)
-            kept += sum(self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:])
-        return tokens * (int(self._under_way() * kept) + max(again))
+            again += [self.layer(sparse) for sparse in layers[:whole]] + [self._recomputed(s) for s in layers[whole:]]
+            inputs = [self._hidden(self.job.residual_bytes)] * whole
+            kept.append(inputs + [self.layer(sparse) - self._recomputed(sparse) for sparse in layers[whole:]])
+        return kept, again
 
     def _under_way(self) -> float:
         """Micro-batches whose activations the stage has at once. By 1F1B as many as there are stages from it on; of

@@ -33,6 +33,8 @@ class Efficiency(Section):
     node: Fraction = 0.75
     network: Fraction = 0.8
     host: Fraction = 0.8
+    host_adam: Positive = 5e8
+    """Elements per second that a rank's share of the host's cores makes steps of, with optimizer.cpu_offload."""
     layer_s: NonNegative = 2e-4
     """Launching the kernels of a layer in a forward pass that is not recorded; twice as long backward."""
     decode_layer_s: NonNegative = 1.5e-5

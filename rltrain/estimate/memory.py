@@ -6,6 +6,7 @@ from math import ceil
 from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
+from rltrain.estimate.optimizer import optimizer_bytes, orthogonalizing_bytes, sharded_elements, trained_settings
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
@@ -15,8 +16,6 @@ from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, se
 
 MIB = 2**20
 FP32 = 4
-MOMENTS = 2
-"""Of Adam, for every parameter."""
 POSITIONS_MULTIPLE = 8
 """Positions of the embedded engine's cache are a multiple of it."""
 WEIGHT_SYNC_BUFFERS = 4
@@ -64,16 +63,14 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements.total * item}
-    settings = job.config.actor if role == "actor" else job.config.critic
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
-    held = sharded = elements.total
-    if settings.distributed_optimizer and replicas > 1:
-        dense, experts = in_buffers(elements.dense, replicas), in_buffers(elements.experts, expert_replicas)
-        held, sharded = dense + experts, dense // replicas + experts // expert_replicas
+    held, optimizer = elements.total, optimizer_bytes(job, role, stage)
+    if trained_settings(job, role).distributed_optimizer and replicas > 1:
+        held = in_buffers(elements.dense, replicas) + in_buffers(elements.experts, expert_replicas)
     return {
         "weights": held * item,
-        "master_weights": sharded * FP32 if item < FP32 else 0,
-        "optimizer": sharded * FP32 * MOMENTS,
+        "master_weights": optimizer.on_device(optimizer.masters),
+        "optimizer": optimizer.on_device(optimizer.states),
         "gradients": held * FP32,
     }
 
@@ -142,6 +139,8 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)
+    if task.startswith("update") and (needed := orthogonalizing_bytes(job, role)):
+        found["orthogonalizing"] = needed
     return found
 
 
@@ -203,9 +202,9 @@ def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:
 
 
 def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Key]) -> dict[str, int]:
-    """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what a
-    checkpoint is written from, and its share of the copy from which SGLang servers of the node are given their weights
-    again."""
+    """Pinned memory that a rank keeps: `leaving` parts that the host has copies of, weights of guests, what optimizers
+    have there for good, what layers keep there for backward, what a checkpoint is written from, and its share of the
+    copy from which SGLang servers of the node are given their weights again."""
     parts = {
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
@@ -214,9 +213,12 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     found["offloaded"] += sum(
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
     )
+    trained = [role for role in trained_roles() if role in stages]
+    found["optimizer"] = sum(optimizer_bytes(job, role, stages[role]).on_host for role in trained)
+    at_once = [Activations(job, role, stages[role]).offloaded(job.micro_batch_rows(role)) for role in trained]
+    found["activations"] = max(at_once, default=0)
     if job.config.checkpoint.save_interval:
-        saved = [role for role in trained_roles() if role in stages]
-        found["checkpoint"] = sum(_saved_bytes(job, role, parts) for role in saved)
+        found["checkpoint"] = sum(_saved_bytes(job, role, stages[role]) for role in trained)
     kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     if "evaluation" in stages:
@@ -225,11 +227,11 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     return {name: size for name, size in found.items() if size}
 
 
-def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
+def _saved_bytes(job: PlannedJob, role: str, stage: int) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
-    settings, grid = job.config.actor if role == "actor" else job.config.critic, job.grids[role]
-    shares = 1 if settings.distributed_optimizer else grid.dp * grid.cp
-    return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
+    grid = job.grids[role]
+    shares = 1 if trained_settings(job, role).distributed_optimizer else grid.dp * grid.cp
+    return (optimizer_bytes(job, role, stage).states + sharded_elements(job, role, stage) * FP32) // shares
 
 
 def _equal_on_node(job: PlannedJob, role: str) -> int:

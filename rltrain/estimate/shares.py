@@ -40,8 +40,13 @@ def layers_of_stage(architecture: Architecture, grid: Grid, stage: int) -> tuple
 
 def trained_elements(architecture: Architecture, grid: Grid, stage: int) -> Elements:
     """Parameters on a rank of a pipeline stage, by the layout that training has."""
+    return _trained(architecture, one_replica(grid), stage)
+
+
+def one_replica(grid: Grid) -> Grid:
+    """The smallest grid whose ranks hold what this one's do, with every expert once."""
     stage_ranks = lcm(grid.tp, grid.ep * (grid.etp or grid.tp))
-    return _trained(architecture, replace(grid, ranks=tuple(range(grid.pp * stage_ranks)), cp=1), stage)
+    return replace(grid, ranks=tuple(range(grid.pp * stage_ranks)), cp=1)
 
 
 @lru_cache(maxsize=4096)

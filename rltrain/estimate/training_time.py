@@ -6,9 +6,10 @@ from math import ceil
 
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
+from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.memory import resident_bytes
+from rltrain.estimate.optimizer import orthogonalizing_s, sharded_elements
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
@@ -78,8 +79,11 @@ class TrainingTime:
             last_bucket = min(1.0, self._bucket_elements() / held.total)
             shared = times * max(reduced - backward_s, reduced * last_bucket)
             shared += gathered + (times - 1) * max(gathered - forward_s, 0.0)
-        optimized = resident_bytes(self.job, self.role, stage)["optimizer"] / (2 * FP32)
-        return shared + times * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        optimized = sharded_elements(self.job, self.role, stage)
+        hosted = float(settings.optimizer.cpu_offload)
+        step = (1 - hosted) * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        step += hosted * optimized * max(1 / self.gpu.efficiency.host_adam, FP32 / self.gpu.host)
+        return shared + times * (step + orthogonalizing_s(self.job, self.role, stage, self.gpu))
 
     @property
     def _settings(self) -> Trained:
@@ -143,6 +147,8 @@ class TrainingTime:
         flops = gpu.flops(model.dtype) * self.grid.tp * self.grid.cp
         passes = len(layers) * (1 + backward + (backward if recompute.repeats("core_attn") else repeated))
         per_token = at_peak / flops + self._moved_by_attention(passes, of_attention / flops)
+        if backward:  # beside the computation, there and back
+            per_token = max(per_token, 2 * Activations(self.job, self.role, stage).leaving() / gpu.host)
         walks = 1 + backward + repeated
         latencies = walks * COLLECTIVES_PER_LAYER * len(layers) * self.links.tp.latency_s * (self.grid.tp > 1)
         if self.links.ep.size > 1:

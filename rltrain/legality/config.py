@@ -10,6 +10,7 @@ from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
+from rltrain.legality.optimizer import optimizer_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
@@ -28,6 +29,7 @@ def check_config(config: Config) -> None:
         *_environment_problems(config),
         *algorithm_of(config).problems(),
         *_training_problems(config),
+        *optimizer_problems(config),
         *_recompute_problems(config),
         *_teacher_problems(config),
         *learning_problems(config),

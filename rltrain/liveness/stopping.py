@@ -25,6 +25,9 @@ ASKED_AGAIN = {signal.SIGINT, signal.SIGTERM}
 """A second Ctrl-C, whatever torchrun does: at the first one a rank gets SIGINT twice, from the terminal and from
 torchrun, which at the second one sends SIGTERM."""
 
+PAUSE = "paused: "
+"""What reasons begin with that a rank has to stop at, without a signal."""
+
 LOOK_S = 0.5
 LOST_S = 10.0
 """A rank of another machine without a heartbeat for this long is gone."""
@@ -89,6 +92,11 @@ class StopRequest:
         reason = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
         agreed = self._store.compare_set(f"boundary/{boundary}", "", reason or "-").decode()
         return None if agreed == "-" else agreed
+
+    def pause(self, reason: str) -> None:
+        """Have all ranks save and end at the next boundary that none of them has come to. By any rank, and by as many
+        as find the reason."""
+        self._store.compare_set("requested", "", PAUSE + reason)
 
     def _follow(self) -> None:
         while (requested := self._next_signal(None)) is None:

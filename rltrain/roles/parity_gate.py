@@ -1,7 +1,7 @@
-"""Ends a run, or warns, when trainer and engine drift apart."""
+"""Ends or pauses a run, or warns, when trainer and engine drift apart."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rltrain.algorithms import parity
 from rltrain.config.schema import Checks
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class ParityGate:
-    """`speaks`: whether this rank is the one that warns."""
+    """`speaks`: whether this rank is the one that warns. `pause` has the job save and end, for the reason given."""
 
-    def __init__(self, checks: Checks, *, speaks: bool) -> None:
-        self.action, self.speaks = checks.action, speaks
+    def __init__(self, checks: Checks, *, speaks: bool, pause: Callable[[str], None]) -> None:
+        self.action, self.speaks, self.pause = checks.action, speaks, pause
         self.limits = {
             ("checks.max_logprob_diff", parity.DIFFERENCE): checks.max_logprob_diff,
             ("checks.max_kl", parity.KL): checks.max_kl,
@@ -40,5 +40,10 @@ class ParityGate:
                 "last one that was exported; docs/precision.md says what precision alone does: raise the limit if that "
                 "is all, set checks.action to warn to go on"
             )
-        if self.speaks:
+        if self.action == "pause":
+            self.pause(
+                f"{said} (checks.action pause). tools/parity.py compares the two layer by layer; raise the limit, set "
+                "checks.action to warn, or go back by checkpoint.resume to a checkpoint before"
+            )
+        elif self.speaks:
             logger.warning("%s (checks.action warn)", said)

@@ -74,6 +74,12 @@ class Job:
         """The rank that reports what concerns the whole job."""
         return job_leader(self.grids)
 
+    def pause(self, reason: str) -> None:
+        """Have all ranks save and end for a person to look, with this sentence. RuntimeError where nobody listens."""
+        if self.stop is None:
+            raise RuntimeError(f"nobody listens who could pause the job: {reason}")
+        self.stop.pause(reason)
+
     def offload_of(self, role: str) -> Offload:
         """`<role>.offload`, where auto is no on a device that is the host: moves would only copy memory within it."""
         offload: Offload = getattr(self.config, role).offload

@@ -33,6 +33,8 @@ class Counts:
     optimizer_steps: int
     loss_scale: str = ""
     """Of a model in fp16, as its backend has it."""
+    optimizer: str = "adamw"
+    """Whose states there are."""
 
 
 def contents(
@@ -47,6 +49,7 @@ def contents(
         "num_updates": str(counts.num_updates),
         "optimizer_steps": str(counts.optimizer_steps),
         "loss_scale": counts.loss_scale,
+        "optimizer": counts.optimizer,
     }
     return Contents({PIECES: torch.from_numpy(table), **flats}, metadata)
 
@@ -98,6 +101,15 @@ class SavedState:
         self._pieces: Array = pieces[order]
         self._file: IntArray = file[order]
 
+    def require_optimizer(self, name: str, role: str) -> None:
+        """CheckpointError where the states are another one's."""
+        saved = self.counts.optimizer
+        if self.counts.optimizer_steps and saved != name:
+            raise CheckpointError(
+                f"the training state in {self._files[0].parent} has the states of {saved}, and {role}.optimizer.name "
+                f"is {name}; expected {saved}, or a run that begins anew from exported weights ({CONFIG_KEY})"
+            )
+
     def read(self, destinations: Sequence[Destination]) -> None:
         """Fill all destinations, their padding with zeros.
 
@@ -127,7 +139,8 @@ class SavedState:
         for column, field in enumerate(FIELDS):
             pieces[field] = table[:, column]
         num_updates, optimizer_steps = (int(metadata[name]) for name in ("num_updates", "optimizer_steps"))
-        return pieces, Counts(num_updates, optimizer_steps, metadata.get("loss_scale", ""))
+        texts = metadata.get("loss_scale", ""), metadata.get("optimizer", Counts.optimizer)
+        return pieces, Counts(num_updates, optimizer_steps, *texts)
 
     def _agreed(self, numbers: Sequence[int], counts: Sequence[Counts]) -> Counts:
         """What the files `numbers` say, which have something in them: the others' optimizers made no steps."""

@@ -25,9 +25,10 @@ from rltrain.models import Architecture, read_architecture
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
-from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters
+from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_parameters, step_count
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.optimization.stepping import ADAM_STATES
 from rltrain.training.saved_state import PIECES, Destination, SavedState
 from tests.uneven_products import uneven_products
 
@@ -58,6 +59,8 @@ class Way:
     overlap: bool = False
     vpp: int = 1
     layers: tuple[int, ...] | None = None
+    optimizer: tuple[tuple[str, Any], ...] = ()
+    """Keys of its settings beside those that all have."""
 
     @property
     def grid(self) -> Grid:
@@ -132,7 +135,9 @@ class Run:
             for parameter in local_parameters(model).values():
                 parameter.data.fill_(float("nan"))
         trained = schema.Trained(
-            optimizer=schema.Optimizer(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1),
+            optimizer=schema.Optimizer(
+                lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.1, **dict(way.optimizer)
+            ),
             micro_batch_tokens=MAX_TOKENS,
             distributed_optimizer=way.distributed,
             overlap=way.overlap,
@@ -176,8 +181,10 @@ class Run:
         optimizer = self.trained.optimizer
         optimized = optimized_parameters(self.trained.model, optimizer)
         found = [optimized[name] for name in sorted(optimized)]
-        kinds = {kind: digest(one.moments[kind] for one in found) for kind in MOMENTS}
-        kinds["step"] = digest(state["step"] for _, state in optimizer.state.items())
+        held = [kind for kind in MOMENTS if any(kind in one.moments for one in found)]
+        kinds = {kind: digest(one.moments[kind] for one in found if kind in one.moments) for kind in held}
+        steps = digest(state["step"] for _, state in optimizer.state.items() if "step" in state)
+        kinds["step"] = f"{int(step_count(optimizer))} {steps}"
         return {
             "weights": digest(self.trained.parameters.values()),
             MASTER: digest(one.master for one in found),
@@ -254,7 +261,9 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
 def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
     """All elements of a state, by kind, in the order of one rank that holds everything."""
     on = layout_of(case, Way(), path).on(0)
-    whole = {kind: [torch.zeros(shape).view(-1) for _, shape in on.parameters] for kind in (MASTER, *MOMENTS)}
+    moment = getattr(torch, dict(case.way.optimizer).get("moments_dtype", "float32"))
+    types = {MASTER: torch.float32, **dict.fromkeys(ADAM_STATES, moment)}
+    whole = {k: [torch.zeros(shape, dtype=types[k]).view(-1) for _, shape in on.parameters] for k in types}
     saved = SavedState(sorted(folder.glob("*.safetensors")), layout_of(case, Way(), path).tensors)
     is_optimized = np.array([not name.endswith(ROUTER_BIAS) for name, _ in on.parameters])
     optimized = on.pieces[is_optimized[on.pieces["parameter"]]]
@@ -264,7 +273,7 @@ def whole_state(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
 
 def shared_steps(run: Run) -> bool:
     """Whether two parameters count their steps in one tensor."""
-    steps = [state["step"] for _, state in run.trained.optimizer.state.items()]
+    steps = [state["step"] for _, state in run.trained.optimizer.state.items() if "step" in state]
     return len({step.data_ptr() for step in steps}) != len(steps)
 
 

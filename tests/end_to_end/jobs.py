@@ -19,10 +19,11 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
 
 
 def try_to_train(
-    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 240
+    config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: float = 240, restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """torchrun launch/train.py, whatever comes of it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    torchrun.append(f"--max-restarts={restarts}")
     return run([*torchrun, "launch/train.py", "--config", str(config), *overrides], timeout_s)
 
 

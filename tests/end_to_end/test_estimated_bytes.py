@@ -31,6 +31,14 @@ JOBS = {
         GRPO,
         ["actor={parallel: {tp: 2}, distributed_optimizer: false}", "model.dtype=bfloat16"],
     ),
+    "optimizer on the host": (
+        GRPO,
+        ["actor={parallel: {tp: 1}, optimizer: {cpu_offload: true}}", "model.dtype=bfloat16"],
+    ),
+    "muon, moments in bf16": (
+        GRPO,
+        ["actor={parallel: {tp: 2}, optimizer: {name: muon, moments_dtype: bfloat16}}", "model.dtype=bfloat16"],
+    ),
     "tp, pp, an engine of two ranks": (
         GRPO,
         ["placement={'actor, rollout, reference, reward': all}", "actor.parallel={tp: 2, pp: 2}"]

@@ -7,6 +7,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train, try_to_train
 pytestmark = pytest.mark.slow
 
 TWO_RANKS = ("placement={actor: 0, 'rollout, reward': 1}", "actor.parallel.tp=1", "loss.kl.coef=0")
+COLOCATED = ("placement={'actor, rollout, reward': all}", "actor.parallel.tp=1", "loss.kl.coef=0")
 SHORT = ("batch.prompts_per_step=8", "rollout.parallel.tp=1", "data.eval=null", "evaluation.interval=0")
 WIDE = ("model.dtype=bfloat16", "model.residual_dtype=float32", "model.head_dtype=float32")
 
@@ -23,6 +24,21 @@ def test_a_run_ends_where_trainer_and_engine_part(warmed_up, data_overrides, tmp
     done = try_to_train(quickstart, *job, f"checks.max_logprob_diff={differences[0] / 2}", num_ranks=2)
     assert done.returncode
     assert "step 0: the trainer's log-probs are far" in done.stderr and "checks.max_logprob_diff" in done.stderr
+
+
+def test_a_run_pauses_where_trainer_and_engine_part(warmed_up, data_overrides, tmp_path):
+    """It is saved and ends with an error, and goes on when it is started again; not when torchrun restarts it."""
+    quickstart = REPOSITORY / "configs/quickstart.yaml"
+    paths = (f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0])
+    job = (*paths, *COLOCATED, *SHORT, *WIDE, "steps=2", "checkpoint.save_interval=5", "checks.action=pause")
+    done = try_to_train(quickstart, *job, "checks.max_logprob_diff=1e-6", num_ranks=2, restarts=1)
+    assert done.returncode
+    assert done.stderr.count("rltrain: step 0: the trainer's log-probs are far") == 1
+    assert "checks.max_logprob_diff 1e-06 (checks.action pause)" in done.stderr
+    assert f"The run is paused after step 1, saved in {tmp_path}/checkpoints/" in done.stderr
+    assert "rltrain: the run is paused after step 1" in done.stderr and "torchrun has restarted it" in done.stderr
+    records = train(quickstart, *job, "checks.max_logprob_diff=0.05", num_ranks=2)
+    assert len(column(records, "train/loss")) == 2
 
 
 def test_a_run_in_float16_tells_of_its_loss_scale(warmed_up, data_overrides, tmp_path):

@@ -54,7 +54,11 @@ def test_without_such_tokens_nothing_is_said() -> None:
 
 
 def gate(**checks: Any) -> ParityGate:
-    return ParityGate(Checks(**checks), speaks=True)
+    return ParityGate(Checks(**checks), speaks=True, pause=no_pause)
+
+
+def no_pause(reason: str) -> None:
+    raise AssertionError(f"paused: {reason}")
 
 
 @pytest.mark.parametrize("value", [0.2, math.nan, math.inf])
@@ -75,10 +79,29 @@ def test_within_limits_and_without_fresh_tokens_it_goes_on() -> None:
 
 def test_a_warning_comes_from_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     for speaks in (True, False):
-        ParityGate(Checks(max_kl=0.1, action="warn"), speaks=speaks).check(4, {"fresh_kl": 0.3})
+        ParityGate(Checks(max_kl=0.1, action="warn"), speaks=speaks, pause=no_pause).check(4, {"fresh_kl": 0.3})
     (message,) = caplog.messages
     assert caplog.records[0].levelno == logging.WARNING
     assert message.startswith("step 4: ") and "train/fresh_kl is 0.3, checks.max_kl 0.1" in message
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_every_rank_of_the_actor_asks_for_the_pause(speaks: bool) -> None:
+    """So that none of them comes to the end of the step before it is asked for."""
+    reasons: list[str] = []
+    found = ParityGate(Checks(max_kl=0.1, action="pause"), speaks=speaks, pause=reasons.append)
+    found.check(3, {"fresh_kl": 0.1})
+    assert not reasons
+    found.check(4, {"fresh_kl": 0.3})
+    (reason,) = reasons
+    assert reason.startswith("step 4: ") and "train/fresh_kl is 0.3, checks.max_kl 0.1 (checks.action pause)" in reason
+
+
+def test_a_pause_needs_checkpoints() -> None:
+    checks = {"max_kl": 0.1, "action": "pause"}
+    with pytest.raises(ConfigError, match=r"checks\.action: got pause with checkpoint\.save_interval 0"):
+        check_config(make_config(checks=checks))
+    check_config(make_config(checks=checks, checkpoint={"save_interval": 10}))
 
 
 def test_limits_on_what_no_engine_drew_are_refused() -> None:

@@ -5,6 +5,7 @@ import torch
 
 from rltrain.residency.host_memory import HostRegion
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.part_on_host import PartOnHost
 
 BUFFER = torch.arange(24.0)
 """What two views of one storage show."""
@@ -91,3 +92,14 @@ def test_a_foreign_tensor_is_refused(held: Held) -> None:
     leave(held.part)
     with pytest.raises(RuntimeError, match="none of the part's storages"):
         held.part.read(torch.zeros(3))
+
+
+def test_what_lies_on_the_host_for_good_never_moves(held: Held) -> None:
+    hosted = torch.arange(5.0)
+    part = PartOnHost(lambda: [held.matrix, hosted], [hosted])
+    assert (part.device_bytes, part.host_bytes) == (BUFFER.nbytes, hosted.nbytes)
+    leave(part)
+    assert part.device_bytes == 0 and part.host_bytes == 128 + hosted.nbytes  # in whole multiples of 64
+    assert torch.equal(part.read(hosted, 1, 3), hosted[1:4]) and torch.equal(part.read(held.matrix), BUFFER)
+    kept = torch.zeros(4)
+    assert part.read(hosted, 1, into=kept) is kept and torch.equal(kept, hosted[1:])

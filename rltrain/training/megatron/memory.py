@@ -7,7 +7,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.residency.part_on_host import PartOnHost
 from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.optimizer import members
+from rltrain.training.megatron.stepping import stepping
 
 
 def training_parts(
@@ -15,21 +18,29 @@ def training_parts(
 ) -> dict[str, MemoryPart]:
     """master_weights, optimizer and gradients, none of which shares memory with another or with the weights.
 
-    With fp32 weights the optimizer works on these themselves, and master_weights is empty.
+    With fp32 weights the optimizer works on these themselves, and master_weights is empty. What an optimizer with
+    cpu_offload has on the host belongs to the parts and stays there.
     """
+    owned = [own for member in members(optimizer) if (own := stepping(member))]
     return {
-        "master_weights": MemoryPart(lambda: _master_weights(model, optimizer)),
-        "optimizer": MemoryPart(lambda: _states(optimizer)),
+        "master_weights": PartOnHost(
+            lambda: _master_weights(model, optimizer), [master for own in owned for master in own.host_masters()]
+        ),
+        "optimizer": PartOnHost(lambda: _states(optimizer), [state for own in owned for state in own.host_states()]),
         # Beside the buffers Megatron keeps fp32 gradients of the master weights until it makes the next ones.
         "gradients": MemoryPart(lambda: _gradients(chunks), forget=lambda: optimizer.zero_grad(set_to_none=True)),
     }
 
 
 def _master_weights(model: LanguageModel, optimizer: MegatronOptimizer) -> list[Tensor]:
-    """What the optimizer works on, but for views of the weights."""
+    """What the optimizer works on, but for views of the weights, and for keys whose masters are on the host."""
     weights = {_storage(parameter) for parameter in model.parameters()}
-    optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [parameter for parameter in optimized if _storage(parameter) not in weights]
+    found = []
+    for member in members(optimizer):
+        own = stepping(member)
+        keys = (key for group in member.param_groups for key in group["params"])
+        found += [key for key in keys if _storage(key) not in weights and not (own and own.has_host_master(key))]
+    return found
 
 
 def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
+from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.megatron.architecture_settings import (
     activation_settings,
@@ -149,6 +150,7 @@ class LanguageModel(torch.nn.Module):
         moe: schema.MoE,
         logits_chunk_tokens: int | None,
         wide_head: bool,
+        offloads_activations: bool,
         transformer_engine: bool,
         device: torch.device,
     ) -> None:
@@ -177,6 +179,11 @@ class LanguageModel(torch.nn.Module):
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
+        if offloads_activations:
+            for chunk in self.chunks:
+                decoder = cast(torch.nn.Module, chunk.decoder)
+                layers = cast(torch.nn.ModuleList, decoder.layers)
+                ActivationOffload(device, self.parameters, len(layers)).attach(decoder, list(layers))
 
     def logits_of(self, outputs: Tensor) -> Logits:
         """What the last chunk put out for some tokens, [tokens, ...], as logits."""
@@ -244,6 +251,7 @@ def build_model(
         moe=model.moe,
         logits_chunk_tokens=model.logits_chunk_tokens,
         wide_head=model.head != model.dtype,
+        offloads_activations=model.activation_offload,
         transformer_engine=transformer_engine,
         device=device,
     )

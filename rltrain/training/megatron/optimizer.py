@@ -38,7 +38,7 @@ def build_optimizer(
     chunks: Sequence[DistributedDataParallel], settings: schema.Optimizer, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """AdamW over the parameters of a model's `chunks`, sharded over data parallelism where these say so; fp32 master
-    weights, and in fp16 a loss scale.
+    weights, and in fp16 a loss scale. What makes the steps may be replaced: megatron/stepping.py.
 
     Weights must be loaded before: parameters in half precision are copied to their masters here. Goes past Megatron's
     `get_megatron_optimizer`, which gathers parameter groups over the whole world and so hangs when some ranks of the

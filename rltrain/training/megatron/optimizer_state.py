@@ -1,6 +1,6 @@
 """What a model's optimizer keeps of every parameter, whichever class of optimizer it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.optimizer import members
+from rltrain.training.megatron.stepping import first_of, masters, stepping
+from rltrain.training.optimization.stepping import ADAM_STATES, MUON_STATES
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = (*ADAM_STATES, *MUON_STATES)
+"""Of AdamW, and of what Muon moves."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Optimized:
 
     `master` is fp32: the weights themselves or a copy; `part` is the one of the model's training_parts that it lies in.
     A shard is this rank's alone among those with the same parameter; else all have the same. `moments` by their names,
-    none before the first step.
+    some of MOMENTS, none before the first step.
     """
 
     master: Tensor
@@ -37,46 +40,43 @@ def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> 
     names = {id(parameter): name for name, parameter in local_parameters(model).items()}
     found: dict[str, Optimized] = {}
     for member in members(optimizer):
-        is_shard = isinstance(member, DistributedOptimizer)
-        for parameter, master in _masters(member):
-            first = member._get_model_param_range_map(parameter)["param"].start if is_shard else 0
+        is_shard, own = isinstance(member, DistributedOptimizer), stepping(member)
+        for parameter, key in masters(member):
             part = "weights" if parameter.dtype == torch.float32 else "master_weights"
-            state = member.state.get(master, {})
+            state = member.state.get(key, {})
             moments = {moment: state[moment] for moment in MOMENTS if moment in state}
-            found[names[id(parameter)]] = Optimized(master, first, is_shard, part, moments)
+            master = own.master(key) if own else key
+            found[names[id(parameter)]] = Optimized(master, first_of(member, parameter), is_shard, part, moments)
     return found
-
-
-def _masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    groups: list[tuple[list[Any], list[Any]]] = []
-    if isinstance(optimizer, DistributedOptimizer):
-        groups += zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True)
-        groups += zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
-    elif optimizer.config.bf16 or optimizer.config.fp16:
-        groups += zip(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, strict=True)
-        groups += zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
-    else:
-        groups += [(group["params"], group["params"]) for group in optimizer.param_groups]
-    for parameters, masters in groups:
-        yield from zip(parameters, masters, strict=True)
 
 
 def step_count(optimizer: MegatronOptimizer) -> Tensor | int:
     """How many steps the optimizer has made: a number, or a tensor among its states. 0 also where it has no shares."""
+    if own := stepping(members(optimizer)[0]):
+        return own.num_steps
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return next((group["step"] for group in optimizer.param_groups if "step" in group), 0)
     # Every parameter has a gradient in every step, so one's count is that of all.
     return next((state["step"] for _, state in optimizer.state.items()), 0)
 
 
+def optimizer_name(optimizer: MegatronOptimizer) -> str:
+    """As config key optimizer.name has it."""
+    own = stepping(members(optimizer)[0])
+    return own.settings.name if own else "adamw"
+
+
 def make_states(optimizer: MegatronOptimizer, num_steps: int) -> None:
     """Zero moments as the optimizer would make them in its first step, counted as after `num_steps`."""
     for member in members(optimizer):
+        if own := stepping(member):
+            own.make_states(num_steps)
+            continue
         for group in member.param_groups:
             if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
                 group["step"] = num_steps
             for master in group["params"]:
-                state: dict[str, Any] = {moment: torch.zeros_like(master) for moment in MOMENTS}
+                state: dict[str, Any] = {moment: torch.zeros_like(master) for moment in ADAM_STATES}
                 if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
                     on_device = group["fused"] or group["capturable"]
                     state["step"] = torch.tensor(float(num_steps), device=master.device if on_device else "cpu")

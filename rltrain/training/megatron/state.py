@@ -18,7 +18,14 @@ from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.layers import is_expert
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, local_parameters
-from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
+from rltrain.training.megatron.optimizer_state import (
+    MOMENTS,
+    Optimized,
+    make_states,
+    optimized_parameters,
+    optimizer_name,
+    step_count,
+)
 from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, sharing_groups, within
 
@@ -66,7 +73,9 @@ def save_state(
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, steps, loss_scale))
+    return contents(
+        layout.tensors, names, pieces, flats, Counts(num_updates, steps, loss_scale, optimizer_name(optimizer))
+    )
 
 
 def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
@@ -76,14 +85,16 @@ def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict
     return kept | optimized_parameters(model, optimizer)
 
 
-def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path]) -> Counts:
+def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequence[Path], role: str) -> Counts:
     """Take over a training state from the files of all ranks that saved it, whatever their layout was; its counts.
 
     Fills weights, master weights and moments of a model that has made no optimizer step and is on the device; of the
     files only what this rank needs is read. CheckpointError where one is missing or damaged, where they do not belong
-    together or to a model of these tensors, and where they lack a part of one. Not collective.
+    together or to a model of these tensors or to another optimizer, and where they lack a part of one. `role` is for
+    messages. Not collective.
     """
     saved = SavedState(files, model.layout.tensors)
+    saved.require_optimizer(optimizer_name(optimizer), role)
     if saved.counts.optimizer_steps:
         make_states(optimizer, saved.counts.optimizer_steps)
     saved.read(list(_destinations(model, optimizer, with_moments=saved.counts.optimizer_steps > 0)))
@@ -101,7 +112,9 @@ def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_mo
     copies = {name: one.master for name, one in optimized.items() if one.part != "weights"}
     kinds = [(MASTER, copies)]
     if with_moments:
-        kinds += [(moment, {name: one.moments[moment] for name, one in optimized.items()}) for moment in MOMENTS]
+        for moment in MOMENTS:
+            kept = {name: one.moments[moment] for name, one in optimized.items() if moment in one.moments}
+            kinds += [(moment, kept)] if kept else []
     for kind, tensors in kinds:
         cut = within(pieces, *_limits(names, {name: held[name] for name in tensors}))
         yield Destination(kind, cut, [tensors[name].detach().view(-1) if name in tensors else None for name in names])

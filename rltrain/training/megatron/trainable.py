@@ -27,6 +27,7 @@ from rltrain.training.megatron.optimizer import build_optimizer
 from rltrain.training.megatron.overlap import GradientReduction, ParameterGather, data_parallel_config
 from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.megatron.stepping import is_replaced, replace_steps
 from rltrain.training.packing import MicroBatch
 
 # Beside the metrics of a mini-batch while they are reduced.
@@ -61,6 +62,8 @@ class TrainableModel(EvaluableModel):
         self.routers = Routers(model, architecture, model.moe, self.groups) if architecture.moe else None
         self.reduction, self.gather = GradientReduction(self.chunks), ParameterGather(self.chunks)
         self.optimizer = build_optimizer(self.chunks, settings.optimizer, self.groups)
+        if is_replaced(settings.optimizer):
+            replace_steps(model, self.optimizer, settings.optimizer)
         self.loss_scale = LossScale(self.optimizer, model.config)
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
@@ -173,7 +176,7 @@ class TrainableModel(EvaluableModel):
 
     def load_state(self, files: Sequence[Path]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
-        counts = load_state(self.model, self.optimizer, files)
+        counts = load_state(self.model, self.optimizer, files, self.role)
         self.num_updates = counts.num_updates
         self.loss_scale.load(counts.loss_scale)
 

@@ -1,0 +1,119 @@
+"""What a role's optimizer holds on a rank, on the device and on the host, and how long its steps take."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.schema import Trained
+from rltrain.estimate.hardware import Gpu
+from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.shares import EXPERT, expert_data_parallel, in_buffers, one_replica, trained_elements
+from rltrain.models import Architecture
+from rltrain.models.hidden_matrices import is_hidden_matrix
+from rltrain.reshard.megatron_layout import megatron_layout
+
+FP32 = 4
+MOMENTS = 2
+"""Of AdamW, for every parameter; Muon has one of every matrix."""
+STAGED_ELEMENTS = 1 << 24
+"""Of gradients, and of weights, that a step on the host has on their way at a time."""
+STAGING_BYTES = 2 * (FP32 + FP32) * STAGED_ELEMENTS
+ROUND_ELEMENTS, ROUND_COPIES = 1 << 25, 6
+"""Of matrices that Muon has whole on a rank at a time, and what is made of them meanwhile: what is sent and received in
+both directions, stacks of equal shapes and their products."""
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Of one rank: `hosted` is the share of both that lies on the host."""
+
+    masters: int
+    """0 where the weights are fp32."""
+    states: int
+    hosted: float
+
+    def on_device(self, size: int) -> int:
+        return int(size * (1 - self.hosted))
+
+    @property
+    def on_host(self) -> int:
+        return int((self.masters + self.states) * self.hosted) + (STAGING_BYTES if self.hosted else 0)
+
+
+def trained_settings(job: PlannedJob, role: str) -> Trained:
+    return job.config.actor if role == "actor" else job.config.critic
+
+
+def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
+    """On a rank of one of the role's pipeline stages."""
+    settings = trained_settings(job, role).optimizer
+    elements = sharded_elements(job, role, stage)
+    moments = MOMENTS * elements
+    if settings.name == "muon":
+        moments -= int(elements * _hidden(job, role, stage).share)
+    item = FP32 if settings.moments_dtype == "float32" else FP32 // 2
+    masters = elements * FP32 if job.item_bytes < FP32 else 0
+    return OptimizerBytes(masters, moments * item, float(settings.cpu_offload))
+
+
+def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
+    """That a rank makes the steps of."""
+    elements, grid = trained_elements(job.architectures[role], job.grids[role], stage), job.grids[role]
+    replicas = grid.dp * grid.cp
+    if not (trained_settings(job, role).distributed_optimizer and replicas > 1):
+        return elements.total
+    expert_replicas = expert_data_parallel(grid)
+    dense, experts = in_buffers(elements.dense, replicas), in_buffers(elements.experts, expert_replicas)
+    return dense // replicas + experts // expert_replicas
+
+
+def orthogonalizing_bytes(job: PlannedJob, role: str) -> int:
+    """What Muon needs on the device in a step, beside the parts of a role."""
+    return ROUND_ELEMENTS * ROUND_COPIES * FP32 if trained_settings(job, role).optimizer.name == "muon" else 0
+
+
+def orthogonalizing_s(job: PlannedJob, role: str, stage: int, gpu: Gpu) -> float:
+    """Seconds of the products in one step: every matrix is made orthogonal once, by one rank of its stage."""
+    settings, grid = trained_settings(job, role).optimizer, job.grids[role]
+    if settings.name != "muon":
+        return 0.0
+    hidden = _hidden(job, role, stage)
+    flops = hidden.dense_flops / (grid.dp * grid.cp) + hidden.expert_flops / expert_data_parallel(grid)
+    return settings.muon.newton_schulz_steps * flops / (gpu.flops("bfloat16") * gpu.efficiency.matmul)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Of the parameters on a rank: `share` lies in matrices of layers; one pass of Newton and Schulz takes as many
+    flops of these, of each as much as the rank has of it."""
+
+    share: float
+    dense_flops: float
+    expert_flops: float
+
+
+def _hidden(job: PlannedJob, role: str, stage: int) -> Hidden:
+    return _hidden_of(job.architectures[role], one_replica(job.grids[role]), stage)
+
+
+@lru_cache(maxsize=1024)
+def _hidden_of(architecture: Architecture, grid: Grid, stage: int) -> Hidden:
+    layout = megatron_layout(architecture, grid, transformer_engine=True)
+    on, tensors = layout.on(int(grid.array[stage].flat[0])), layout.tensors
+    is_expert = np.array([EXPERT in name for name, _ in on.parameters])
+    held, flops = 0, {False: 0.0, True: 0.0}
+    sizes = on.pieces["rows"] * on.pieces["cols"]
+    for piece, size in zip(on.pieces, sizes.tolist(), strict=True):
+        shape = tensors.shapes[piece["tensor"]]
+        if is_hidden_matrix(tensors.names[piece["tensor"]], shape):
+            held += size
+            flops[bool(is_expert[piece["parameter"]])] += size * _pass_flops(shape[0], shape[1]) / (shape[0] * shape[1])
+    return Hidden(held / (int(sizes.sum()) or 1), flops[False], flops[True])
+
+
+def _pass_flops(rows: int, columns: int) -> int:
+    """Three products: of the matrix and itself, of that and itself, of that and the matrix."""
+    short, long = sorted((rows, columns))
+    return 4 * short * short * long + 2 * short**3

@@ -1,0 +1,14 @@
+"""Which of a checkpoint's tensors are matrices within layers: those that Muon makes orthogonal updates of."""
+
+import re
+from collections.abc import Sequence
+
+_OF_LAYERS = re.compile(r"\.layers\.\d+\.")
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$")
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Queries, keys, values, gates and every expert are matrices of their own in a checkpoint. Embeddings, head,
+    routers and vectors are none."""
+    is_matrix = len(shape) == 2 and min(shape) > 1
+    return is_matrix and bool(_OF_LAYERS.search(name)) and not _ROUTER.search(name)

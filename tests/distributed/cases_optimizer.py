@@ -1,0 +1,261 @@
+"""What ranks do in test_optimizer: updates by optimizers whose states lie elsewhere, are smaller, or are Muon's."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.errors import CheckpointError
+from rltrain.training import activation_offload
+from rltrain.training.megatron.state import MASTER
+from rltrain.training.optimization.orthogonal import COEFFICIENTS
+from rltrain.training.saved_state import Destination, SavedState
+from tests.distributed.cases_training import (
+    GRIDS,
+    SEVERAL_MICRO_BATCHES,
+    load_experience,
+    load_model,
+    make_trainable,
+    negative_log_likelihood,
+    share_of,
+)
+from tests.distributed.cases_training_state import (
+    AFTER,
+    BEFORE,
+    Case,
+    Run,
+    Way,
+    digest,
+    groups_of,
+    layout_of,
+    saved_and_continued,
+)
+
+UPDATES = BEFORE + AFTER
+OFFLOAD, HALF = (("cpu_offload", True),), (("cpu_offload", 0.5),)
+SMALL = (("moments_dtype", "bfloat16"),)
+MUON = (("name", "muon"),)
+EQUAL = {
+    "fp32": Way(tp=2, dp=2),
+    "bf16": Way(tp=2, dp=2, dtype="bfloat16"),
+    "bf16_plain": Way(dp=2, dtype="bfloat16", distributed=False),
+    "bf16_overlap": Way(dp=4, dtype="bfloat16", overlap=True),
+}
+"""In which the place of the states changes no bit."""
+SAVED = {
+    "offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=OFFLOAD), away=True),
+    "half_offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=HALF), away=True),
+    "offload_fp32": Case(Way(dp=2, optimizer=OFFLOAD), away=True),
+    "bf16_moments": Case(Way(tp=2, dp=2, optimizer=SMALL), away=True),
+    "bf16_moments_offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=(*SMALL, *OFFLOAD)), away=True),
+    "offload_off": Case(Way(tp=2, dp=2, optimizer=OFFLOAD), Way(dp=4)),
+    "offload_on": Case(Way(dp=4), Way(tp=2, dp=2, optimizer=HALF)),
+    "bf16_moments_to_tp4": Case(Way(dp=4, optimizer=SMALL), Way(tp=4, optimizer=SMALL)),
+}
+LAYOUTS = {
+    "alone": Way(optimizer=MUON),
+    "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),
+    "dp4_plain": Way(dp=4, distributed=False, optimizer=MUON),
+    "pp2_dp2_overlap": Way(pp=2, dp=2, overlap=True, optimizer=MUON),
+}
+EXPERT_LAYOUTS = {
+    "alone": Way(optimizer=MUON),
+    "tp2_dp2_ep4": Way(tp=2, dp=2, ep=4, etp=1, optimizer=MUON),
+    "dp4_ep2": Way(dp=4, ep=2, optimizer=MUON),
+    "pp2_dp2_ep2_plain": Way(pp=2, dp=2, ep=2, distributed=False, optimizer=MUON),
+}
+
+
+def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """Weights and losses with the states on the device and on the host, and runs that are saved and go on."""
+    path, seen = Path(checkpoints["qwen3"]), dict[str, Any]()
+    cases = {name: Case(way) for name, way in EQUAL.items()}
+    groups = groups_of({**cases, **SAVED})
+    for name, case in cases.items():
+        if dist.get_rank() in case.way.grid.ranks:
+            seen[name] = []
+            for optimizer in ((), OFFLOAD, HALF):
+                run = Run(case, Way(**{**vars(case.way), "optimizer": optimizer}), path, groups, load_weights=True)
+                seen[name].append({"updates": run.train(UPDATES), "digests": run.digests(), "bytes": held(run)})
+    for name, case in SAVED.items():
+        seen[name] = saved_and_continued(case, path, groups, Path(folder, name))
+    return seen
+
+
+def held(run: Run) -> dict[str, list[int]]:
+    """Bytes of each part on the device and on the host."""
+    return {name: [part.device_bytes, part.host_bytes] for name, part in run.trained.parts.items()}
+
+
+def matrices(checkpoints: dict[str, str], folder: str, kind: str, experts: bool) -> dict[str, Any]:
+    """Runs with Muon in several layouts: their metrics, and on rank 0 the weights that they come to."""
+    path, seen = Path(checkpoints[kind]), dict[str, Any]()
+    ways = EXPERT_LAYOUTS if experts else LAYOUTS
+    cases = {name: Case(way, checkpoint=kind) for name, way in ways.items()}
+    moving = Case(ways["tp2_dp2_ep4" if experts else "tp2_dp2"], Way(dp=4, optimizer=MUON), checkpoint=kind)
+    groups = groups_of({**cases, "moving": moving})
+    for name, case in cases.items():
+        if dist.get_rank() in case.way.grid.ranks:
+            run = Run(case, case.way, path, groups, load_weights=True)
+            seen[name] = run.train(UPDATES)
+            run.save(Path(folder, name))
+        dist.barrier()
+    run = Run(moving, moving.way, path, groups, load_weights=True)
+    run.train(BEFORE)
+    run.save(Path(folder, "moving"))
+    dist.barrier()
+    seen["refusal"] = refusal(moving, path, groups, Path(folder, "moving"))
+    run = Run(moving, moving.goes_on, path, groups, load_weights=False)
+    run.load(Path(folder, "moving"))
+    seen["moved"] = run.train(AFTER)
+    if dist.get_rank() == 0:
+        first = whole_weights(cases["alone"], path, Path(folder, "alone"))
+        seen["apart"] = {
+            name: max(float((first[key] - other[key]).abs().max()) for key in first)
+            for name in ways
+            for other in [whole_weights(cases[name], path, Path(folder, name))]
+        }
+        if not experts:
+            expected = by_transformers(path)
+            seen["from_reference"] = {key: float((first[key] - expected[key]).abs().max()) for key in first}
+            seen["moved_by"] = {key: float((first[key] - before).abs().max()) for key, before in weights_of(path)}
+    return seen
+
+
+def refusal(case: Case, path: Path, groups: Any, folder: Path) -> str:
+    run = Run(case, Way(**{**vars(case.way), "optimizer": ()}), path, groups, load_weights=False)
+    try:
+        run.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def whole_weights(case: Case, path: Path, folder: Path) -> dict[str, Tensor]:
+    """By the names of the checkpoint."""
+    layout = layout_of(case, Way(), path)
+    on = layout.on(0)
+    flats = [torch.zeros(shape).view(-1) for _, shape in on.parameters]
+    SavedState(sorted(folder.glob("*.safetensors")), layout.tensors).read([Destination(MASTER, on.pieces, flats)])
+    found = {
+        name: torch.zeros(shape if len(shape) == 2 else (1, *shape))
+        for name, shape in zip(layout.tensors.names, layout.tensors.shapes, strict=True)
+    }
+    for piece in on.pieces:
+        row, col, rows, cols = (int(piece[field]) for field in ("row", "col", "rows", "cols"))
+        part = flats[piece["parameter"]].as_strided((rows, cols), (int(piece["stride"]), 1), int(piece["offset"]))
+        found[layout.tensors.names[piece["tensor"]]][row : row + rows, col : col + cols] = part
+    return found
+
+
+def weights_of(path: Path) -> list[tuple[str, Tensor]]:
+    return [(name, values.view(-1, values.shape[-1])) for name, values in load_file(path / "model.safetensors").items()]
+
+
+def by_transformers(path: Path) -> dict[str, Tensor]:
+    """The same updates by transformers' model, torch's AdamW and numpy's singular values."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    samples = load_file(path / "experience.safetensors")
+    named = dict(model.named_parameters())
+    moved = {n: p for n, p in named.items() if n.endswith("_proj.weight")}
+    others = [p for n, p in named.items() if n not in moved]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in others if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    momenta = {name: np.zeros(parameter.shape) for name, parameter in moved.items()}
+    for update in range(UPDATES):
+        rate = 1e-3 * min((update + 1) / 2, (UPDATES - update) / (UPDATES - 2) if update >= 2 else 1.0)
+        model.zero_grad()
+        loss_of_samples(model, samples).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.step()
+        for name, parameter in moved.items():
+            gradient = parameter.grad.double().numpy()
+            momenta[name] = 0.95 * momenta[name] + gradient
+            change = of_singular_values(gradient + 0.95 * momenta[name]) * 0.2 * max(parameter.shape) ** 0.5
+            parameter.data.mul_(1 - rate * 0.1).add_(torch.from_numpy(change).float(), alpha=-rate)
+    return {name: parameter.detach().view(-1, parameter.shape[-1]) for name, parameter in named.items()}
+
+
+def of_singular_values(matrix: np.ndarray) -> np.ndarray:
+    """What five passes of the polynomial make of each singular value, the vectors being as they are."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / np.linalg.norm(matrix)
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    return left * values @ right
+
+
+def loss_of_samples(model: torch.nn.Module, samples: dict[str, Tensor]) -> Tensor:
+    """Over the samples that one replica alone has."""
+    lengths = samples["lengths"].tolist()[:8]
+    starts = np.cumsum([0, *lengths])
+    total, count = torch.zeros(()), 0.0
+    for first, length in zip(starts, lengths, strict=False):
+        tokens = samples["tokens"][first : first + length].long()
+        mask = samples["response_mask"][first : first + length].float()[1:]
+        logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1).gather(1, tokens[1:, None])[:, 0]
+        total = total - (logprobs * mask).sum()
+        count += float(mask.sum())
+    return total / count
+
+
+OFFLOADED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp2_sp", {}),
+    ("tp2_pp2", {}),
+    ("pp3_vpp2", {}),
+    ("tp2_dp2", {"dtype": "bfloat16", "recompute": "full"}),
+    ("tp2_dp2", {"recompute": {"granularity": "full", "layers": 1}}),
+    ("tp2_pp2", {"recompute": {"granularity": "selective", "modules": ["core_attn", "mlp"]}}),
+)
+
+
+def activations(checkpoints: dict[str, str]) -> dict[str, list[Any]]:
+    """Updates and weights with activations on the device, and with all of them on the host, and tensors that were."""
+    path, seen = Path(checkpoints["qwen2_tied"]), dict[str, list[Any]]()
+    lists = sorted({ranks for layout, _ in OFFLOADED for ranks in group_lists({"actor": GRIDS[layout]})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    for layout, settings in OFFLOADED:
+        if dist.get_rank() not in GRIDS[layout].ranks:
+            continue
+        for offload in (False, True):
+            with patch.object(activation_offload, "LEAST_BYTES", 0), noted_copies() as copies:
+                model = load_model(path, layout, groups, activation_offload=offload, **settings)
+                trainable = make_trainable(model, SEVERAL_MICRO_BATCHES)
+                share = share_of(load_experience(path), layout)
+                metrics = [trainable.train_batch(share, negative_log_likelihood) for _ in range(2)]
+            seen.setdefault(f"{layout} {settings}", []).append([metrics, digest(model.parameters()), len(copies)])
+    return seen
+
+
+@contextmanager
+def noted_copies() -> Iterator[list[int]]:
+    """Bytes of every tensor that goes to the host."""
+    copies: list[int] = []
+    save = activation_offload.Kept.save
+
+    def noting(kept: activation_offload.Kept, copier: activation_offload.Copier) -> None:
+        save(kept, copier)
+        assert kept._host is not None
+        copies.append(kept._host.nbytes)
+
+    with patch.object(activation_offload.Kept, "save", noting):
+        yield copies

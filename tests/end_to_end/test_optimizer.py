@@ -1,0 +1,58 @@
+"""Whole runs by Muon, and with optimizer and activations on the host."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
+STEPS = 40
+
+
+def test_muon_learns(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    """At the quickstart's learning rate, which is AdamW's: updates are as large."""
+    records = train(
+        QUICKSTART,
+        f"model.path={warmed_up}",
+        f"output_dir={tmp_path}",
+        f"steps={STEPS}",
+        f"evaluation.interval={STEPS}",
+        "actor.optimizer.name=muon",
+        *data_overrides,
+    )
+    rewards, scores = column(records, "rollout/reward_mean"), column(records, "eval/score")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert scores[-1] > scores[0] + 0.2
+
+
+def test_roles_take_turns_beside_an_optimizer_that_stays_on_the_host(
+    warmed_up: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    """All else leaves the device between tasks, and what is learned is the same bit for bit."""
+    common = (
+        f"model.path={warmed_up}",
+        data_overrides[0],
+        "data.eval=null",
+        "evaluation.interval=0",
+        "steps=3",
+        "placement={'actor, rollout, reference, reward': all}",
+        "batch.prompts_per_step=8",
+        "model.dtype=bfloat16",
+    )
+    moving = ("actor.offload=true", "reference.offload=true", "rollout.offload=true", "model.activation_offload=true")
+    resident = train(QUICKSTART, *common, f"output_dir={tmp_path / 'resident'}", num_ranks=2)
+    hosted = train(
+        QUICKSTART,
+        *common,
+        *moving,
+        "actor.optimizer.cpu_offload=true",
+        f"output_dir={tmp_path / 'hosted'}",
+        num_ranks=2,
+    )
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean"):
+        assert column(hosted, name) == column(resident, name) and len(column(resident, name)) == 3
+    peaks = [max(column(records, "memory/actor_resident_bytes")) for records in (resident, hosted)]
+    assert peaks[1] < 0.6 * peaks[0]
