@@ -132,14 +132,17 @@ def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architec
         return
     if architecture.num_experts:
         yield f"{key}.cp: got {grid.cp}; expected 1: layers of experts count the tokens of whole samples"
-    if config.model.cp_communication != "all_to_all":
+    if config.model.cp_communication != "all_to_all" and not grid.is_sharded:
         return
+    how, remedy = "model.cp_communication all_to_all", ", or model.cp_communication: auto"
+    if grid.is_sharded:
+        how, remedy = "backend fsdp, by which ranks have all tokens of some heads", ""
     num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
     if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
         yield (
-            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has "
-            f"{num_heads} attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a "
-            "divisor or multiple of the latter, or model.cp_communication: auto"
+            f"{key}.cp: got {grid.cp} with {how}, and a tensor-parallel rank has {num_heads} attention heads and "
+            f"{num_kv_heads} key-value heads; expected a divisor of the former and a divisor or multiple of the "
+            f"latter{remedy}"
         )
 
 

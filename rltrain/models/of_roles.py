@@ -43,6 +43,7 @@ def reference_uses_actor_modules(
     return (
         {"actor", "reference"} <= grids.keys()
         and grids["reference"] == grids["actor"]
+        and config.backend_of("reference") == config.backend_of("actor")
         and config.parallel_of("reference")[0] == config.actor.parallel
         and architectures.get("reference") == architectures.get("actor")
     )
