@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.sharded import gathered_bytes, sharded_bytes
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
 from rltrain.rollout.layout import ARRIVING_BYTES
@@ -60,6 +61,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
         cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
+    if grid.is_sharded:
+        return sharded_bytes(job, role)
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
@@ -142,6 +145,8 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)
+    if job.grids[role].is_sharded:
+        found["gathered weights"] = gathered_bytes(job, role, trains=trains)
     return found
 
 
@@ -228,7 +233,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
     settings, grid = job.config.actor if role == "actor" else job.config.critic, job.grids[role]
-    shares = 1 if settings.distributed_optimizer else grid.dp * grid.cp
+    shares = 1 if settings.distributed_optimizer or grid.is_sharded else grid.dp * grid.cp
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
 
 

@@ -26,6 +26,7 @@ def check_against_architecture(
             if role in served_roles():
                 problems += served_model_problems(config, role, grids[role], architectures[role])
             else:
+                problems += _sharded_problems(config, role, grids[role], architectures[role])
                 problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
                 problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
@@ -125,6 +126,17 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
             f"{key}.pp: got {grid.pp} with vpp {grid.vpp}, which makes {num_chunks} chunks of the model's {num_layers} "
             "layers; expected at most as many chunks as layers, or layers_per_stage with a 0 for those without any"
         )
+
+
+def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    path, key = config.checkpoint_of(role)
+    if grid.is_sharded and architecture.moe and architecture.moe.score == "sigmoid":
+        yield (
+            f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
+            "of transformers' model and would not be sharded; expected megatron"
+        )
+    if architecture.unlisted and architecture.head == "value" and not architecture.unlisted.classifier:
+        yield f"{key}: the model in {path} has no classifier in transformers, which a score would be saved as"
 
 
 def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:

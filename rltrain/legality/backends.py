@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from rltrain.config.schema import Config, Parallel
-from rltrain.tasks.roles import model_roles
+from rltrain.config.schema import Config, Parallel, Trained
+from rltrain.tasks.roles import model_roles, trained_roles
 
 CUT = {
     "tp": "layers are gathered whole, and not cut",
@@ -15,6 +15,11 @@ CUT = {
     "sequence_parallel": "there is no tensor parallelism",
 }
 """Keys of `parallel` that mean nothing to fsdp, and why."""
+REDUCTION = {
+    "distributed_optimizer": "optimizer states are as their parameters are, sharded",
+    "overlap": "fully_shard gathers and reduces beside what is computed, on GPUs",
+    "gradient_bucket_mb": "gradients are reduced layer by layer",
+}
 MODEL = {
     "residual_dtype": "transformers' layers add in model.dtype",
     "head_dtype": "transformers makes logits in model.dtype",
@@ -30,9 +35,7 @@ def backend_problems(config: Config) -> Iterator[str]:
     if sharded:
         yield from _model_problems(config, sharded[0])
     for role in model_roles():
-        section = getattr(config, role, None)
-        given = getattr(section, "fsdp", None)
-        if given is not None and "fsdp" in section.model_fields_set and config.backend_of(role) != "fsdp":
+        if getattr(config, role).fsdp is not None and config.backend_of(role) != "fsdp":
             yield f"{role}.fsdp: got a section with backend megatron; expected none, or {role}.backend: fsdp"
 
 
@@ -44,9 +47,15 @@ def _parallel_problems(config: Config, role: str) -> Iterator[str]:
         if given != getattr(none, name):
             expected = "null" if getattr(none, name) is None else str(getattr(none, name)).lower()
             yield (
-                f"{key}.{name}: got {given} with backend fsdp for role {role}; expected {expected}: {reason}. Its ranks "
-                f"share every parameter already, and sequences by cp; or {role}.backend: megatron"
+                f"{key}.{name}: got {given} with backend fsdp for role {role}; expected {expected}: {reason}. All "
+                f"ranks of the role share every parameter, and sequences by cp; or {role}.backend: megatron"
             )
+    for name, reason in REDUCTION.items() if role in trained_roles() else ():
+        section, default = getattr(config, role), Trained()
+        if getattr(section, name) != getattr(default, name):
+            expected = {True: "true", None: "null"}.get(getattr(default, name), getattr(default, name))
+            given = str(getattr(section, name)).lower()
+            yield f"{role}.{name}: got {given} with backend fsdp; expected {expected}: {reason}"
 
 
 def _model_problems(config: Config, role: str) -> Iterator[str]:

@@ -65,15 +65,15 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
     runs: list[tuple[int, int, int, int, int, bool]] = []
     for name, group in groupby(order, key=owners.__getitem__):
         members = [*group]
-        first = 0
+        begin = 0
         for tensor in members:
             shape = tensors.shapes[tensor]
-            runs.append((tensor, len(names), first, shape[0], prod(shape[1:]), len(shape) == 1))
-            first += shape[0]
+            runs.append((tensor, len(names), begin, shape[0], prod(shape[1:]), len(shape) == 1))
+            begin += shape[0]
         names.append(name)
         shapes.append(_stacked_shape(tensors, members))
-    tensor, parameter, starts, rows, width, is_vector = (np.array(column) for column in zip(*runs, strict=True))
-    return WholeParameters(tuple(names), tuple(shapes), tensor, parameter, starts, rows, width, is_vector)
+    number, parameter, first, rows, width, is_vector = (np.array(column) for column in zip(*runs, strict=True))
+    return WholeParameters(tuple(names), tuple(shapes), number, parameter, first, rows, width, is_vector)
 
 
 def _owner(tensor: str) -> str:

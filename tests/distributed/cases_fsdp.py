@@ -19,6 +19,8 @@ from rltrain.cluster.world import World
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
+from rltrain.models.architecture import is_unlisted
+from rltrain.models.unlisted import read_unlisted
 from rltrain.training.backend import ModelSite, TrainedModel
 from rltrain.training.build import BACKENDS
 from rltrain.training.saved_state import PIECES
@@ -89,7 +91,8 @@ def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
     for name, (way, megatron) in OTHERS.items():
         seen[name], seen[f"{name}/megatron"] = (trained(one, paths["qwen3"], groups) for one in (way, megatron))
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:
-        seen[f"family/{name}"] = start_difference(Way(ranks=3), paths[name], groups)
+        for number, way in {"ranks3": Way(ranks=3), "cp2": Way(ranks=2, cp=2)}.items():
+            seen[f"family/{name}/{number}"] = of_family(way, paths[name], groups)
     return seen
 
 
@@ -115,14 +118,20 @@ def trained(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | Non
     }
 
 
-def start_difference(way: Way, path: Path, groups: ProcessGroups) -> float | None:
-    """From transformers' log-probs."""
+def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] | None:
+    """Differences from transformers' log-probs, loss and gradient norm."""
     if dist.get_rank() not in way.grid.ranks:
         return None
-    expected = load_file(path / "expected.safetensors")["logprobs"]
-    wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected))
-    found = build(way, path, groups).evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
-    return float((found - wanted.rollout_logprobs).abs().max())
+    expected = load_file(path / "expected.safetensors")
+    wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected["logprobs"]))
+    model = build(way, path, groups)
+    found = model.evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
+    first = step(model, way, wanted)
+    return {
+        "logprobs": float((found - wanted.rollout_logprobs).abs().max()),
+        "loss": first["loss"] / float(expected["loss"]) - 1,
+        "grad_norm": first["grad_norm"] / float(expected["grad_norm"]) - 1,
+    }
 
 
 def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None = None) -> TrainedModel:
@@ -141,7 +150,7 @@ def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None 
         data={"train": {"path": "none"}},  # type: ignore[arg-type]
         actor=settings,
     )
-    architecture = read_architecture(path)
+    architecture = read_unlisted(path) if is_unlisted(path) else read_architecture(path)
     site = ModelSite(
         config,
         way.role,

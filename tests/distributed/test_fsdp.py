@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases_fsdp import OTHERS, STATES, WAYS
-from tests.distributed.tiny_checkpoints import make_checkpoints
+from tests.distributed.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
 RELATIVE = 1e-4
@@ -18,7 +18,9 @@ IN_BFLOAT16 = 1e-2
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
-    made = make_checkpoints(folder, ["qwen2_tied", "llama3"])
+    made = make_checkpoints(folder, ["qwen2_tied"]) | make_checkpoints(
+        folder, ["llama3", *OF_TRANSFORMERS], num_hidden_layers=2
+    )
     return made | make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)
 
 
@@ -81,8 +83,11 @@ def test_shards_are_a_ranks_share_of_each_parameter(ranks: list[dict[str, Any]])
     assert [found["elements"] for found in reports(ranks, "qwen3/copies4")] == [whole] * 4
 
 
-def test_families_evaluate_as_in_transformers(ranks: list[dict[str, Any]]) -> None:
-    assert max(reports(ranks, "family/llama3")) < 1e-4
+@pytest.mark.parametrize("way", ["ranks3", "cp2"])
+@pytest.mark.parametrize("name", ["llama3", *OF_TRANSFORMERS])
+def test_log_probs_and_gradients_equal_those_of_transformers(ranks: list[dict[str, Any]], name: str, way: str) -> None:
+    for found in reports(ranks, f"family/{name}/{way}"):
+        assert found == pytest.approx({"logprobs": 0, "loss": 0, "grad_norm": 0}, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", STATES)

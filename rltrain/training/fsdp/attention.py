@@ -4,7 +4,7 @@ transformers gives its layers every further argument of a model's call, and they
 arrive here.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from rltrain.training.packed_attention import PackedRows, attend_rows
 NAME = "rltrain_packed"
 SEQUENCES = "rltrain_sequences"
 """The argument by which a model's call passes the sequences."""
+
+
+class Rows(NamedTuple):
+    """[tokens, heads, ...] each"""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 def packed_attention(
@@ -43,14 +51,14 @@ def packed_attention(
             f"{type(module).__name__} of transformers does not pass on what its model is called with, so that it could "
             "not tell packed sequences apart: actor.backend fsdp cannot train it"
         )
-    rows = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]
+    rows = Rows(*(x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)))
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
     if isinstance(sequences, SpreadHeads):
-        heads = sequences.scattered(rows)
+        heads = Rows(*sequences.scattered(rows))
         sinks = None if s_aux is None else sequences.own_heads(s_aux)
-        attended = _attend(*heads, sequences.whole, scale, sliding_window, softcap, sinks)
+        attended = _attend(heads, sequences.whole, scale, sliding_window, softcap, sinks)
         return sequences.gathered(attended)[None], None
-    return _attend(*rows, sequences, scale, sliding_window, softcap, s_aux)[None], None
+    return _attend(rows, sequences, scale, sliding_window, softcap, s_aux)[None], None
 
 
 def register() -> None:
@@ -59,40 +67,37 @@ def register() -> None:
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    rows: Rows,
     packed: PackedRows,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[tokens, heads, ...] each -> [tokens, heads, head_dim of value]"""
+    """[tokens, heads, head_dim of value]"""
     if window is not None and window >= packed.longest:
         window = None
     if window is None and softcap is None and sinks is None:
-        return attend_rows(query, key, value, packed, scale)
+        return attend_rows(*rows, packed, scale)
     bounds = packed.boundaries.tolist()
     spans = [slice(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
-    of_each = [_attend_one(query[span], key[span], value[span], scale, window, softcap, sinks) for span in spans]
+    of_each = [_attend_one(Rows(*(x[span] for x in rows)), scale, window, softcap, sinks) for span in spans]
     return torch.cat(of_each)
 
 
 def _attend_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    rows: Rows,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Of one sequence, with all its scores in memory where torch's kernels do not know what is asked for."""
-    place = torch.arange(len(query), device=query.device)
+    length = len(rows.query)
+    place = torch.arange(length, device=rows.query.device)
     distance = place[:, None] - place
     sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1) for x in rows)
     if softcap is None and sinks is None:
         return attend(q, k, v, sees, scale=scale).transpose(0, 1)
     copies = q.size(0) // k.size(0)
@@ -102,6 +107,6 @@ def _attend_one(
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~sees, -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(query), 1)], dim=-1)
-    weights = scores.softmax(-1)[..., : len(query)].to(v.dtype)
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, length, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :length].to(v.dtype)
     return (weights @ v).transpose(0, 1)

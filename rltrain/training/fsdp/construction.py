@@ -18,12 +18,13 @@ class ValueModel(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.prefix: str = model.base_model_prefix  # type: ignore[assignment]
+        setattr(self, self.prefix, model)
         self.score = torch.nn.Linear(hidden_size, NUM_LABELS, bias=False, dtype=dtype)
 
     def forward(self, **arguments: Any) -> Tensor:
         """[1, rows] fp32"""
-        hidden = self.model(**arguments).last_hidden_state
+        hidden = getattr(self, self.prefix)(**arguments).last_hidden_state
         return torch.nn.functional.linear(hidden.float(), self.score.weight.float())[..., 0]
 
 
@@ -85,7 +86,7 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         original(module, name, parameter)
 
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
@@ -141,9 +143,10 @@ def layout_of_model(architecture: Architecture, grid: Grid, *, dtype: str, train
 
 
 @torch.no_grad()
-def local_shard(parameter: torch.nn.Parameter) -> Tensor:
-    """What this rank holds of a sharded parameter: its own memory."""
-    shard: Tensor = parameter.to_local()  # type: ignore[operator]  # a DTensor's
+def local_shard(sharded: Tensor) -> Tensor:
+    """What this rank holds of a sharded parameter or gradient: its own memory."""
+    assert isinstance(sharded, DTensor)
+    shard: Tensor = sharded.to_local()
     return shard.detach()
 
 
@@ -175,7 +178,7 @@ def _recompute(module: torch.nn.Module, recompute: schema.Recompute) -> None:
     asks that, and nothing inside them drops anything out."""
     layers = decoder_layers(module)
     for part in module.modules():
-        if hasattr(part, "gradient_checkpointing_enable"):
+        if isinstance(part, PreTrainedModel):
             part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             break
     for number, layer in enumerate(layers):

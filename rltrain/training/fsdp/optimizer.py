@@ -42,7 +42,7 @@ class ShardedAdam:
     def gradients(self) -> dict[str, Tensor]:
         """Of shards that have any, by name."""
         held = ((name, self.named[name].grad) for name in self.shards)
-        return {name: local_shard(gradient) for name, gradient in held if gradient is not None}  # type: ignore[arg-type]
+        return {name: local_shard(gradient) for name, gradient in held if gradient is not None}
 
     def forget_gradients(self) -> None:
         for parameter in self.named.values():
