@@ -8,6 +8,7 @@ from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.optimizer import optimizer_bytes, orthogonalizing_bytes, sharded_elements, trained_settings
 from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.sharded import gathered_bytes, sharded_bytes
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
 from rltrain.models import Architecture
 from rltrain.rollout.layout import ARRIVING_BYTES
@@ -59,6 +60,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
         cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
+    if grid.is_sharded:
+        return sharded_bytes(job, role)
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
@@ -141,6 +144,8 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         found["logits"] = _logit_bytes(job, role, tokens, trains)
     if task.startswith("update") and (needed := orthogonalizing_bytes(job, role)):
         found["orthogonalizing"] = needed
+    if job.grids[role].is_sharded:
+        found["gathered weights"] = gathered_bytes(job, role, trains=trains)
     return found
 
 
@@ -230,7 +235,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 def _saved_bytes(job: PlannedJob, role: str, stage: int) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
     grid = job.grids[role]
-    shares = 1 if trained_settings(job, role).distributed_optimizer else grid.dp * grid.cp
+    alone = trained_settings(job, role).distributed_optimizer or grid.is_sharded
+    shares = 1 if alone else grid.dp * grid.cp
     return (optimizer_bytes(job, role, stage).states + sharded_elements(job, role, stage) * FP32) // shares
 
 

@@ -9,6 +9,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.sharded import held_elements
 from rltrain.estimate.shares import EXPERT, expert_data_parallel, in_buffers, one_replica, trained_elements
 from rltrain.models import Architecture
 from rltrain.models.hidden_matrices import is_hidden_matrix
@@ -54,12 +55,14 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
     if settings.name == "muon":
         moments -= int(elements * _hidden(job, role, stage).share)
     item = FP32 if settings.moments_dtype == "float32" else FP32 // 2
-    masters = elements * FP32 if job.item_bytes < FP32 else 0
+    masters = elements * FP32 if job.item_bytes < FP32 and not job.grids[role].is_sharded else 0
     return OptimizerBytes(masters, moments * item, float(settings.cpu_offload))
 
 
 def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
     """That a rank makes the steps of."""
+    if job.grids[role].is_sharded:
+        return held_elements(job.architectures[role], job.grids[role])
     elements, grid = trained_elements(job.architectures[role], job.grids[role], stage), job.grids[role]
     replicas = grid.dp * grid.cp
     if not (trained_settings(job, role).distributed_optimizer and replicas > 1):

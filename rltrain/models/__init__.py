@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import MLA, Architecture, read_architecture
+from rltrain.models.architecture import MLA, Architecture, Unlisted, read_architecture
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -30,6 +30,7 @@ __all__ = [
     "Row",
     "Split",
     "Table",
+    "Unlisted",
     "Windows",
     "YarnScaling",
     "canonical_tensors",

@@ -1,9 +1,11 @@
 """The shape of a model, read from the config.json of a Hugging Face checkpoint."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
 from rltrain.models.experts import READ_MOE, MoE
 from rltrain.models.refused_families import REFUSED_FAMILIES
@@ -64,6 +66,19 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class Unlisted:
+    """A model of a family without a table: what transformers' own has, for backend fsdp alone.
+
+    `prefix` begins the names of what is no head's; `classifier` is the class that has a score in the vocabulary's
+    place, empty where there is none.
+    """
+
+    tensors: CanonicalTensors
+    prefix: str
+    classifier: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
@@ -99,6 +114,7 @@ class Architecture:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
+    unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
         """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
@@ -178,7 +194,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_positions=max_positions,
-        eos_token_ids=_read_eos(path, reader),
+        eos_token_ids=read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
         output_bias=attention_bias and ATTENTION_BIAS_FAMILIES[family],
@@ -198,6 +214,15 @@ def _refuse_unsupported(config: ConfigReader, family: str) -> None:
         raise config.error(key, f"{value}: nothing else is supported for {family}")
     if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS_FAMILIES:
         raise config.error("attention_bias", f"False: nothing else is supported for {family}")
+
+
+def is_unlisted(path: Path) -> bool:
+    """Whether `path`/config.json names a family without a table."""
+    try:
+        family = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return family not in FAMILIES
 
 
 def _has_qkv_bias(config: ConfigReader, family: str) -> bool:
@@ -226,7 +251,7 @@ def _read_mla(config: ConfigReader) -> MLA:
     )
 
 
-def _read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
+def read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
     """generation_config.json is what ends a generation in transformers; config.json only where that says nothing."""
     readers = [config]
     if (path / GENERATION_CONFIG_FILE).exists():

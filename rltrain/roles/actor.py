@@ -227,6 +227,7 @@ class Actor(TrainedRole):
             cpu_group=self.job.groups.cpu[self.grid.ranks],
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
+            dtype=getattr(torch, self.config.model.dtype),
             notes=notes,
         )
 

@@ -23,6 +23,7 @@ from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_v
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.activation_offload import ActivationOffload
 from rltrain.training.context_slices import ContextShare
+from rltrain.training.logprobs import Logits
 from rltrain.training.megatron.architecture_settings import (
     activation_settings,
     attention_settings,
@@ -47,7 +48,6 @@ from rltrain.training.megatron.layers import (
     scale_embedding,
     uses_transformer_engine,
 )
-from rltrain.training.megatron.logprobs import Logits
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.precision import widen_projection

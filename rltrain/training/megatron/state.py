@@ -26,10 +26,8 @@ from rltrain.training.megatron.optimizer_state import (
     optimizer_name,
     step_count,
 )
-from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, sharing_groups, within
-
-MASTER = "master"
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""
