@@ -7,8 +7,9 @@ from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
+from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_stage, trained_elements
 from rltrain.models import Architecture
+from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.rollout.layout import ARRIVING_BYTES
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
@@ -60,18 +61,23 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
         cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
+    if role in job.sharing:
+        return {}
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements.total * item}
     settings = job.config.actor if role == "actor" else job.config.critic
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
+    frozen, lora = 0, job.config.model.lora
+    if lora and role == "actor":
+        frozen, elements = elements.total, trained_elements(architecture.adapted(lora.rank, lora.targets), grid, stage)
     held = sharded = elements.total
     if settings.distributed_optimizer and replicas > 1:
         dense, experts = in_buffers(elements.dense, replicas), in_buffers(elements.experts, expert_replicas)
         held, sharded = dense + experts, dense // replicas + experts // expert_replicas
     return {
-        "weights": held * item,
+        "weights": (frozen + held) * item,
         "master_weights": sharded * FP32 if item < FP32 else 0,
         "optimizer": sharded * FP32 * MOMENTS,
         "gradients": held * FP32,
@@ -146,10 +152,19 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
 
 def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
-    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB}
+    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB, **_merged(job, stages)}
     for role in drawing_roles():
         found |= _staging(job, role) if role in stages else {}
     return found
+
+
+def _merged(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
+    """Weights with their adapters, of some layers at a time or of one."""
+    if job.config.model.lora is None or "actor" not in stages:
+        return {}
+    weights = resident_bytes(job, "actor", stages["actor"])["weights"]
+    layers = len(layers_of_stage(job.architectures["actor"], job.grids["actor"], stages["actor"]))
+    return {"merged": min(weights, max(MADE_BYTES, weights // max(layers, 1)))}
 
 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:

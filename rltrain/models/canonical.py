@@ -13,6 +13,7 @@ from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.dense import LLAMA, LLAMA_WITH_BIASES, MISTRAL, QWEN2, QWEN3, VALUE_HEAD
 from rltrain.models.element_types import ElementType, TypeArray, uniform
+from rltrain.models.lora import adapters_of
 from rltrain.models.moe import MIXTRAL, QWEN3_MOE
 from rltrain.models.table import Layer, Row, Table
 
@@ -37,7 +38,8 @@ def table_of(architecture: Architecture) -> Table:
         table = LLAMA_WITH_BIASES
     if architecture.mla and architecture.mla.q_rank is None:
         table = MOONLIGHT
-    return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
+    table = replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
+    return adapters_of(table, architecture.adapters.targets) if architecture.adapters else table
 
 
 def layer_of(architecture: Architecture, sparse: bool) -> Layer:
@@ -60,6 +62,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "ffn": architecture.ffn_hidden_size,
         "labels": NUM_LABELS,
     }
+    if adapters := architecture.adapters:
+        measured["rank"] = adapters.rank
     if moe := architecture.moe:
         measured |= {
             "experts": moe.num_experts,

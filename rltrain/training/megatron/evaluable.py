@@ -22,7 +22,11 @@ class EvaluableModel:
         self.objective = OBJECTIVES[model.architecture.head]
         self.layout = model.layout
         self.parameters: Mapping[str, Tensor] = local_parameters(model)
-        self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self.parameters.values)}
+        self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self._weights)}
+
+    def _weights(self) -> list[Tensor]:
+        adapters = self.model.adapters
+        return [*self.parameters.values(), *(adapters.parameters.values() if adapters else ())]
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
         """Collective over: this replica."""
@@ -77,3 +81,19 @@ class EvaluableModel:
         for result in results if pipeline.size() > 1 else ():
             dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
         return [result.cpu() for result in results]
+
+
+class BaseModel(EvaluableModel):
+    """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
+
+    def _evaluate(
+        self,
+        experience: Experience,
+        max_tokens: int,
+        outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
+        empty: Sequence[Tensor],
+    ) -> list[Tensor]:
+        adapters = self.model.adapters
+        assert adapters is not None, "a model without adapters is its own base"
+        with adapters.off():
+            return super()._evaluate(experience, max_tokens, outputs, empty)

@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.model import LanguageModel, learned_parameters
 from rltrain.training.megatron.optimizer import members
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,8 +33,8 @@ class Optimized:
 
 
 def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
-    """By the names of `local_parameters`. Those of which a distributed optimizer has no share here are missing."""
-    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
+    """By the names of `learned_parameters`. Those of which a distributed optimizer has no share here are missing."""
+    names = {id(parameter): name for name, parameter in learned_parameters(model).items()}
     found: dict[str, Optimized] = {}
     for member in members(optimizer):
         is_shard = isinstance(member, DistributedOptimizer)
