@@ -88,12 +88,10 @@ def save_checkpoint(
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
     that or a causal language model's.
 
-    Where `source_tensors` makes its tensors when they are asked for, no more at a time than those of layers of
-    `made_bytes`, or of one.
-
-    `dtype` None keeps that of `source_tensors`. Every rank writes its share, in files of at most `max_shard_bytes`
-    unless one tensor is larger. All of it is written beside `directory`, which appears when it is complete; an
-    existing one is replaced only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
+    Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
+    `dtype` None keeps their type. Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor
+    is larger. All of it is written beside `directory`, which appears when it is complete; an existing one is replaced
+    only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
 
     Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
     on gloo, which may be left out where `group` is gloo's.
@@ -102,16 +100,12 @@ def save_checkpoint(
         _refuse_foreign(directory, like, notes)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
-    device = next(iter(source_tensors.values())).device
-    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
-    shapes = layout.on(rank).parameters
-    mine = {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in shapes}
+    mine = _allocated(layout, rank, next(iter(source_tensors.values())).device)
     for source, part in _parts(source_layout, layout, made_bytes):
         sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
-        held = {name: source_tensors[name] for name, _ in source.on(rank).parameters} if made_bytes else source_tensors
+        held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
         execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
-    files = planned_files(layout, max_shard_bytes)
-    first = rank == layout.ranks[0]
+    files, first = planned_files(layout, max_shard_bytes), rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
         if first:
@@ -133,11 +127,20 @@ def save_checkpoint(
         _barrier(group)
 
 
+def _allocated(layout: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
+    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
+    return {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in layout.on(rank).parameters}
+
+
 def _parts(source: Layout, destination: Layout, made_bytes: int | None) -> list[tuple[Layout, Layout]]:
     if made_bytes is None:
         return [(source, destination)]
     groups = tensor_groups(source.tensors, source.types, made_bytes)
     return [(holding(source, tensors), holding(destination, tensors)) for tensors in groups]
+
+
+def _of(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {name: tensors[name] for name, _ in layout.on(rank).parameters}
 
 
 def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:
