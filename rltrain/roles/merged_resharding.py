@@ -45,7 +45,8 @@ class MergedResharding:
     def _held(self, layout: Layout, source: Tensors) -> Mapping[str, Tensor] | None:
         if source is None:
             return None
-        return {name: source[name] for name, _ in layout.on(self._rank).parameters}
+        # The rest is what a reshard that quantises computes itself.
+        return {name: source[name] for name, _ in layout.on(self._rank).parameters if name in source}
 
 
 def merged_into_part(job: Job, role: str, part: EnginePart, max_bytes: int = MADE_BYTES) -> MergedResharding:

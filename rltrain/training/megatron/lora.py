@@ -213,6 +213,9 @@ class MergedWeights(Mapping[str, Tensor]):
         adapter, weight = self._adapters.of_weight.get(name), self._weights[name]
         return weight if adapter is None else adapter.merged(weight)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
