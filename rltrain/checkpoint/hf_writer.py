@@ -167,10 +167,11 @@ def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]
     """What config.json says of a model with one score. transformers counts the labels by their names, and takes the
     score of a text from its last token that is no padding: the end of the text must not be taken for some."""
     family = "".join(word.capitalize() for word in architecture.family.split("_"))
+    classifier = architecture.unlisted.classifier if architecture.unlisted else f"{family}ForSequenceClassification"
     padding = json.loads((like / CONFIG_FILE).read_text(encoding="utf-8")).get("pad_token_id")
     return {
         **({"pad_token_id": None} if padding in architecture.eos_token_ids else {}),
-        "architectures": [f"{family}ForSequenceClassification"],
+        "architectures": [classifier],
         "id2label": {str(label): f"LABEL_{label}" for label in range(NUM_LABELS)},
         "label2id": {f"LABEL_{label}": label for label in range(NUM_LABELS)},
     }

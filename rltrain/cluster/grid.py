@@ -48,6 +48,19 @@ class Grid:
     etp: int | None = None
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
+    copies: int | None = None
+    """Of a model that is sharded over data and context parallelism too: consecutive ranks, as many as this says times,
+    share one. None: a model that is not."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether none of its replicas computes without the others."""
+        return self.copies is not None
+
+    @cached_property
+    def sharded_array(self) -> np.ndarray:
+        """World ranks, shape [copies, shards]. ValueError where the ranks do not divide."""
+        return np.array(self.ranks, dtype=np.int64).reshape(self.copies or 1, -1)
 
     @property
     def dp(self) -> int:

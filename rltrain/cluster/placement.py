@@ -10,7 +10,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.roles import role_names, split_roles
 from rltrain.config.schema import Config
 from rltrain.errors import PlacementError
-from rltrain.tasks.roles import served_roles
+from rltrain.tasks.roles import model_roles, served_roles
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
@@ -155,10 +155,25 @@ def role_grids(config: Config, placement: Placement) -> dict[str, Grid]:
             etp=of_engine or parallel.etp,
             vpp=parallel.vpp,
             layers_per_stage=parallel.layers_per_stage,
+            copies=_copies(config, role, len(ranks), placement.given[role]),
         )
         _refuse_expert_shares(grid, key, f"{placement.given[role]}: role {role}")
         grids[role] = grid
     return grids
+
+
+def _copies(config: Config, role: str, num_ranks: int, given: str) -> int | None:
+    """Grid.copies. PlacementError where they do not divide the role's ranks."""
+    if role not in model_roles() or config.backend_of(role) != "fsdp":
+        return None
+    copies = config.fsdp_of(role).replicas
+    if num_ranks % copies:
+        raise PlacementError(
+            f"{given}: role {role} has {num_ranks} ranks, which {copies} copies of its model are to share "
+            f"({role}.fsdp.replicas, or the actor's); expected a multiple of {copies} ranks, or a divisor of "
+            f"{num_ranks}"
+        )
+    return copies
 
 
 def _refuse_expert_shares(grid: Grid, key: str, who: str) -> None:

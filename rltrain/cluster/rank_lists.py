@@ -31,6 +31,7 @@ def model_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
         "embd": tuple(tuple(sorted({ranks[0], ranks[-1]})) for ranks in pipelines),
         "pos_embd": tuple(ranks[:1] for ranks in pipelines),
         **_expert_group_lists(grid),
+        **_shard_group_lists(grid),
     }
 
 
@@ -85,6 +86,13 @@ def _expert_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
         "tp_ep": _lists_along(ranks, ep, tp),
         "tp_ep_pp": _lists_along(ranks, pp, ep, tp),
     }
+
+
+def _shard_group_lists(grid: Grid) -> dict[str, tuple[RankList, ...]]:
+    """Lists of a model that is sharded over all its ranks: of every copy, and of the ranks with equal shards."""
+    if not grid.is_sharded:
+        return {}
+    return {"shard": _lists_along(grid.sharded_array, 1), "replicate": _lists_along(grid.sharded_array, 0)}
 
 
 def _lists_along(ranks: np.ndarray, *axes: int) -> tuple[RankList, ...]:

@@ -8,6 +8,7 @@ from rltrain.config.lora import Lora
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+Backend = Literal["megatron", "fsdp"]
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
@@ -144,9 +145,23 @@ class Optimizer(Section):
     loss_scale: LossScale = LossScale()
 
 
+class Fsdp(Section):
+    """Models that backend fsdp trains or evaluates."""
+
+    replicas: Count = 1
+    """Copies of the model among a role's ranks; consecutive ranks share one. 1: all ranks share one."""
+    reshard_after_forward: bool = True
+    """Give up a layer's gathered weights between its forward and its backward, which then gathers them again."""
+
+
 class Trained(Section):
     """What the roles with an optimizer have in common."""
 
+    backend: Backend | None = None
+    """megatron: megatron-core. fsdp: transformers' own model, its parameters sharded over all ranks of the role by
+    torch's fully_shard. None: the actor's, which is megatron."""
+    fsdp: Fsdp | None = None
+    """None: the actor's."""
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: Count = 16384
     """Sequences are packed into micro-batches of at most this many tokens for each rank of context parallelism: cp
@@ -181,6 +196,10 @@ class Critic(Trained):
 class Evaluating(Section):
     """What the roles have in common whose model says something of samples and learns nothing."""
 
+    backend: Backend | None = None
+    """None: the actor's."""
+    fsdp: Fsdp | None = None
+    """None: the actor's."""
     parallel: Parallel | None = None
     """None: the actor's."""
     micro_batch_tokens: Count = 16384

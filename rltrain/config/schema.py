@@ -35,7 +35,9 @@ from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
+from rltrain.config.models import Backend as Backend
 from rltrain.config.models import Critic as Critic
+from rltrain.config.models import Fsdp as Fsdp
 from rltrain.config.models import Inference as Inference
 from rltrain.config.models import LossScale as LossScale
 from rltrain.config.models import Model as Model
@@ -192,6 +194,16 @@ class Config(Section):
         own: Parallel | None = section.parallel
         like = "rollout" if role == "evaluation" else "actor"
         return (getattr(self, like).parallel, f"{like}.parallel") if own is None else (own, f"{role}.parallel")
+
+    def backend_of(self, role: str) -> Backend:
+        """The training backend of a role's model."""
+        own: Backend | None = getattr(getattr(self, role, None), "backend", None)
+        return own or self.actor.backend or "megatron"
+
+    def fsdp_of(self, role: str) -> Fsdp:
+        """How a role's model is sharded where its backend is fsdp."""
+        own: Fsdp | None = getattr(getattr(self, role, None), "fsdp", None)
+        return own or self.actor.fsdp or Fsdp()
 
     def checkpoint_of(self, role: str) -> tuple[str, str]:
         """The folder that a role's model starts from and the config key that gives it."""

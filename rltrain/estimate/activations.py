@@ -77,8 +77,9 @@ class Activations:
         return self.architecture.hidden_size * item_bytes // (parallel.tp if is_cut else 1)
 
     def _normed(self) -> int:
-        """A norm's input and output."""
-        return self._hidden(self.job.residual_bytes) + self._hidden(self.job.item_bytes)
+        """A norm's input and output; transformers' norms have both in fp32 in between."""
+        between = 2 * self._hidden(FP32) if self.job.grids[self.role].is_sharded else 0
+        return self._hidden(self.job.residual_bytes) + self._hidden(self.job.item_bytes) + between
 
     def _ends(self) -> int:
         """The final norm's."""

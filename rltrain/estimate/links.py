@@ -60,6 +60,9 @@ class GridLinks:
     expert_dp: GroupLink
     pp: float
     """Bytes per second from one stage to the next."""
+    shard: GroupLink
+    copies: GroupLink
+    """Of a model that is sharded over all ranks of its role: those that share a copy, and those with equal shards."""
 
     @classmethod
     def of(cls, grid: Grid, ranks_per_node: int, gpu: Gpu) -> "GridLinks":
@@ -73,4 +76,6 @@ class GridLinks:
             ep=group_link(experts[0, 0, :, 0], ranks_per_node, gpu),
             expert_dp=group_link(experts[0, :, 0, 0], ranks_per_node, gpu),
             pp=gpu.node if len(set(stages.tolist())) == 1 else gpu.network,
+            shard=group_link(grid.sharded_array[0], ranks_per_node, gpu),
+            copies=group_link(grid.sharded_array[:, 0], ranks_per_node, gpu),
         )

@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.sharded import gathered_bytes, sharded_bytes
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_stage, trained_elements
 from rltrain.models import Architecture
 from rltrain.reshard.tensor_groups import MADE_BYTES
@@ -63,6 +64,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
     if role in job.sharing:
         return {}
+    if grid.is_sharded:
+        return sharded_bytes(job, role)
     elements = trained_elements(architecture, grid, stage)
     if DECLARED[role].model == "evaluated":
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
@@ -148,6 +151,8 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)
+    if job.grids[role].is_sharded:
+        found["gathered weights"] = gathered_bytes(job, role, trains=trains)
     return found
 
 
@@ -243,7 +248,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
 def _saved_bytes(job: PlannedJob, role: str, parts: Mapping[Key, int]) -> int:
     """Moments, and masters or what would be them: every element by one rank, which a sharded optimizer has it be."""
     settings, grid = job.config.actor if role == "actor" else job.config.critic, job.grids[role]
-    shares = 1 if settings.distributed_optimizer else grid.dp * grid.cp
+    shares = 1 if settings.distributed_optimizer or grid.is_sharded else grid.dp * grid.cp
     return parts[role, "optimizer"] * (MOMENTS + 1) // MOMENTS // shares
 
 

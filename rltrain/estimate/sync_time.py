@@ -6,12 +6,13 @@ from functools import cached_property
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
+from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
 from rltrain.rollout.layout import whole_engine
-from rltrain.tasks.roles import drawing_roles
+from rltrain.tasks.roles import drawing_roles, trained_roles
 
 BYTES_PER_COPY = 2
 """A byte that is copied is read and written."""
@@ -35,6 +36,9 @@ class PlannedSync:
 
     def _training_layout(self, role: str) -> Layout:
         architecture, grid = self.job.architectures[role], self.job.grids[role]
+        if grid.is_sharded:
+            trains = role in trained_roles()
+            return fsdp_layout(architecture, grid, dtype="float32" if trains else self.job.config.model.dtype)
         return megatron_layout(
             architecture,
             grid,

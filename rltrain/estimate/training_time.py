@@ -10,6 +10,7 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
+from rltrain.estimate.sharded import gathering_s
 from rltrain.estimate.shares import layers_of_stage, trained_elements
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
@@ -64,6 +65,10 @@ class TrainingTime:
     def _optimizer_steps(self, stage: int) -> float:
         settings, times = self._settings, self.job.shape.updates_per_step
         item, master = self.job.item_bytes, 2 * FP32 + self.job.item_bytes if self.job.item_bytes < FP32 else 2 * FP32
+        optimized = resident_bytes(self.job, self.role, stage)["optimizer"] / (2 * FP32)
+        stepping = times * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        if self.grid.is_sharded:  # gradients are reduced by every micro-batch, and weights gathered
+            return stepping
         held = trained_elements(self.architecture, self.grid, stage)
         reduced = gathered = 0.0
         for elements, link in ((sum(held.dense), self.links.dp), (sum(held.experts), self.links.expert_dp)):
@@ -78,8 +83,7 @@ class TrainingTime:
             last_bucket = min(1.0, self._bucket_elements() / held.total)
             shared = times * max(reduced - backward_s, reduced * last_bucket)
             shared += gathered + (times - 1) * max(gathered - forward_s, 0.0)
-        optimized = resident_bytes(self.job, self.role, stage)["optimizer"] / (2 * FP32)
-        return shared + times * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
+        return shared + stepping
 
     @property
     def _settings(self) -> Trained:
@@ -148,6 +152,9 @@ class TrainingTime:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
         latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
         each = walks * len(layers) * gpu.efficiency.layer_s + latencies
+        if self.grid.is_sharded:  # as far as it takes longer than what it goes on beside
+            collectives = gathering_s(self.job, self.role, self.links, backward=backward)
+            each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
         return per_token + walks * self._moved(layers) / self.grid.cp, each
 
     def _moved_by_attention(self, passes: float, attention_s: float) -> float:

@@ -28,6 +28,7 @@ def check_against_architecture(
             if role in served_roles():
                 problems += served_model_problems(config, role, grids[role], architectures[role])
             else:
+                problems += _sharded_problems(config, role, grids[role], architectures[role])
                 problems += _slice_problems(config, config.parallel_of(role)[1], grids[role], architectures[role])
                 problems += _expert_problems(config, role, grids[role], architectures)
     refuse(problems)
@@ -129,19 +130,33 @@ def _grid_problems(key: str, grid: Grid, architecture: Architecture) -> Iterator
         )
 
 
+def _sharded_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
+    path, key = config.checkpoint_of(role)
+    if grid.is_sharded and architecture.moe and architecture.moe.score == "sigmoid":
+        yield (
+            f"{role}.backend: got fsdp, but the model in {path} ({key}) chooses experts by a bias that is no parameter "
+            "of transformers' model and would not be sharded; expected megatron"
+        )
+    if architecture.unlisted and architecture.head == "value" and not architecture.unlisted.classifier:
+        yield f"{key}: the model in {path} has no classifier in transformers, which a score would be saved as"
+
+
 def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     if grid.cp == 1:
         return
     if architecture.num_experts:
         yield f"{key}.cp: got {grid.cp}; expected 1: layers of experts count the tokens of whole samples"
-    if config.model.cp_communication != "all_to_all":
+    if config.model.cp_communication != "all_to_all" and not grid.is_sharded:
         return
+    how, remedy = "model.cp_communication all_to_all", ", or model.cp_communication: auto"
+    if grid.is_sharded:
+        how, remedy = "backend fsdp, by which ranks have all tokens of some heads", ""
     num_heads, num_kv_heads = architecture.num_heads // grid.tp, max(1, architecture.num_kv_heads // grid.tp)
     if num_heads % grid.cp or (num_kv_heads % grid.cp and grid.cp % num_kv_heads):
         yield (
-            f"{key}.cp: got {grid.cp} with model.cp_communication all_to_all, and a tensor-parallel rank has "
-            f"{num_heads} attention heads and {num_kv_heads} key-value heads; expected a divisor of the former and a "
-            "divisor or multiple of the latter, or model.cp_communication: auto"
+            f"{key}.cp: got {grid.cp} with {how}, and a tensor-parallel rank has {num_heads} attention heads and "
+            f"{num_kv_heads} key-value heads; expected a divisor of the former and a divisor or multiple of the "
+            f"latter{remedy}"
         )
 
 

@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.roles import nearest, role_names, split_roles
 from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
+from rltrain.legality.backends import backend_problems
 from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.evaluation import evaluation_problems
@@ -24,6 +25,7 @@ def check_config(config: Config) -> None:
     placement = list(_role_problems(config))
     others = [
         *_parallel_problems(config),
+        *backend_problems(config),
         *data_problems(config),
         *_batch_problems(config),
         *_length_problems(config),

@@ -17,6 +17,8 @@ def lora_problems(config: Config) -> Iterator[str]:
             "model.lora: got adapters with algorithm reward_model, whose head of scores would stay as it begins, at "
             "zero; expected null"
         )
+    if config.backend_of("actor") == "fsdp":
+        yield "actor.backend: got fsdp with model.lora, whose adapters Megatron trains; expected megatron"
     if config.model.moe.bias_update_rate:
         yield (
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "

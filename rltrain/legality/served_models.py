@@ -5,10 +5,19 @@ from collections.abc import Iterator
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
+from rltrain.models.architecture import FAMILIES
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
     """Of the model of an engine of `role`."""
+    if architecture.unlisted:
+        path, key = config.checkpoint_of(role)
+        yield (
+            f"{key}: the model in {path} is of family {architecture.family}, which backend fsdp trains and no engine "
+            f"of rltrain serves, so that role {role} cannot draw from it; expected a model of {', '.join(FAMILIES)}, "
+            "or an algorithm without a rollout: sft, dpo, reward_model"
+        )
+        return
     parallel_key = config.parallel_of(role)[1]
     is_sglang = config.served(role).engine == "sglang"
     if is_sglang and architecture.mla is not None:

@@ -1,6 +1,6 @@
 """What differs between model families: how their config reads, and one table of parameters for each."""
 
-from rltrain.models.architecture import MLA, Architecture, MoE, RopeScaling, YarnScaling, read_architecture
+from rltrain.models.architecture import MLA, Architecture, MoE, RopeScaling, Unlisted, YarnScaling, read_architecture
 from rltrain.models.canonical import (
     NUM_LABELS,
     canonical_tensors,
@@ -25,6 +25,7 @@ __all__ = [
     "Row",
     "Split",
     "Table",
+    "Unlisted",
     "YarnScaling",
     "canonical_tensors",
     "element_types",

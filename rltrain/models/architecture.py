@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.config_file import ConfigReader
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
@@ -102,6 +103,19 @@ class Adapters:
 
 
 @dataclass(frozen=True)
+class Unlisted:
+    """A model of a family without a table: what transformers' own has, for backend fsdp alone.
+
+    `prefix` begins the names of what is no head's; `classifier` is the class that has a score in the vocabulary's
+    place, empty where there is none.
+    """
+
+    tensors: CanonicalTensors
+    prefix: str
+    classifier: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
@@ -131,6 +145,7 @@ class Architecture:
     head: Head = "vocabulary"
     output_bias: bool = False
     adapters: Adapters | None = None
+    unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
         """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
@@ -208,11 +223,20 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         rope_theta=theta,
         rope_scaling=scaling,
         max_positions=reader.count("max_position_embeddings"),
-        eos_token_ids=_read_eos(path, reader),
+        eos_token_ids=read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
         output_bias=attention_bias,
     )
+
+
+def is_unlisted(path: Path) -> bool:
+    """Whether `path`/config.json names a family without a table."""
+    try:
+        family = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return family not in FAMILIES
 
 
 def _refuse_sliding_window(config: ConfigReader, family: str) -> None:
@@ -330,7 +354,7 @@ def _read_yarn(rope: ConfigReader) -> YarnScaling:
     )
 
 
-def _read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
+def read_eos(path: Path, config: ConfigReader) -> tuple[int, ...]:
     """generation_config.json is what ends a generation in transformers; config.json only where that says nothing."""
     readers = [config]
     if (path / GENERATION_CONFIG_FILE).exists():

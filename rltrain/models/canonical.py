@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.architecture import Architecture
+from rltrain.models.architecture import Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.dense import LLAMA, LLAMA_WITH_BIASES, MISTRAL, QWEN2, QWEN3, VALUE_HEAD
@@ -87,6 +87,8 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
 
     In a layer, those that it has once come before those of its experts, which are ordered by expert.
     """
+    if architecture.unlisted:
+        return _unlisted_tensors(architecture, architecture.unlisted)
     table, size, num_experts = table_of(architecture), sizes(architecture), architecture.num_experts
     names: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -103,6 +105,16 @@ def canonical_tensors(architecture: Architecture) -> CanonicalTensors:
         add(layer.experts, number, copies=num_experts)
     add((table.final_norm,) if architecture.tied_embeddings else (table.final_norm, table.head))
     return CanonicalTensors(tuple(names), tuple(shapes))
+
+
+def _unlisted_tensors(architecture: Architecture, unlisted: Unlisted) -> CanonicalTensors:
+    tensors = unlisted.tensors
+    if architecture.head == "vocabulary":
+        return tensors
+    shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
+    decoder = [name for name in tensors.names if name.startswith(f"{unlisted.prefix}.")]
+    head = (NUM_LABELS, architecture.hidden_size)
+    return CanonicalTensors((*decoder, VALUE_HEAD.parts[0].name), (*(shapes[name] for name in decoder), head))
 
 
 @lru_cache(maxsize=8)
@@ -136,6 +148,8 @@ def quantizable_tensors(architecture: Architecture) -> NDArray[np.bool_]:
 
 def _marked(architecture: Architecture, mark: Callable[[Row], bool]) -> NDArray[np.bool_]:
     """[tensors]: whether the row of each has a mark."""
+    if architecture.unlisted:
+        return np.zeros(len(canonical_tensors(architecture).names), dtype=bool)
 
     def of(rows: tuple[Row, ...]) -> list[bool]:
         return [mark(row) for row in rows for _ in row.parts]

@@ -18,7 +18,7 @@ from functools import lru_cache
 from math import prod
 
 from rltrain.models.architecture import Architecture
-from rltrain.models.canonical import layer_of, sizes, table_of
+from rltrain.models.canonical import canonical_tensors, layer_of, sizes, table_of
 from rltrain.models.table import Row
 
 BACKWARD = 2
@@ -55,6 +55,8 @@ class ForwardFlops:
 @lru_cache(maxsize=64)
 def forward_flops(architecture: Architecture) -> ForwardFlops:
     """What a forward pass costs, with the head that the model has: the vocabulary's, or a value's."""
+    if architecture.unlisted:
+        return _unlisted_flops(architecture)
     return ForwardFlops(
         layers=sum(layer_flops(architecture, sparse) for sparse in architecture.sparse_layers),
         attention=architecture.num_layers * attention_flops(architecture),
@@ -62,8 +64,26 @@ def forward_flops(architecture: Architecture) -> ForwardFlops:
     )
 
 
+def _unlisted_flops(architecture: Architecture) -> ForwardFlops:
+    """Of the matrices that a number in their names says to be a layer's."""
+    tensors = canonical_tensors(architecture)
+    of_layers = [
+        prod(shape)
+        for name, shape in zip(tensors.names, tensors.shapes, strict=True)
+        if len(shape) == 2 and any(part.isdigit() for part in name.split("."))
+    ]
+    head = architecture.vocab_size if architecture.head == "vocabulary" else 1
+    return ForwardFlops(
+        layers=2 * sum(of_layers),
+        attention=architecture.num_layers * attention_flops(architecture),
+        head=2 * architecture.hidden_size * head,
+    )
+
+
 def layer_flops(architecture: Architecture, sparse: bool) -> int:
     """Of one token in one layer, but for attention's two products: with experts (`sparse`), those that it visits."""
+    if architecture.unlisted:
+        return forward_flops(architecture).layers // architecture.num_layers
     once = 2 * _elements(architecture, layer_of(architecture, sparse).rows)
     return once + expert_flops(architecture) if sparse else once
 

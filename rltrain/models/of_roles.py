@@ -6,7 +6,7 @@ from pathlib import Path
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import ConfigError
-from rltrain.models.architecture import Architecture, read_architecture
+from rltrain.models.architecture import Architecture, is_unlisted, read_architecture
 from rltrain.models.classifier import require_classifier
 from rltrain.tasks.roles import DECLARED
 
@@ -18,7 +18,7 @@ def role_architectures(config: Config, roles: Iterable[str]) -> dict[str, Archit
 
 def _architecture(config: Config, role: str) -> Architecture:
     declared, (path, key) = DECLARED[role], config.checkpoint_of(role)
-    model = read_architecture(Path(path), key)
+    model = _read(config, role, Path(path), key)
     if role == "teacher":
         _expect_one_architecture(config, model)
     if declared.reads_text and declared.head == "value":
@@ -27,9 +27,18 @@ def _architecture(config: Config, role: str) -> Architecture:
     return model.value_model() if declared.head == "value" or learns_scores else model
 
 
+def _read(config: Config, role: str, path: Path, key: str) -> Architecture:
+    """Of a family without a table by transformers, which takes seconds to load, where backend fsdp may have it."""
+    if config.backend_of(role) == "fsdp" and is_unlisted(path):
+        from rltrain.models.unlisted import read_unlisted
+
+        return read_unlisted(path, key)
+    return read_architecture(path, key)
+
+
 def _expect_one_architecture(config: Config, first: Architecture) -> None:
     for name, path in config.teacher.checkpoints.items():
-        if read_architecture(Path(path), f"teacher.path.{name}") != first:
+        if _read(config, "teacher", Path(path), f"teacher.path.{name}") != first:
             raise ConfigError(
                 f"teacher.path.{name}: the model in {path} has another architecture than the first of teacher.path; "
                 "expected teachers of one architecture, since they share a layout and take each other's place"
@@ -61,6 +70,7 @@ def _share_modules(config: Config, grids: Mapping[str, Grid], architectures: Map
     return (
         {"actor", "reference"} <= grids.keys()
         and grids["reference"] == grids["actor"]
+        and config.backend_of("reference") == config.backend_of("actor")
         and config.parallel_of("reference")[0] == config.actor.parallel
         and architectures.get("reference") == architectures.get("actor")
     )

@@ -232,6 +232,7 @@ class Actor(TrainedRole):
             cpu_group=self.job.groups.cpu[self.grid.ranks],
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
+            dtype=getattr(torch, self.config.model.dtype),
             made_bytes=MADE_BYTES if self.config.model.lora else None,
             notes=notes,
         )

@@ -12,7 +12,7 @@ class Inference(Role):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.model = training_backend().frozen_model(job.model_site(self.name))
+        self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
         self.parts = self.model.parts
         self.temperature = algorithm_of(job.config).temperature()
 

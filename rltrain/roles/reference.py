@@ -67,7 +67,7 @@ class Reference(Role):
             self.model, self.host = actor.model, self._host_weights(actor.model)
             self.parts = {"weights": self._weights_over(actor.model, self.host)}
         else:
-            self.model = training_backend().frozen_model(job.model_site(self.name))
+            self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
             self.parts = self.model.parts
             self._load_refreshed(self.model.parameters)
 

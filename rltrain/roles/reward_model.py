@@ -23,7 +23,7 @@ class RewardModel(TellingRole):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.settings = self.config.reward_model
-        self.model = training_backend().frozen_model(job.model_site(self.name))
+        self.model = training_backend(job.config, self.name).frozen_model(job.model_site(self.name))
         self.parts = self.model.parts
         (path, key), architecture = self.config.checkpoint_of(self.name), job.architectures[self.name]
         self.text = OwnText(

@@ -111,7 +111,7 @@ class Job:
 
     def training_layout(self, role: str) -> Layout:
         """Where the parameters of the role's model lie; every rank of the job can tell."""
-        return training_backend().layout(self.model_site(role))
+        return training_backend(self.config, role).layout(self.model_site(role))
 
     @cached_property
     def shape(self) -> RunShape:

@@ -24,7 +24,7 @@ class Teacher(Role):
         self.temperature = algorithm_of(job.config).temperature()
         checkpoints = self.settings.checkpoints
         sites = [job.model_site(self.name, checkpoint) for checkpoint in checkpoints.values()]
-        self.models: list[Model] = [training_backend().frozen_model(site) for site in sites]
+        self.models: list[Model] = [training_backend(job.config, self.name).frozen_model(site) for site in sites]
         self.parts = {"weights": MemoryPart(self._weights)}
         self.teacher_of_row = self._assigned([*checkpoints]) if len(checkpoints) > 1 else None
         """[rows of data.train] the number of each one's teacher; None where all have the same."""

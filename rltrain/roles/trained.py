@@ -19,7 +19,7 @@ class TrainedRole(Role):
         """Collective over: the role's ranks."""
         super().__init__(job)
         state = job.resumed.files(self.name) if job.resumed else None
-        self.model = training_backend().trained_model(
+        self.model = training_backend(job.config, self.name).trained_model(
             job.model_site(self.name), settings, total_updates=total_updates, state=state
         )
         self.parts = self.model.parts

@@ -21,6 +21,8 @@ from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, o
 FORMAT = "rltrain training state 1"
 CONFIG_KEY = "config key checkpoint.resume"
 FIELDS = PIECE.names or ()
+MASTER = "master"
+"""The kind of values that are the weights, in fp32."""
 PIECES = "pieces"
 """[boxes, FIELDS] int64; offsets and strides are those in the flat tensors."""
 

@@ -59,6 +59,31 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",  # whose scores are bent by eager attention alone
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_implementation": "eager"},
+    ),
+    "gpt2": ("GPT2", {"n_inner": 96}),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
+    "phi": ("Phi", {"tie_word_embeddings": False}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Whose numbers backend fsdp is to have. Most are of families without a table."""
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: float) -> dict[str, str]:
@@ -67,8 +92,8 @@ def make_checkpoints(folder: Path, names: Iterable[str] = CHECKPOINTS, **shape: 
 
 
 def _settings(name: str, shape: dict[str, int]) -> tuple[str, dict[str, Any]]:
-    family, settings = (CHECKPOINTS | WITH_EXPERTS)[name]
-    return family, settings | shape
+    family, settings = (CHECKPOINTS | WITH_EXPERTS | OF_TRANSFORMERS)[name]
+    return family, (TOKENS if name in OF_TRANSFORMERS else {}) | settings | shape
 
 
 def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
@@ -76,7 +101,7 @@ def _make(path: Path, family: str, settings: dict[str, Any]) -> Path:
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SHAPE | settings)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norm weights and biases, which begin as ones and zeros

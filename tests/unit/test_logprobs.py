@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rltrain.training.megatron import logprobs as module
-from rltrain.training.megatron.logprobs import Logits, vocab_parallel_logprobs
+from rltrain.training import logprobs as module
+from rltrain.training.logprobs import Logits, vocab_parallel_logprobs
 
 ROWS = 7
 

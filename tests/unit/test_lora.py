@@ -113,6 +113,7 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
             {"algorithm": "reward_model", "placement": {"actor": 0}},
             "model.lora: got adapters with algorithm reward_model",
         ),
+        ({"actor": {"backend": "fsdp"}}, "actor.backend: got fsdp with model.lora"),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl: got transformer_engine"),
     ],

@@ -12,7 +12,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import attention
-from rltrain.training.megatron import attention as packed_attention
+from rltrain.training import packed_attention
 from rltrain.training.megatron import layers
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
 from rltrain.training.megatron.model import layout_of_model

@@ -25,10 +25,9 @@ from rltrain.training.megatron.attention import (
     PackedAttention,
     PackedSequences,
     packed_sequences,
-    similar_lengths,
     thd_sequences,
 )
-from rltrain.training.packing import MicroBatch
+from rltrain.training.packed_attention import similar_lengths
 
 RING, BY_HEADS = "p2p", "a2a"
 """Megatron's names: keys and values go round, which Transformer Engine has; all-to-all of heads."""
@@ -120,18 +119,6 @@ def thd_slices(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.d
     sequences.cu_seqlens_q_padded = sequences.cu_seqlens_q
     sequences.cu_seqlens_kv_padded = sequences.cu_seqlens_kv
     return sequences
-
-
-def of_all_tokens(batch: MicroBatch, of_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[tokens, ...] of the samples of a micro-batch what every rank made of its own rows.
-
-    All ranks make the same loss of them, so each takes the gradients of its rows: their sum over the ranks is that of
-    the loss. Collective over: the context-parallel group.
-    """
-    if batch.slices is None:
-        return of_rows
-    of_all = gather_from_sequence_parallel_region(of_rows, tensor_parallel_output_grad=False, group=group)
-    return of_all.index_select(0, batch.slices.row_of_token)
 
 
 class GatheredKeysAttention(torch.nn.Module):

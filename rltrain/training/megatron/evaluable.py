@@ -1,99 +1,53 @@
-"""A model that says of every token its log-prob, or the score of its sample up to there."""
+"""Megatron's model evaluated by its schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.megatron.forward import likeliest_tokens, make_micro_batches, run_schedule
+from rltrain.training.evaluable import Evaluable, Outputs
+from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
-from rltrain.training.megatron.objective import OBJECTIVES
 from rltrain.training.packing import MicroBatch
 
 
-class EvaluableModel:
+class EvaluableModel(Evaluable):
     """As training.backend.Model describes it."""
 
+    model: LanguageModel
+
     def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-        self.objective = OBJECTIVES[model.architecture.head]
-        self.layout = model.layout
-        self.parameters: Mapping[str, Tensor] = local_parameters(model)
-        self.parts: Mapping[str, MemoryPart] = {"weights": MemoryPart(self._weights)}
+        super().__init__(model, model.layout, local_parameters(model), model.device)
+        self.parts = {"weights": MemoryPart(self._weights)}
 
     def _weights(self) -> list[Tensor]:
         adapters = self.model.adapters
         return [*self.parameters.values(), *(adapters.parameters.values() if adapters else ())]
 
-    def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
-        """Collective over: this replica."""
+    def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
+        return make_micro_batches(self.model, experience, max_tokens)
 
-        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
-            return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
+    def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+        was_training = self.model.training
+        self.model.eval()
+        kept = run_schedule(self.model, micro_batches, outputs, backward=False)
+        self.model.train(was_training)
+        return kept
 
-        return self._evaluate(experience, max_tokens, outputs, [torch.zeros(experience.num_tokens)])[0]
-
-    def distributions(
-        self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Collective over: this replica."""
-
-        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, ...]:
-            logprobs = self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0]
-            return logprobs, *likeliest_tokens(self.model, batch, of_tokens, temperature, count)
-
-        num_tokens = experience.num_tokens
-        ids = torch.zeros(num_tokens, count, dtype=torch.int64)
-        empty = [torch.zeros(num_tokens), ids, torch.zeros(num_tokens, count)]
-        logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty)
-        return logprobs, top_ids, top_logprobs
-
-    @torch.no_grad()
-    def _evaluate(
-        self,
-        experience: Experience,
-        max_tokens: int,
-        outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
-        empty: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
-        model = self.model
-        results = [tensor.to(model.device) for tensor in empty]
-
-        def without_loss(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-            return torch.zeros((), device=model.device), outputs(batch, of_tokens)
-
-        micro_batches = make_micro_batches(model, experience, max_tokens)
-        if not micro_batches:
-            return [*empty]
-        was_training = model.training
-        model.eval()
-        kept = run_schedule(model, micro_batches, without_loss, backward=False)
-        model.train(was_training)
-
-        for batch, values in zip(micro_batches, kept, strict=False):
-            for result, value in zip(results, values, strict=True):
-                result[batch.token_index.to(result.device)] = value
-        pipeline = model.pg_collection.pp
+    def share_results(self, results: Sequence[Tensor]) -> None:
+        pipeline = self.model.pg_collection.pp
         for result in results if pipeline.size() > 1 else ():
             dist.broadcast(result, group=pipeline, group_src=pipeline.size() - 1)
-        return [result.cpu() for result in results]
 
 
 class BaseModel(EvaluableModel):
     """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
 
-    def _evaluate(
-        self,
-        experience: Experience,
-        max_tokens: int,
-        outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
-        empty: Sequence[Tensor],
-    ) -> list[Tensor]:
+    def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
         adapters = self.model.adapters
         assert adapters is not None, "a model without adapters is its own base"
         with adapters.off():
-            return super()._evaluate(experience, max_tokens, outputs, empty)
+            return super().forward(micro_batches, outputs)

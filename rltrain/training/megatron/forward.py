@@ -14,18 +14,13 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from rltrain.algorithms.divergence import asked_tokens
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.data.experience import Experience
-from rltrain.training.megatron.context_parallel import of_all_tokens
+from rltrain.training.evaluable import Outputs
 from rltrain.training.megatron.linear import rows_multiple
-from rltrain.training.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.megatron.routing import routed_samples, tell_routers
 from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
-
-Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, what the last chunk makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
 
 PIPELINED = (forward_backward_pipelining_without_interleaving, forward_backward_pipelining_with_interleaving)
 
@@ -134,45 +129,3 @@ def run_schedule(
         arguments["p2p_communicator"] = P2PCommunicator(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
-
-
-def token_logprobs(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Log-prob of every token given those before it in its sample, and the entropy of the distribution it was drawn
-    from; both [tokens] fp32, 0 at a sample's first token. Where the experience asks for others, their log-probs as
-    well, [tokens, n]. Collective over: the tensor- and context-parallel groups."""
-    labels, asked = batch.experience.tokens, asked_tokens(batch.experience)
-    if asked is not None:
-        labels = torch.cat([labels[:, None], asked], dim=1)
-    logprobs, entropy = vocab_parallel_logprobs(
-        model.logits_of(outputs),
-        batch.rows_of(labels.roll(-1, dims=0)),
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
-    logprobs, entropy = (at_drawn(model, batch, of_rows) for of_rows in (logprobs, entropy))
-    return (logprobs, entropy) if asked is None else (logprobs[:, 0], entropy, logprobs[:, 1:])
-
-
-def likeliest_tokens(
-    model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float, count: int
-) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens in the place of every token and their log-probs, [tokens, count], 0 at a sample's
-    first token. Collective over: the tensor- and context-parallel groups."""
-    ids, logprobs = vocab_parallel_top(
-        model.logits_of(outputs),
-        count,
-        vocab_size=model.architecture.vocab_size,
-        temperature=temperature,
-        group=model.pg_collection.tp,
-    )
-    return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
-
-
-def at_drawn(model: LanguageModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:
-    """[tokens, ...] what a model makes of a sample's tokens up to and with each one, at the index of the token that
-    follows; 0 at a sample's first token. Gradients flow. Collective over: the context-parallel group."""
-    moved = of_all_tokens(batch, of_rows, model.pg_collection.cp).roll(1, dims=0)
-    drawn = torch.ones(batch.num_tokens, dtype=moved.dtype, device=moved.device)
-    drawn[batch.experience.offsets()[:-1]] = 0
-    return moved * drawn.view(-1, *[1] * (moved.dim() - 1))

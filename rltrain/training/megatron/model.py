@@ -24,6 +24,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout, padded_vocab_size
 from rltrain.reshard.model_layout import Chunk
 from rltrain.training.context_slices import ContextShare
+from rltrain.training.logprobs import Logits
 from rltrain.training.megatron.architecture_settings import (
     attention_settings,
     config_class,
@@ -45,7 +46,6 @@ from rltrain.training.megatron.layers import (
     mark_parallel_weights,
     uses_transformer_engine,
 )
-from rltrain.training.megatron.logprobs import Logits
 from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform

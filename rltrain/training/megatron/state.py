@@ -20,10 +20,8 @@ from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.layers import is_expert
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import MOMENTS, Optimized, make_states, optimized_parameters, step_count
-from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, sharing_groups, within
-
-MASTER = "master"
 
 Range = tuple[int, int]
 """(start, stop) in a flattened parameter."""

@@ -16,7 +16,6 @@ from rltrain.algorithms.losses import LossFunction, LossOutput, sample_shares
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.errors import ConfigError, DivergenceError
 from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
@@ -29,10 +28,8 @@ from rltrain.training.megatron.optimizer import build_optimizer
 from rltrain.training.megatron.overlap import GradientReduction, ParameterGather, data_parallel_config
 from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
+from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
 from rltrain.training.packing import MicroBatch
-
-# Beside the metrics of a mini-batch while they are reduced.
-NUM_SAMPLES, DIVISOR = "num_samples", "divisor"
 
 
 class TrainableModel(EvaluableModel):
@@ -50,10 +47,9 @@ class TrainableModel(EvaluableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model)
-        self.settings, self.role = settings, role
+        self.settings, self.skipped = settings, SkippedSteps(role, max_skipped)
         self.total_updates = total_updates
         self.num_updates = 0
-        self.max_skipped, self.num_skipped = max_skipped, 0
         self.groups = model.pg_collection
         parallel = data_parallel_config(settings, self.groups.dp_cp.size(), model.device)
         self.chunks = [
@@ -68,7 +64,7 @@ class TrainableModel(EvaluableModel):
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
         self._copies: dict[str, Tensor] = {}
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     def train_batch(
         self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
@@ -101,7 +97,7 @@ class TrainableModel(EvaluableModel):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            self._pending = _Pending()
+            self._pending = Pending()
         self._pending.num_samples += experience.num_samples
         self._pending.response_tokens += int(experience.response_mask.sum())
 
@@ -151,13 +147,14 @@ class TrainableModel(EvaluableModel):
         finally:
             self.reduction.finish()
 
-    def _apply(self, pending: "_Pending") -> dict[str, float]:
+    def _apply(self, pending: Pending) -> dict[str, float]:
         metrics = self._reduce(pending)
-        self._require_samples(metrics.pop(NUM_SAMPLES))
+        update = self.num_updates + 1
+        self.skipped.require_samples(metrics.pop(NUM_SAMPLES), update, self.groups.dp.size())
         divisor = metrics.pop(DIVISOR)
         loads = self.routers.take(divisor, self.model.device) if self.routers else None
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
-        is_skipped, grad_norm = self._is_to_skip("loss", metrics["loss"]), math.nan
+        is_skipped, grad_norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
         overflowed = False
         if not is_skipped:
             grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
@@ -166,7 +163,7 @@ class TrainableModel(EvaluableModel):
                 self.routers.update_biases(loads)
         self.num_updates += 1
         if not overflowed:
-            self.num_skipped = self.num_skipped + 1 if is_skipped else 0
+            self.skipped.count(is_skipped=is_skipped)
         return {
             **metrics,
             **(loads.metrics if loads else {}),
@@ -201,7 +198,7 @@ class TrainableModel(EvaluableModel):
         if self.optimizer.prepare_grads() and can_fall:
             return math.inf, True
         grad_norm = float(self.optimizer.clip_grad_norm(self.settings.optimizer.clip_grad or math.inf))
-        if self._is_to_skip("gradient norm", grad_norm):
+        if self.skipped.is_to_skip("gradient norm", grad_norm, self.num_updates + 1):
             return grad_norm, False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -209,47 +206,12 @@ class TrainableModel(EvaluableModel):
         self.gather.begin()
         return grad_norm, False
 
-    def _reduce(self, pending: "_Pending") -> dict[str, float]:
+    def _reduce(self, pending: Pending) -> dict[str, float]:
         """The mini-batch's metrics with NUM_SAMPLES and DIVISOR, on every rank of the role."""
         metrics: dict[str, float] = {}
         if pending.outputs:  # on the last pipeline stage
-            first, device = pending.outputs[0], self.model.device
-            counts = torch.tensor([pending.num_samples, pending.response_tokens], dtype=torch.float64, device=device)
-            rows = [(o.divisor, o.loss, *o.sums.values(), *o.token_sums.values()) for o in pending.outputs]
-            totals = torch.cat([counts, _scalars(rows, device).sum(0)])
-            dist.all_reduce(totals, group=self.groups.dp)
-            num_samples, response_tokens, divisor, *sums = totals.tolist()
-            divisors = [divisor] * (1 + len(first.sums)) + [response_tokens] * len(first.token_sums)
-            means = [total / (by or 1) for total, by in zip(sums, divisors, strict=True)]
-            metrics = dict(zip(["loss", *first.sums, *first.token_sums], means, strict=True))
-            if first.maxima:
-                maxima = _scalars([tuple(o.maxima.values()) for o in pending.outputs], device).amax(0)
-                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.dp)
-                metrics |= dict(zip(first.maxima, maxima.tolist(), strict=True))
-            metrics |= {NUM_SAMPLES: num_samples, DIVISOR: divisor}
+            metrics = pending.reduced(self.groups.dp, self.model.device)
         return _from_last_stage(metrics, self.groups.pp, self.model.device)
-
-    def _require_samples(self, num_samples: float) -> None:
-        if not num_samples:
-            raise ConfigError(
-                f"optimizer step {self.num_updates + 1} of the {self.role} has no sample on any of its "
-                f"{self.groups.dp.size()} data-parallel ranks; raise batch.prompts_per_step or lower "
-                "batch.mini_batches"
-            )
-
-    def _is_to_skip(self, what: str, value: float) -> bool:
-        """Whether the optimizer step is to be left out because of this."""
-        if math.isfinite(value):
-            return False
-        if self.num_skipped < self.max_skipped:
-            return True
-        role, before = self.role, ""
-        if self.num_skipped:
-            before = f", after {self.num_skipped} in a row that were skipped (on_divergence.max_skipped)"
-        raise DivergenceError(
-            f"the {role}'s {what} is {value} at optimizer step {self.num_updates + 1}{before}; its weights were left "
-            f"as they were. Lower {role}.optimizer.lr, or look at this step's rewards and log-probs."
-        )
 
 
 class AdaptedModel(TrainableModel):
@@ -270,22 +232,6 @@ class AdaptedModel(TrainableModel):
         self.published = MergedWeights(self.parameters, adapters)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
-
-
-class _Pending:
-    """What was accumulated since the last optimizer step, beside the gradients."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self.response_tokens = 0
-        self.num_parts = 0
-        self.outputs: list[LossOutput] = []
-
-
-def _scalars(rows: list[tuple[Tensor, ...]], device: torch.device) -> Tensor:
-    """[rows, columns] fp64."""
-    values = [value.detach().to(device, torch.float64) for row in rows for value in row]
-    return torch.stack(values).view(len(rows), -1)
 
 
 def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

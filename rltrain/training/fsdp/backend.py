@@ -1,0 +1,53 @@
+"""FSDP2 as a training.backend.TrainingBackend."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rltrain.config.schema import Trained
+from rltrain.reshard.layout import Layout
+from rltrain.tasks.roles import trained_roles
+from rltrain.training.backend import ModelSite
+from rltrain.training.fsdp.evaluable import EvaluableModel
+from rltrain.training.fsdp.model import ShardedModel, layout_of_model
+from rltrain.training.fsdp.trainable import TrainableModel
+
+
+def layout(site: ModelSite) -> Layout:
+    trains = site.role in trained_roles()
+    return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
+
+
+def frozen_model(site: ModelSite) -> EvaluableModel:
+    return EvaluableModel(_sharded_model(site, trains=False, with_weights=True))
+
+
+def trained_model(
+    site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
+) -> TrainableModel:
+    trained = TrainableModel(
+        _sharded_model(site, trains=True, with_weights=state is None),
+        settings,
+        total_updates=total_updates,
+        max_skipped=site.config.on_divergence.max_skipped,
+        role=site.role,
+    )
+    if state is not None:
+        trained.load_state(state)
+    return trained
+
+
+def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool) -> ShardedModel:
+    model = ShardedModel(
+        site.architecture,
+        site.grid,
+        site.groups,
+        folder=Path(site.checkpoint or site.config.checkpoint_of(site.role)[0]),
+        model=site.config.model,
+        fsdp=site.config.fsdp_of(site.role),
+        device=site.world.device,
+        trains=trains,
+    )
+    model.on_micro_batch = site.on_micro_batch
+    if with_weights:
+        site.load_weights(model.layout, model.parameters)
+    return model

@@ -1,0 +1,186 @@
+"""A model of transformers, its parameters sharded over the ranks of a role by torch's fully_shard (FSDP2)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import model_group_lists
+from rltrain.config import schema
+from rltrain.errors import ConfigError
+from rltrain.models import Architecture
+from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
+from rltrain.reshard.layout import Layout
+from rltrain.training.context_slices import ContextShare
+from rltrain.training.fsdp.attention import SEQUENCES
+from rltrain.training.fsdp.construction import checkpoint_names, decoder_layers, empty_model, give_memory
+from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
+from rltrain.training.logprobs import Logits
+from rltrain.training.packed_attention import PackedRows, packed_rows
+from rltrain.training.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's process groups in a role's grid."""
+
+    tp: dist.ProcessGroup
+    """Of this rank alone: logits are whole."""
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    all: dist.ProcessGroup
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup
+
+
+class ShardedModel:
+    """This rank's shards of a model, and the model that gathers them layer by layer."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: Grid,
+        groups: ProcessGroups,
+        *,
+        folder: Path,
+        model: schema.Model,
+        fsdp: schema.Fsdp,
+        device: torch.device,
+        trains: bool,
+    ) -> None:
+        """Weights not yet loaded. Shards of a model that `trains` are in fp32, whatever it computes in."""
+        self.architecture, self.grid, self.device, self.trains = architecture, grid, device, trains
+        self.pg_collection = _groups(grid, groups)
+        self.share = ContextShare(self.pg_collection.cp.rank(), self.pg_collection.cp.size())
+        self.layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
+        self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
+        """Called with every micro-batch that begins, so that others see the model getting on."""
+        computed = getattr(torch, model.dtype)
+        self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
+        _check_parameters(self.module, architecture, folder)
+        self.module.requires_grad_(trains)
+        mixed = trains and computed != torch.float32
+        policy = MixedPrecisionPolicy(computed, torch.float32) if mixed else MixedPrecisionPolicy()
+        if model.recomputed.granularity == "full":
+            _recompute(self.module, model.recomputed)
+        self._shard(fsdp, policy)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's shards by name, as in layout.on(rank): what the sharded parameters hold, in their memory."""
+        return {name: shard for name, shard in self.shards().items() if shard.numel()}
+
+    def shards(self) -> dict[str, Tensor]:
+        """Those that are empty too."""
+        return {name: local_shard(parameter) for name, parameter in self.named().items()}
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The sharded parameters, DTensors, by transformers' names."""
+        return checkpoint_names(self.module)
+
+    def sequences(self, lengths: Sequence[int]) -> PackedRows | SpreadHeads:
+        """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""
+        if self.share.size > 1:
+            return spread_heads(lengths, self.share, self.device, self.pg_collection.cp)
+        return packed_rows(lengths, self.device, PackedRows)
+
+    def outputs(self, batch: MicroBatch) -> Tensor:
+        """[rows of this rank with padding, ...] logits or values. Collective over: the role's ranks."""
+        sequences = self.sequences(batch.segments)
+        found: Tensor = self.module(
+            input_ids=batch.padded_tokens[None],
+            position_ids=sequences.positions[None],
+            use_cache=False,
+            **{SEQUENCES: sequences},
+        )
+        return found[0]
+
+    def logits_of(self, outputs: Tensor) -> Logits:
+        return Logits(outputs)
+
+    def give_up_gathered(self) -> None:
+        """Weights that a forward without backward has left whole: they are void once the shards change."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy) -> None:
+        """Layer by layer, so that no more than one is ever whole here."""
+        mesh, given = self._mesh(), dict[int, object]()
+        units = [*decoder_layers(self.module), self.module]
+        for unit in units:
+            give_memory(unit, self.device, given)
+            reshard = fsdp.reshard_after_forward and unit is not self.module
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            assert isinstance(unit, FSDPModule)
+            # Gradients are sums, divided once by what the whole mini-batch says; gloo knows no other reduction.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def _mesh(self) -> DeviceMesh:
+        groups, kind = self.pg_collection, self.device.type
+        if self.grid.copies in (None, 1):
+            return DeviceMesh.from_group(groups.shard, kind)
+        array = torch.from_numpy(self.grid.sharded_array.copy())
+        return DeviceMesh.from_group(
+            [groups.replicate, groups.shard], kind, mesh=array, mesh_dim_names=("replicate", "shard")
+        )
+
+
+def layout_of_model(architecture: Architecture, grid: Grid, *, dtype: str, trains: bool) -> Layout:
+    """Where the shards lie of a model that computes in `dtype`."""
+    return fsdp_layout(architecture, grid, dtype="float32" if trains else dtype)
+
+
+@torch.no_grad()
+def local_shard(sharded: Tensor) -> Tensor:
+    """What this rank holds of a sharded parameter or gradient: its own memory."""
+    assert isinstance(sharded, DTensor)
+    shard: Tensor = sharded.to_local()
+    return shard.detach()
+
+
+def _groups(grid: Grid, groups: ProcessGroups) -> Groups:
+    rank, lists = dist.get_rank(), model_group_lists(grid)
+
+    def mine(field: str) -> dist.ProcessGroup:
+        return groups[next(ranks for ranks in lists[field] if rank in ranks)]
+
+    return Groups(mine("tp"), mine("cp"), mine("dp"), groups[grid.ranks], mine("shard"), mine("replicate"))
+
+
+def _check_parameters(module: torch.nn.Module, architecture: Architecture, folder: Path) -> None:
+    """ConfigError where transformers' model has other parameters than its layout."""
+    whole = whole_parameters(architecture)
+    expected = dict(zip(whole.names, whole.shapes, strict=True))
+    found = {name: tuple(parameter.shape) for name, parameter in checkpoint_names(module).items()}
+    if found != expected:
+        name = next(name for name in [*found, *expected] if found.get(name) != expected.get(name))
+        raise ConfigError(
+            f"the model in {folder} has {name} as {expected.get(name, 'nothing')} in its checkpoint's terms and as "
+            f"{found.get(name, 'nothing')} in transformers' modules, which actor.backend fsdp cannot bring together; "
+            "expected actor.backend: megatron"
+        )
+
+
+def _recompute(module: torch.nn.Module, recompute: schema.Recompute) -> None:
+    """Have decoder layers keep nothing but what goes into them. Only they themselves are in training mode: transformers
+    asks that, and nothing inside them drops anything out."""
+    layers = decoder_layers(module)
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            break
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number < recompute.full_layers(len(layers))  # type: ignore[assignment]
+        layer.training = True

@@ -1,0 +1,67 @@
+"""The training state of a sharded model, saved and loaded through layouts, in the terms of every backend."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.checkpoint.run.files import Contents
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.fsdp.model import ShardedModel
+from rltrain.training.fsdp.optimizer import MOMENTS, ShardedAdam
+from rltrain.training.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.training.shards import replica_of
+
+
+def save_state(
+    model: ShardedModel,
+    optimizer: ShardedAdam,
+    parts: Mapping[str, MemoryPart],
+    num_updates: int,
+    copies: MutableMapping[str, Tensor],
+) -> Contents:
+    """This rank's shards and what the optimizer keeps of them, read where they lie: on the device or on the host. Of
+    ranks with equal shards the first one saves.
+
+    `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
+    tensors of the one before. RuntimeError where a part was dropped. Not collective.
+    """
+    mine, rank = model.layout.on(dist.get_rank()), dist.get_rank()
+    names, pieces = [name for name, _ in mine.parameters], mine.pieces
+    if replica_of(model.layout, rank)[0]:
+        pieces, names = pieces[:0], []
+    flats: dict[str, Tensor] = {}
+
+    def copy(kind: str, name: str, part: str, values: Tensor) -> None:
+        flat = flat_name(kind, name)
+        flats[flat] = parts[part].read(values, into=copies.get(flat))
+
+    for name in names:
+        copy(MASTER, name, "weights", optimizer.shards[name])
+        for moment, values in optimizer.moments(name).items():
+            copy(moment, name, "optimizer", values)
+    copies.update(flats)
+    return contents(model.layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
+
+
+def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path]) -> Counts:
+    """Take over a training state from the files of all ranks that saved it, whatever their backend and layout; its
+    counts.
+
+    Of a model that has made no optimizer step and is on the device. CheckpointError where a file is missing or damaged,
+    where they do not belong together or to a model of these tensors, and where they lack a part of one. Not collective.
+    """
+    saved = SavedState(files, model.layout.tensors)
+    kinds = {MASTER: {name: shard.detach() for name, shard in optimizer.shards.items()}}
+    if saved.counts.optimizer_steps:
+        optimizer.make_states(saved.counts.optimizer_steps)
+        kinds |= {moment: {name: optimizer.moments(name)[moment] for name in optimizer.shards} for moment in MOMENTS}
+    mine = model.layout.on(dist.get_rank())
+    saved.read(
+        [
+            Destination(kind, mine.pieces, [tensors[name].view(-1) for name, _ in mine.parameters])
+            for kind, tensors in kinds.items()
+        ]
+    )
+    return saved.counts

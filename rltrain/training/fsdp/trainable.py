@@ -1,0 +1,118 @@
+"""A sharded model together with its gradients and optimizer."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.algorithms.losses import LossFunction, LossOutput
+from rltrain.checkpoint.run.files import Contents
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.backend import SKIPPED
+from rltrain.training.fsdp.evaluable import EvaluableModel
+from rltrain.training.fsdp.model import ShardedModel
+from rltrain.training.fsdp.optimizer import ShardedAdam
+from rltrain.training.fsdp.passes import make_micro_batches, run
+from rltrain.training.fsdp.state import load_state, save_state
+from rltrain.training.learning_rate import learning_rate
+from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
+from rltrain.training.packing import MicroBatch
+
+
+class TrainableModel(EvaluableModel):
+    """As training.backend.TrainedModel describes it, around a model whose weights are loaded, unless `load_state`
+    follows. `role` is for messages. Gradients are reduced to shards after every micro-batch."""
+
+    def __init__(
+        self, model: ShardedModel, settings: schema.Trained, *, total_updates: int, max_skipped: int, role: str
+    ) -> None:
+        super().__init__(model)
+        self.settings, self.total_updates = settings, total_updates
+        self.num_updates = 0
+        self.skipped = SkippedSteps(role, max_skipped)
+        self.optimizer = ShardedAdam(model, settings.optimizer)
+        self.parts = {
+            **self.parts,
+            "master_weights": MemoryPart(tuple),
+            "optimizer": MemoryPart(self.optimizer.states),
+            "gradients": MemoryPart(
+                lambda: self.optimizer.gradients().values(), forget=self.optimizer.forget_gradients
+            ),
+        }
+        self._copies: dict[str, Tensor] = {}
+        self._pending: Pending | None = None
+
+    def train_batch(
+        self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> dict[str, float]:
+        (metrics,) = self.train_batches([experience], loss_function, temperature=temperature)
+        return metrics
+
+    def train_batches(
+        self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> list[dict[str, float]]:
+        metrics = []
+        for experience in mini_batches:
+            self.accumulate(experience, loss_function, temperature=temperature)
+            metrics.append(self.step())
+        return metrics
+
+    def accumulate(self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0) -> None:
+        """Collective over: the role's ranks."""
+        if self._pending is None:
+            self.optimizer.forget_gradients()
+            self._pending = Pending()
+        self._pending.num_samples += experience.num_samples
+        self._pending.response_tokens += int(experience.response_mask.sum())
+
+        def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, LossOutput]:
+            token_outputs = self.objective.token_outputs(self.model, batch, outputs, temperature)
+            output = loss_function(batch.experience, *token_outputs)
+            kept = LossOutput(output.loss.detach(), output.divisor, output.sums, output.token_sums, output.maxima)
+            return output.loss, kept
+
+        micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
+        self._pending.outputs += run(self.model, micro_batches, loss, backward=True)
+        if not experience.num_samples:
+            # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
+            self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
+
+    def step(self) -> dict[str, float]:
+        if self._pending is None:
+            raise RuntimeError("step() needs accumulate() before it, on every rank; a share may be empty")
+        pending, self._pending = self._pending, None
+        groups, update = self.model.pg_collection, self.num_updates + 1
+        metrics = pending.reduced(groups.dp, self.device)
+        self.skipped.require_samples(metrics.pop(NUM_SAMPLES), update, dist.get_world_size(groups.dp))
+        divisor = metrics.pop(DIVISOR)
+        rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
+        is_skipped, norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
+        if not is_skipped:
+            norm = self._update(divisor, rate) if divisor else 0.0
+            is_skipped = not math.isfinite(norm)
+        self.optimizer.forget_gradients()
+        self.num_updates += 1
+        self.skipped.count(is_skipped=is_skipped)
+        return {**metrics, "grad_norm": norm, "lr": rate, SKIPPED: float(is_skipped)}
+
+    def save_state(self) -> Contents:
+        if self._pending is not None:
+            raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies)
+
+    def load_state(self, files: Sequence[Path]) -> None:
+        """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
+        self.num_updates = load_state(self.model, self.optimizer, files).num_updates
+
+    def _update(self, divisor: float, rate: float) -> float:
+        """Divide, clip and apply the gradients unless their norm, which is returned, is not finite. Collective over:
+        the role's ranks."""
+        self.optimizer.scale_gradients(1 / divisor)
+        norm = self.optimizer.gradient_norm()
+        if not self.skipped.is_to_skip("gradient norm", norm, self.num_updates + 1):
+            self.optimizer.step(rate, norm)
+        return norm

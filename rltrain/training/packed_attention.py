@@ -1,0 +1,122 @@
+"""Causal attention within each of several sequences that lie end to end, by torch's kernels."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rltrain.models.attention import attend, attend_packed, attends_packed
+
+# Sequences share a padded batch while the shortest is at least this fraction of the longest: attention over padding
+# costs up to the square of the inverse, a batch of its own costs a handful of kernel launches.
+SHORTEST_FRACTION = 0.6
+SHORT_TOKENS = 128  # below this width launches cost more than padding, whatever the fraction
+
+Derived = TypeVar("Derived")
+
+
+@dataclass
+class PackedRows:
+    """Where each packed sequence lies, for kernels that take them as they lie and for those that take padded
+    batches."""
+
+    positions: Tensor = field(kw_only=True)
+    """[tokens] position of each token in its sequence."""
+    pad_index: Tensor = field(kw_only=True)
+    """[slots] the token that fills each slot of the padded batches; a sequence's last token fills its padding."""
+    unpad_index: Tensor = field(kw_only=True)
+    """[tokens] slot of each token."""
+    batches: tuple[tuple[int, int], ...] = field(kw_only=True)
+    """(sequences, width) of each padded batch; their slots follow each other."""
+    boundaries: Tensor = field(kw_only=True)
+    """[sequences + 1] int32: where each sequence starts, and the last one ends."""
+    longest: int = field(kw_only=True)
+    """Tokens of the longest sequence."""
+    derived: dict[str, Any] = field(kw_only=True, default_factory=dict)
+    """What `once` has made."""
+
+    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
+        """What `make` gives, the same for all layers of the micro-batch."""
+        if name not in self.derived:
+            self.derived[name] = make()
+        derived: Derived = self.derived[name]
+        return derived
+
+
+Rows = TypeVar("Rows", bound=PackedRows)
+
+
+def packed_rows(lengths: Sequence[int], device: torch.device, kind: type[Rows]) -> Rows:
+    """Padded batches of sequences of similar length, for sequences packed in the order of `lengths`, as a `kind` of
+    PackedRows."""
+    sizes = torch.tensor(lengths)
+    starts = sizes.cumsum(0) - sizes
+    positions = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
+    pad_parts, slot_of_start, batches, num_slots = [], torch.empty_like(sizes), [], 0
+    for members in similar_lengths(sizes):
+        width = int(sizes[members].max())
+        slot_of_start[members] = num_slots + width * torch.arange(len(members))
+        within = torch.arange(width).minimum(sizes[members, None] - 1)
+        pad_parts.append((starts[members, None] + within).flatten())
+        batches.append((len(members), width))
+        num_slots += len(members) * width
+    return kind(
+        positions=positions.to(device),
+        pad_index=torch.cat(pad_parts).to(device),
+        unpad_index=(torch.repeat_interleave(slot_of_start, sizes) + positions).to(device),
+        batches=tuple(batches),
+        boundaries=boundaries_of(lengths, device),
+        longest=max(lengths),
+    )
+
+
+def boundaries_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[sequences + 1] int32"""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def similar_lengths(sizes: Tensor) -> list[Tensor]:
+    """Sequence numbers in groups of similar length, longest first."""
+    descending, order = sizes.sort(descending=True, stable=True)
+    groups, first = [], 0
+    while first < len(order):
+        longest = int(descending[first])
+        shortest = 0 if longest <= SHORT_TOKENS else longest * SHORTEST_FRACTION
+        last = int((descending >= shortest).sum())
+        groups.append(order[first:last])
+        first = last
+    return groups
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None) -> Tensor:
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, ...] -> [tokens, heads, head_dim of value]: of
+    all sequences at once where that can be, else in padded batches."""
+    if attends_packed(query, key, value):
+        return attend_packed(query, key, value, packed.boundaries, packed.longest, scale=scale)
+    padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
+    outputs, first = [], 0
+    for num_sequences, width in packed.batches:
+        slots = slice(first, first + num_sequences * width)
+        q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
+        # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
+        attended = attend(q, k, v, causal=True, scale=scale)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        first = slots.stop
+    slots_out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return slots_out.index_select(0, packed.unpad_index)
+
+
+class _Reindex(torch.autograd.Function):
+    """Rows of `x` by `pad_index`; its gradient is a gather too, since rows of padding get none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pad_index: Tensor, unpad_index: Tensor) -> Tensor:
+        ctx.save_for_backward(unpad_index)
+        return x.index_select(0, pad_index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (unpad_index,) = ctx.saved_tensors
+        return gradients[0].index_select(0, unpad_index), None, None

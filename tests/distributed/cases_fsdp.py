@@ -1,0 +1,235 @@
+"""What ranks do in test_fsdp: one model trained by both backends, in one world of four ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rltrain.algorithms.value import of_states, value_loss
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.cluster.world import World
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.models import read_architecture
+from rltrain.models.architecture import is_unlisted
+from rltrain.models.unlisted import read_unlisted
+from rltrain.training.backend import ModelSite, TrainedModel
+from rltrain.training.build import BACKENDS
+from rltrain.training.saved_state import PIECES
+from tests.distributed.cases_training import load_experience, negative_log_likelihood
+from tests.distributed.tiny_checkpoints import TEMPERATURE
+
+NUM_STEPS = 3
+SEVERAL_MICRO_BATCHES = 110
+BEFORE = 2
+"""Updates until a state is saved; one follows."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained: by which backend and on how many ranks, the first ones."""
+
+    backend: str = "fsdp"
+    ranks: int = 1
+    tp: int = 1
+    cp: int = 1
+    copies: int = 1
+    max_tokens: int = SEVERAL_MICRO_BATCHES
+    role: str = "actor"
+    samples: int = 12
+    model: dict[str, Any] = field(default_factory=dict)
+    keep_gathered: bool = False
+
+    @property
+    def grid(self) -> Grid:
+        copies = self.copies if self.backend == "fsdp" else None
+        return Grid(tuple(range(self.ranks)), tp=self.tp, cp=self.cp, copies=copies)
+
+
+MEGATRON = Way("megatron", tp=2, ranks=2)
+WAYS = {
+    "ranks1": Way(),
+    "ranks2": Way(ranks=2),
+    "ranks3": Way(ranks=3),
+    "ranks4": Way(ranks=4),
+    "whole_micro_batch": Way(ranks=2, max_tokens=10_000),
+    "copies2": Way(ranks=4, copies=2),
+    "copies4": Way(ranks=4, copies=4),
+    "keep_gathered": Way(ranks=2, keep_gathered=True),
+    "recompute": Way(ranks=2, model={"recompute": "full"}),
+    "recompute_one_layer": Way(ranks=2, model={"recompute": {"granularity": "full", "layers": 1}}),
+    "cp2": Way(ranks=2, cp=2),
+    "cp2_dp2": Way(ranks=4, cp=2),
+    "cp4": Way(ranks=4, cp=4),
+}
+"""All but one have the same numbers as MEGATRON."""
+OTHERS = {
+    "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
+    "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
+    "critic_cp2": (Way(ranks=2, cp=2, role="critic"), Way("megatron", role="critic")),
+    "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
+}
+
+
+def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
+    """What each way gives; where a rank has no part in it, nothing."""
+    paths = {name: Path(path) for name, path in checkpoints.items()}
+    groups = _groups([MEGATRON, *WAYS.values(), *(way for pair in OTHERS.values() for way in pair)])
+    seen: dict[str, Any] = {}
+    for checkpoint in ("qwen3", "qwen2_tied"):
+        seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups)
+        ways = WAYS if checkpoint == "qwen3" else {name: WAYS[name] for name in ("ranks3", "cp2_dp2")}
+        seen |= {f"{checkpoint}/{name}": trained(way, paths[checkpoint], groups) for name, way in ways.items()}
+    for name, (way, megatron) in OTHERS.items():
+        seen[name], seen[f"{name}/megatron"] = (trained(one, paths["qwen3"], groups) for one in (way, megatron))
+    for name in paths.keys() - {"qwen3", "qwen2_tied"}:
+        for number, way in {"ranks3": Way(ranks=3), "cp2": Way(ranks=2, cp=2)}.items():
+            seen[f"family/{name}/{number}"] = of_family(way, paths[name], groups)
+    return seen
+
+
+def trained(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
+    if dist.get_rank() not in way.grid.ranks:
+        return None
+    model, experience = build(way, path, groups), share_of(way, path)
+    start = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE)
+    steps = [step(model, way, experience) for _ in range(NUM_STEPS)]
+    end = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE)
+    _, top_ids, top = (
+        model.distributions(experience, count=3, max_tokens=way.max_tokens)
+        if way.role == "actor"
+        else [torch.zeros(0)] * 3
+    )
+    return {
+        "steps": steps,
+        "dp": way.grid.coordinates(dist.get_rank()).dp,
+        "start": start.tolist(),
+        "end": end.tolist(),
+        "top": [top_ids.tolist(), top.tolist()],
+        "elements": sum(parameter.numel() for parameter in model.parameters.values()),
+    }
+
+
+def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] | None:
+    """Differences from transformers' log-probs, loss and gradient norm."""
+    if dist.get_rank() not in way.grid.ranks:
+        return None
+    expected = load_file(path / "expected.safetensors")
+    wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected["logprobs"]))
+    model = build(way, path, groups)
+    found = model.evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
+    first = step(model, way, wanted)
+    return {
+        "logprobs": float((found - wanted.rollout_logprobs).abs().max()),
+        "loss": first["loss"] / float(expected["loss"]) - 1,
+        "grad_norm": first["grad_norm"] / float(expected["grad_norm"]) - 1,
+    }
+
+
+def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None = None) -> TrainedModel:
+    fsdp = schema.Fsdp(replicas=way.copies, reshard_after_forward=not way.keep_gathered)
+    settings = schema.Actor(
+        backend=way.backend,  # type: ignore[arg-type]
+        fsdp=fsdp,
+        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        micro_batch_tokens=way.max_tokens,
+        parallel=schema.Parallel(tp=way.tp, cp=way.cp),
+    )
+    config = schema.Config(
+        steps=1,
+        placement={"actor": "all"},
+        model=schema.Model(path=str(path), **{"dtype": "float32", **way.model}),
+        data={"train": {"path": "none"}},  # type: ignore[arg-type]
+        actor=settings,
+    )
+    architecture = read_unlisted(path) if is_unlisted(path) else read_architecture(path)
+    site = ModelSite(
+        config,
+        way.role,
+        World(dist.get_rank(), dist.get_world_size(), 0, 4, torch.device("cpu"), dist.HashStore(), 60.0),
+        way.grid,
+        groups,
+        architecture.value_model() if way.role == "critic" else architecture,
+        on_micro_batch=lambda lengths, backward: None,
+    )
+    return BACKENDS[way.backend].trained_model(site, settings, total_updates=NUM_STEPS, state=state)
+
+
+def share_of(way: Way, path: Path, experience: Experience | None = None) -> Experience:
+    samples = (experience or load_experience(path)).select(torch.arange(way.samples))
+    if way.role == "critic":
+        tokens = samples.tokens.float()
+        samples = samples.with_fields(values=torch.zeros_like(tokens), returns=tokens % 7 - 3)
+    return samples.select(torch.arange(samples.num_samples)[way.grid.coordinates(dist.get_rank()).dp :: way.grid.dp])
+
+
+def step(model: TrainedModel, way: Way, experience: Experience) -> dict[str, float]:
+    loss = negative_log_likelihood if way.role == "actor" else of_states(value_loss(0.2))
+    return model.train_batch(experience, loss, temperature=TEMPERATURE)
+
+
+STATES = {
+    "ranks3": (Way(ranks=3), Way(ranks=3)),
+    "copies2": (Way(ranks=4, copies=2), Way(ranks=4, copies=2)),
+    "ranks4_to_ranks3": (Way(ranks=4), Way(ranks=3)),
+    "fsdp_to_megatron": (Way(ranks=3), MEGATRON),
+    "megatron_to_fsdp": (MEGATRON, Way(ranks=3)),
+    "bfloat16_to_megatron": (
+        Way(ranks=3, model={"dtype": "bfloat16"}),
+        Way("megatron", ranks=2, model={"dtype": "bfloat16"}),
+    ),
+}
+
+
+def states(checkpoint: str, folder: str) -> dict[str, Any]:
+    """A run that is saved and goes on in another way, and back in the first, beside one that just goes on."""
+    path, seen = Path(checkpoint), dict[str, Any]()
+    groups = _groups([way for pair in STATES.values() for way in pair])
+    for name, (way, other) in STATES.items():
+        seen[name] = _continued(way, other, path, groups, Path(folder, name))
+    return seen
+
+
+def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    rank, seen = dist.get_rank(), dict[str, Any]()
+    if rank in way.grid.ranks:
+        first, experience = build(way, path, groups), share_of(way, path)
+        for _ in range(BEFORE):
+            step(first, way, experience)
+        for name, part in first.parts.items():  # the state is saved wherever it lies
+            part.leave(drop=True) if name == "gradients" else (part.save(), part.leave())  # type: ignore[func-returns-value]
+        _save(first, folder / "first")
+        for name, part in first.parts.items():
+            part.allocate()
+            part.fill(rewritten=name == "gradients")
+        seen["undisturbed"] = step(first, way, experience)
+    dist.barrier()
+    for number, (before, after, then) in enumerate([("first", "second", other), ("second", "third", way)]):
+        if rank in then.grid.ranks:
+            resumed = build(then, path, groups, sorted((folder / before).glob("*.safetensors")))
+            _save(resumed, folder / after)
+            seen[f"resumed{number}"] = step(resumed, then, share_of(then, path))
+        dist.barrier()
+    return seen
+
+
+def _save(model: TrainedModel, folder: Path) -> None:
+    """The second time, into the memory of the first."""
+    first = dict(model.save_state().tensors)
+    saved = model.save_state()
+    assert all(saved.tensors[name] is values for name, values in first.items() if name != PIECES)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(saved.tensors), folder / f"rank_{dist.get_rank():05d}.safetensors", dict(saved.metadata))
+
+
+def _groups(ways: Iterable[Way]) -> ProcessGroups:
+    lists = sorted({ranks for way in ways for ranks in group_lists({"actor": way.grid})})
+    return ProcessGroups(lists, backend="gloo", timeout_s=60)

@@ -1,0 +1,102 @@
+"""A model of transformers under fully_shard gives Megatron's numbers, on any number of ranks, and its state goes to
+Megatron and back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases_fsdp import OTHERS, STATES, WAYS
+from tests.distributed.tiny_checkpoints import OF_TRANSFORMERS, make_checkpoints
+from tests.distributed.torchrun import run_distributed
+
+RELATIVE = 1e-4
+IN_BFLOAT16 = 1e-2
+"""transformers rounds at other places than Megatron's modules do."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    made = make_checkpoints(folder, ["qwen2_tied"]) | make_checkpoints(
+        folder, ["llama3", *OF_TRANSFORMERS], num_hidden_layers=2
+    )
+    return made | make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoints: dict[str, str]) -> list[dict[str, Any]]:
+    return run_distributed("tests.distributed.cases_fsdp:comparisons", 4, {"checkpoints": checkpoints}, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoints: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    arguments = {"checkpoint": checkpoints["qwen3"], "folder": str(tmp_path_factory.mktemp("states"))}
+    return run_distributed("tests.distributed.cases_fsdp:states", 4, arguments, timeout_s=300)
+
+
+def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    found = [rank[name] for rank in ranks if rank[name] is not None]
+    assert found, f"no rank reported {name}"
+    return found
+
+
+def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, relative: float = RELATIVE) -> None:
+    expected = reports(ranks, baseline)[0]
+    for actual in reports(ranks, name):
+        for step, (values, wanted) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
+            assert values == pytest.approx(wanted, rel=relative), f"{name}, step {step}"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_loss_gradient_norm_and_metrics_equal_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
+    assert_same_training(ranks, f"qwen3/{name}", "qwen3/megatron")
+
+
+@pytest.mark.parametrize("name", ["ranks3", "cp2_dp2"])
+def test_tied_embeddings_train_as_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
+    assert_same_training(ranks, f"qwen2_tied/{name}", "qwen2_tied/megatron")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_half_precision_critics_and_ranks_without_samples(ranks: list[dict[str, Any]], name: str) -> None:
+    assert_same_training(ranks, name, f"{name}/megatron", IN_BFLOAT16 if name == "bfloat16" else RELATIVE)
+
+
+def test_log_probs_and_likeliest_tokens_equal_megatrons(ranks: list[dict[str, Any]]) -> None:
+    expected = reports(ranks, "qwen3/megatron")[0]
+    for name in ("ranks1", "cp2", "cp4"):
+        for found in reports(ranks, f"qwen3/{name}"):
+            for when in ("start", "end"):
+                assert found[when] == pytest.approx(expected[when], abs=1e-4)
+            pairs = [*zip(found["top"][0], expected["top"][0], strict=True)]
+            assert sum(ids != wanted for ids, wanted in pairs) < 0.02 * len(pairs), "all but a few that are as likely"
+            for likeliest, wanted in zip(found["top"][1], expected["top"][1], strict=True):
+                assert likeliest == pytest.approx(wanted, abs=1e-4)
+
+
+def test_shards_are_a_ranks_share_of_each_parameter(ranks: list[dict[str, Any]]) -> None:
+    whole = reports(ranks, "qwen3/ranks1")[0]["elements"]
+    shares = [found["elements"] for found in reports(ranks, "qwen3/ranks3")]
+    assert sum(shares) == whole
+    assert len(set(shares)) > 1, "no parameter's rows are a multiple of 3: the last shards are smaller"
+    assert [found["elements"] for found in reports(ranks, "qwen3/copies4")] == [whole] * 4
+
+
+@pytest.mark.parametrize("way", ["ranks3", "cp2"])
+@pytest.mark.parametrize("name", ["llama3", *OF_TRANSFORMERS])
+def test_log_probs_and_gradients_equal_those_of_transformers(ranks: list[dict[str, Any]], name: str, way: str) -> None:
+    for found in reports(ranks, f"family/{name}/{way}"):
+        assert found == pytest.approx({"logprobs": 0, "loss": 0, "grad_norm": 0}, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_goes_on_in_another_way_and_back(saved: list[dict[str, Any]], name: str) -> None:
+    way, other = STATES[name]
+    expected = saved[0][name]["undisturbed"]
+    tolerance = IN_BFLOAT16 if way.model and way.backend != other.backend else RELATIVE
+    for rank in saved:
+        for number in (0, 1):
+            found = rank[name].get(f"resumed{number}", expected)
+            exact = way == other or number == 1
+            assert found == (expected if exact else pytest.approx(expected, rel=tolerance)), f"{name} {number}"
