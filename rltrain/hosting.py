@@ -13,7 +13,7 @@ from rltrain.roles.env import Env
 from rltrain.roles.evaluation import Evaluation
 from rltrain.roles.inference import Inference
 from rltrain.roles.judge import Judge
-from rltrain.roles.reference import Reference, uses_actor_modules
+from rltrain.roles.reference import Reference, is_actors_base, uses_actor_modules
 from rltrain.roles.reward import Reward
 from rltrain.roles.reward_model import RewardModel
 from rltrain.roles.role import Job, Role
@@ -51,7 +51,8 @@ def _residency(job: Job, order: Order, trace: AnyTrace) -> Residency:
         order,
         job.offloads,
         device_memory(job.world.device),
-        guests=("reference",) if uses_actor_modules(job) else (),
+        guests=("reference",) if uses_actor_modules(job) or is_actors_base(job) else (),
+        sharing=("reference",) if is_actors_base(job) else (),
         prefetch=settings.prefetch,
         communicators=_communicators(job, order) if settings.communicators == "release" else None,
         memory_saver=memory_saver() if settings.allocator == "torch_memory_saver" else None,

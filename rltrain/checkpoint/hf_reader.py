@@ -64,6 +64,12 @@ def further_layers(path: Path) -> tuple[str, ...]:
         return ()  # whoever needs the model's own layers tells what is wrong with the file
 
 
+def within(piece: Any) -> tuple[slice, slice]:
+    """Where a `piece` [PIECE] lies in its tensor."""
+    row, column = int(piece["row"]), int(piece["col"])
+    return slice(row, row + int(piece["rows"])), slice(column, column + int(piece["cols"]))
+
+
 def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
     """`values` [rows, cols] of a `piece` [PIECE] to where it lies in the parameters `flats`, each as one dimension."""
     shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)

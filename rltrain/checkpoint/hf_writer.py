@@ -35,6 +35,7 @@ from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import PIECE, Layout, RankLayout
 from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.tensor_groups import holding, tensor_groups
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -77,6 +78,7 @@ def save_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     bucket_bytes: int = 32 * 2**20,
+    made_bytes: int | None = None,
     ranks_per_node: int | None = None,
     notes: Mapping[str, str] = NO_NOTES,
 ) -> None:
@@ -86,9 +88,10 @@ def save_checkpoint(
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
     that or a causal language model's.
 
-    `dtype` None keeps that of `source_tensors`. Every rank writes its share, in files of at most `max_shard_bytes`
-    unless one tensor is larger. All of it is written beside `directory`, which appears when it is complete; an
-    existing one is replaced only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
+    Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
+    `dtype` None keeps their type. Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor
+    is larger. All of it is written beside `directory`, which appears when it is complete; an existing one is replaced
+    only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
 
     Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
     on gloo, which may be left out where `group` is gloo's.
@@ -97,14 +100,12 @@ def save_checkpoint(
         _refuse_foreign(directory, like, notes)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
-    device = next(iter(source_tensors.values())).device
-    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
-    shapes = layout.on(rank).parameters
-    mine = {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in shapes}
-    sync = plan(source_layout, layout, rank, ranks_per_node or max(layout.ranks) + 1)
-    execute(sync, source_tensors, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
-    files = planned_files(layout, max_shard_bytes)
-    first = rank == layout.ranks[0]
+    mine = _allocated(layout, rank, next(iter(source_tensors.values())).device)
+    for source, part in _parts(source_layout, layout, made_bytes):
+        sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
+        held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
+        execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
+    files, first = planned_files(layout, max_shard_bytes), rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
         if first:
@@ -124,6 +125,22 @@ def save_checkpoint(
         if first:
             _replace(directory, partial_directory)
         _barrier(group)
+
+
+def _allocated(layout: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
+    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
+    return {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in layout.on(rank).parameters}
+
+
+def _parts(source: Layout, destination: Layout, made_bytes: int | None) -> list[tuple[Layout, Layout]]:
+    if made_bytes is None:
+        return [(source, destination)]
+    groups = tensor_groups(source.tensors, source.types, made_bytes)
+    return [(holding(source, tensors), holding(destination, tensors)) for tensors in groups]
+
+
+def _of(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {name: tensors[name] for name, _ in layout.on(rank).parameters}
 
 
 def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mapping[str, str] = NO_NOTES) -> None:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rltrain.config.lora import Lora
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
@@ -98,6 +99,8 @@ class Model(Section):
     ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
     Transformer Engine must be new enough to do so with packed sequences."""
     moe: MoE = MoE()
+    lora: Lora | None = None
+    """Of the actor. null: all of its weights are trained."""
 
     @property
     def recomputed(self) -> Recompute:

@@ -67,7 +67,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
         if algorithm_of(config).trains:
             job = PlannedJob(config, placement, grids, architectures, ranks_per_node)
     steady, entries = steady_order(config, placement), num_entries(config, placement)
-    guests = job.guests if job else ()
+    guests, sharing = (job.guests, job.sharing) if job else ((), ())
     of_ranks = rank_map(placement, grids, ranks_per_node) if options.every_rank else []
     evaluation = describe_evaluation(config, grids, estimator_of_sets(job, options) if job else None)
     sections = {
@@ -79,7 +79,7 @@ def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOpt
         **({"Evaluation": evaluation} if evaluation else {}),
         "Repeats": [describe_repeating(config, grids)],
         "Overlaps": describe_overlaps(steady, config, placement),
-        "Memory": describe_memory(steady, config, placement, guests),
+        "Memory": describe_memory(steady, config, placement, guests, sharing),
         **(estimates(job, options) if job else unknown(config, "rollout" in grids)),
         "Rows": describe_rows(config),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),

@@ -23,21 +23,26 @@ LEGEND = (
 )
 
 
-def describe_memory(order: Order, config: Config, placement: Placement, guests: Collection[str]) -> list[str]:
+def describe_memory(
+    order: Order, config: Config, placement: Placement, guests: Collection[str], sharing: Collection[str] = ()
+) -> list[str]:
     """The memory of a step of `order` in the middle of the run, per set of ranks that host the same roles.
 
-    `guests` are roles whose weights take the place of the actor's.
+    `guests` are roles whose weights take the place of the actor's, `sharing` are those that have the actor's base.
     """
     lines: list[str] = []
     parts = [part for part in PARTS if part != "master_weights" or config.model.dtype != "float32"]
     for hosted, ranks in _kinds_of_ranks(placement).items():
         mine = [role for role in guests if role in hosted]
+        same = [role for role in sharing if role in hosted]
         offload = {role: getattr(config, role).offload for role in hosted}
-        leaving = leaving_roles(offload, mine)
+        leaving = leaving_roles(offload, [*mine, *same])
         overlays = {(role, "weights"): ("actor", "weights") for role in mine}
-        plan = MemoryPlan(order, hosted)
+        plan = MemoryPlan(order, hosted, sharing=same)
         steps = _places_by_task(order, plan, plan.places(leaving, overlays))
-        inside = [f"{role} (in the actor's modules)" if role in mine else role for role in hosted]
+        said = {role: f"{role} (in the actor's modules)" for role in mine}
+        said |= {role: f"{role} (the actor without adapters)" for role in same}
+        inside = [said.get(role, role) for role in hosted]
         where = f"{numbered('rank', ranks)}: {', '.join(inside)}"
         if all(cell in ("used", "stays") for cells in steps.values() for cell in cells.values()):
             lines.append(f"{where}: everything stays on the device")

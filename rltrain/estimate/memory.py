@@ -6,11 +6,19 @@ from math import ceil
 from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
-from rltrain.estimate.optimizer import optimizer_bytes, orthogonalizing_bytes, sharded_elements, trained_settings
+from rltrain.estimate.optimizer import (
+    learned_elements,
+    learns_adapters,
+    optimizer_bytes,
+    orthogonalizing_bytes,
+    sharded_elements,
+    trained_settings,
+)
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import gathered_bytes, sharded_bytes
-from rltrain.estimate.shares import expert_data_parallel, in_buffers, trained_elements
+from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_stage, trained_elements
 from rltrain.models import Architecture
+from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.rollout.layout import ARRIVING_BYTES
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
@@ -60,6 +68,8 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
         cache = kv_bytes(architecture, tokens, tp=grid.tp, item_bytes=item)
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
+    if role in job.sharing:
+        return {}
     if grid.is_sharded:
         return sharded_bytes(job, role)
     elements = trained_elements(architecture, grid, stage)
@@ -67,11 +77,13 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements.total * item}
     replicas, expert_replicas = grid.dp * grid.cp, expert_data_parallel(grid)
-    held, optimizer = elements.total, optimizer_bytes(job, role, stage)
+    learned, optimizer = learned_elements(job, role, stage), optimizer_bytes(job, role, stage)
+    frozen = elements.total if learns_adapters(job, role) else 0
+    held = learned.total
     if trained_settings(job, role).distributed_optimizer and replicas > 1:
-        held = in_buffers(elements.dense, replicas) + in_buffers(elements.experts, expert_replicas)
+        held = in_buffers(learned.dense, replicas) + in_buffers(learned.experts, expert_replicas)
     return {
-        "weights": held * item,
+        "weights": (frozen + held) * item,
         "master_weights": optimizer.on_device(optimizer.masters),
         "optimizer": optimizer.on_device(optimizer.states),
         "gradients": held * FP32,
@@ -150,10 +162,19 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
 
 
 def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
-    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB}
+    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB, **_merged(job, stages)}
     for role in drawing_roles():
         found |= _staging(job, role) if role in stages else {}
     return found
+
+
+def _merged(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
+    """Weights with their adapters, of some layers at a time or of one."""
+    if job.config.model.lora is None or "actor" not in stages:
+        return {}
+    weights = resident_bytes(job, "actor", stages["actor"])["weights"]
+    layers = len(layers_of_stage(job.architectures["actor"], job.grids["actor"], stages["actor"]))
+    return {"merged": min(weights, max(MADE_BYTES, weights // max(layers, 1)))}
 
 
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:

@@ -10,7 +10,14 @@ from rltrain.config.schema import Trained
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import held_elements
-from rltrain.estimate.shares import EXPERT, expert_data_parallel, in_buffers, one_replica, trained_elements
+from rltrain.estimate.shares import (
+    EXPERT,
+    Elements,
+    expert_data_parallel,
+    in_buffers,
+    one_replica,
+    trained_elements,
+)
 from rltrain.models import Architecture
 from rltrain.models.hidden_matrices import is_hidden_matrix
 from rltrain.reshard.megatron_layout import megatron_layout
@@ -59,11 +66,24 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
     return OptimizerBytes(masters, moments * item, float(settings.cpu_offload))
 
 
+def learns_adapters(job: PlannedJob, role: str) -> bool:
+    """Whether adapters alone are learned, beside weights that stay as they are."""
+    return job.config.model.lora is not None and role == "actor"
+
+
+def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:
+    """On a rank of one of the role's pipeline stages."""
+    architecture, lora = job.architectures[role], job.config.model.lora
+    if lora is not None and learns_adapters(job, role):
+        architecture = architecture.adapted(lora.rank, lora.targets)
+    return trained_elements(architecture, job.grids[role], stage)
+
+
 def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
     """That a rank makes the steps of."""
     if job.grids[role].is_sharded:
         return held_elements(job.architectures[role], job.grids[role])
-    elements, grid = trained_elements(job.architectures[role], job.grids[role], stage), job.grids[role]
+    elements, grid = learned_elements(job, role, stage), job.grids[role]
     replicas = grid.dp * grid.cp
     if not (trained_settings(job, role).distributed_optimizer and replicas > 1):
         return elements.total

@@ -89,9 +89,11 @@ def places_along(job: PlannedJob, kind: Kind) -> list[tuple[int, dict[Key, Place
     """(position, where each part is during it) along the steady order, for a rank of a kind."""
     hosted = kind.device_roles
     guests = [role for role in job.guests if role in hosted]
-    leaving = leaving_roles({role: getattr(job.config, role).offload for role in hosted}, guests)
+    sharing = [role for role in job.sharing if role in hosted]
+    offload = {role: getattr(job.config, role).offload for role in hosted}
+    leaving = leaving_roles(offload, [*guests, *sharing])
     overlays = {(role, "weights"): ("actor", "weights") for role in guests}
-    return [*MemoryPlan(job.order, hosted, guests).places(leaving, overlays)]
+    return [*MemoryPlan(job.order, hosted, guests, sharing).places(leaving, overlays)]
 
 
 def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]]:

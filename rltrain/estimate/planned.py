@@ -12,7 +12,7 @@ from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
 from rltrain.models.element_types import ITEM_BYTES, ElementType
-from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order
@@ -59,6 +59,12 @@ class PlannedJob:
         """Roles whose weights take the place of the actor's."""
         guest = reference_uses_actor_modules(self.config, self.grids, self.architectures)
         return frozenset(["reference"] if guest else [])
+
+    @cached_property
+    def sharing(self) -> frozenset[str]:
+        """Roles whose model is the actor without its adapters."""
+        shares = reference_is_actors_base(self.config, self.grids, self.architectures)
+        return frozenset(["reference"] if shares else [])
 
     @cached_property
     def kinds(self) -> dict[Kind, tuple[int, ...]]:

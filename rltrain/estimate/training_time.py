@@ -9,10 +9,10 @@ from rltrain.config.schema import Trained
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.optimizer import orthogonalizing_s, sharded_elements
+from rltrain.estimate.optimizer import learned_elements, orthogonalizing_s, sharded_elements
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import gathering_s
-from rltrain.estimate.shares import layers_of_chunks, layers_of_stage, trained_elements
+from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.estimate.workload import Workload
 from rltrain.models import Architecture
 from rltrain.models.flops import BACKWARD, expert_flops, forward_flops, layer_flops, mlp_flops
@@ -72,7 +72,7 @@ class TrainingTime:
         stepping = times * (step + orthogonalizing_s(self.job, self.role, stage, self.gpu))
         if self.grid.is_sharded:  # gradients are reduced by every micro-batch, and weights gathered
             return stepping
-        held = trained_elements(self.architecture, self.grid, stage)
+        held = learned_elements(self.job, self.role, stage)
         reduced = gathered = 0.0
         for elements, link in ((sum(held.dense), self.links.dp), (sum(held.experts), self.links.expert_dp)):
             if settings.distributed_optimizer:

@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
+from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.served_models import served_model_problems
@@ -20,6 +21,7 @@ def check_against_architecture(
     """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
+    problems += adapted_model_problems(config, architectures["actor"])
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)

@@ -11,6 +11,7 @@ from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
+from rltrain.legality.lora import lora_problems
 from rltrain.legality.optimizer import optimizer_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
@@ -39,6 +40,7 @@ def check_config(config: Config) -> None:
         *evaluation_problems(config),
         *check_problems(config),
         *_checkpoint_problems(config),
+        *lora_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
 

@@ -21,6 +21,10 @@ def optimizer_problems(config: Config) -> Iterator[str]:
                 "makes whole matrices orthogonal, for which a host takes too long; expected false, with "
                 f"{role}.optimizer.moments_dtype bfloat16 or {role}.offload true where memory is short, or name adamw"
             )
+        if optimizer.name == "muon" and role == "actor" and config.model.lora:
+            yield (
+                f"{role}.optimizer.name: got muon with model.lora, whose matrices are factors of one; expected adamw"
+            )
         if optimizer.name != "muon" and "muon" in optimizer.model_fields_set:
             yield (
                 f"{role}.optimizer.muon: given with {role}.optimizer.name {optimizer.name}, which does not look at it; "

@@ -66,6 +66,14 @@ class MLA:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Of which matrices there are low-rank adapters, by the last part of their names; None: of all."""
+
+    rank: int
+    targets: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class Unlisted:
     """A model of a family without a table: what transformers' own has, for backend fsdp alone.
 
@@ -83,7 +91,8 @@ class Architecture:
     """Everything that layouts, the trainer and the engine need to know about a model's shape.
 
     `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
-    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state.
+    experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state. With
+    `adapters` the tensors are those of low-rank adapters of such a model, and no others.
     """
 
     family: str
@@ -114,11 +123,16 @@ class Architecture:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
+    adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
     def value_model(self) -> "Architecture":
         """The same decoder with a value head. Its embeddings are tied to nothing: no head resembles them."""
         return replace(self, head="value", tied_embeddings=False)
+
+    def adapted(self, rank: int, targets: tuple[str, ...] | None) -> "Architecture":
+        """The low-rank adapters of such a model, as models.lora has them; `targets` None: of all matrices."""
+        return replace(self, adapters=Adapters(rank, targets))
 
     @property
     def query_size(self) -> int:

@@ -24,6 +24,7 @@ from rltrain.models.dense import (
     VALUE_HEAD,
 )
 from rltrain.models.element_types import ElementType, TypeArray, uniform
+from rltrain.models.lora import adapters_of
 from rltrain.models.moe import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rltrain.models.table import Layer, Row, Table
 
@@ -58,7 +59,8 @@ def table_of(architecture: Architecture) -> Table:
         *(QK_NORMS if architecture.qk_norm else ()),
     )
     table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))
-    return replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
+    table = replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
+    return adapters_of(table, architecture.adapters.targets) if architecture.adapters else table
 
 
 def layer_of(architecture: Architecture, sparse: bool) -> Layer:
@@ -82,6 +84,8 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "labels": NUM_LABELS,
         "one": 1,
     }
+    if adapters := architecture.adapters:
+        measured["rank"] = adapters.rank
     if moe := architecture.moe:
         measured |= {
             "experts": moe.num_experts,

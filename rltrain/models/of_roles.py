@@ -48,7 +48,25 @@ def _expect_one_architecture(config: Config, first: Architecture) -> None:
 def reference_uses_actor_modules(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> bool:
-    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own."""
+    """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own: its
+    weights take the place of the actor's."""
+    return config.model.lora is None and _share_modules(config, grids, architectures)
+
+
+def reference_is_actors_base(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> bool:
+    """Whether the reference is what the actor is without its adapters, in the same memory: it has the actor's ranks,
+    layout and checkpoint, and stays as it is."""
+    return (
+        config.model.lora is not None
+        and not config.reference.refresh_every
+        and config.checkpoint_of("reference")[0] == config.model.path
+        and _share_modules(config, grids, architectures)
+    )
+
+
+def _share_modules(config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]) -> bool:
     return (
         {"actor", "reference"} <= grids.keys()
         and grids["reference"] == grids["actor"]

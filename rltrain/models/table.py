@@ -39,7 +39,8 @@ class Row:
     an expert's parameter lacks it stacks its experts in one parameter. Adjacent rows of one name are one parameter on
     that side, one below the other. `megatron_te` and `split_local` are set where Transformer Engine has another name
     and where Megatron's own layers split otherwise. `float32` parameters keep that type whatever the model's is;
-    `quantizable` ones may be held in FP8.
+    `quantizable` ones, the matrices of attention, MLPs and experts, may be held in FP8. A row without parts is of
+    nothing.
     """
 
     parts: tuple[Part, ...]

@@ -18,6 +18,8 @@ from rltrain.models import (
 from rltrain.models.canonical_tensors import Array, IntArray
 from rltrain.reshard.layout import PIECE, Parameters, RankLayout, Segment, Shard, below, column_slice, stacked, window
 
+NO_PIECES = np.zeros(0, dtype=PIECE)
+
 
 @dataclass(frozen=True)
 class TensorShare:
@@ -129,12 +131,14 @@ class ModelCutter:
 
     def _template(self, rows: Sequence[Row], share: TensorShare) -> Template:
         shards = self._shards(rows, share)
-        pieces = np.concatenate([shard.pieces for shard in shards])
+        pieces = np.concatenate([NO_PIECES, *(shard.pieces for shard in shards)])
         pieces["parameter"] = np.repeat(np.arange(len(shards)), [len(shard.pieces) for shard in shards])
         return Template(tuple((shard.name, shard.shape) for shard in shards), pieces)
 
     def _experts(self, rows: Sequence[Row], share: ExpertShare) -> Template:
         """All experts of the share: one is cut and repeated, as parameters of its own or stacked in one parameter."""
+        if not rows:
+            return Template((), NO_PIECES)
         one = self._shards(rows, TensorShare(share.index, share.size))
         own = np.array(["{expert}" in shard.name for shard in one])
         parameter = np.repeat(np.arange(len(one)), [len(shard.pieces) for shard in one])
@@ -158,7 +162,7 @@ class ModelCutter:
         """The share's parameters of `rows`, whose tensors are numbered through."""
         shards: list[Shard] = []
         num_tensors = 0
-        for row in rows:
+        for row in (row for row in rows if row.parts):
             shard = _cut(row, self.side.name(row), self.side.split(row), self._sizes, share)
             shard.pieces["tensor"] += num_tensors
             num_tensors += len(row.parts)

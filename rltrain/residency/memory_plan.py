@@ -24,10 +24,16 @@ def leaving_roles(offload: Mapping[str, bool | str], guests: Collection[str] = (
 class MemoryPlan:
     """The order as one rank's device sees it, which hosts `roles`. Pure: the same everywhere."""
 
-    def __init__(self, order: Order, roles: Collection[str], guests: Collection[str] = ()) -> None:
+    def __init__(
+        self, order: Order, roles: Collection[str], guests: Collection[str] = (), sharing: Collection[str] = ()
+    ) -> None:
+        """Those of `guests` that are `sharing` have no weights: their tasks need the actor's."""
         self._order, self._roles = order, frozenset(roles)
+        self._shared = {(role, "weights"): ("actor", "weights") for role in sharing}
         names = {entry.name for entry in order.distinct() if entry.kind == "task"}
-        self._needs_of_task = {name: self._needs_with_guests(needs_of(name), guests) for name in names}
+        self._needs_of_task = {
+            name: self._needs_with_guests(needs_of(name).with_keys(self._shared), guests) for name in names
+        }
         self._final = [(position, self.needs(position)) for position, _ in order.final()]
 
     def _needs_with_guests(self, needs: Needs, guests: Collection[str]) -> Needs:

@@ -25,9 +25,9 @@ def _no_span(name: str, category: str) -> AbstractContextManager[object]:
 class Residency:
     """Brings to the device what a task needs, and takes away what others of this rank left there.
 
-    `offload` has the roles of this rank that use its device, and decides with `guests`, whose parts are overlays, who
-    leaves it between its tasks: see `leaving_roles`. Nothing moves for a task that needs nothing. Nothing is collective
-    but making `communicators` again, which come and go with the roles.
+    `offload` has the roles of this rank that use its device, and decides with `guests`, whose parts are overlays or
+    who are `sharing` the actor's, who leaves it between its tasks: see `leaving_roles`. Nothing moves for a task that
+    needs nothing. Nothing is collective but making `communicators` again, which come and go with the roles.
     """
 
     def __init__(
@@ -37,12 +37,13 @@ class Residency:
         memory: DeviceMemory,
         *,
         guests: Collection[str] = (),
+        sharing: Collection[str] = (),
         prefetch: bool = True,
         communicators: Communicators | None = None,
         memory_saver: Any = None,
         span: Span = _no_span,
     ) -> None:
-        self.plan = MemoryPlan(order, offload, guests)
+        self.plan = MemoryPlan(order, offload, guests, sharing)
         self.leaving = leaving_roles(offload, guests)
         self.parts: dict[Key, MemoryPart] = {}
         self._memory = memory

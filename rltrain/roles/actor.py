@@ -22,6 +22,8 @@ from rltrain.data.prompts import report_dropped
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of, end_verdict_of
 from rltrain.exchange.exchange import Shipment
+from rltrain.reshard.tensor_groups import MADE_BYTES
+from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
 from rltrain.roles.advantage_estimation import AdvantageEstimation
 from rltrain.roles.parity_gate import ParityGate
 from rltrain.roles.role import Job, Metrics
@@ -30,6 +32,7 @@ from rltrain.roles.staleness import StalenessCounts
 from rltrain.roles.step_batch import StepBatch, summarize
 from rltrain.roles.trained import TrainedRole
 from rltrain.tasks.roles import informing
+from rltrain.training.backend import published_weights
 
 CANDIDATE = "hf_candidate"
 """Folder of output_dir."""
@@ -208,8 +211,10 @@ class Actor(TrainedRole):
         if best:
             notes = {BEST_FILE: best.as_json()}
             replace_checkpoint(output_dir / BEST_FOLDER, candidate, like=Path(self.config.model.path), notes=notes)
+            keep_exported_adapters(output_dir / BEST_FOLDER, candidate)
         else:
             shutil.rmtree(candidate, ignore_errors=True)
+            shutil.rmtree(adapters_folder(candidate), ignore_errors=True)
 
     def _best_of(self, step: int) -> Best | None:
         """The evaluation of the step, if it is the best so far: the same on all ranks."""
@@ -220,7 +225,7 @@ class Actor(TrainedRole):
     def _save(self, folder: str, notes: Mapping[str, str] = NO_NOTES) -> None:
         save_checkpoint(
             Path(self.config.output_dir, folder),
-            self.model.parameters,
+            published_weights(self.model),
             self.model.layout,
             self.job.architecture,
             group=self.job.groups[self.grid.ranks],
@@ -228,8 +233,10 @@ class Actor(TrainedRole):
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
             dtype=getattr(torch, self.config.model.dtype),
+            made_bytes=MADE_BYTES if self.config.model.lora else None,
             notes=notes,
         )
+        export_adapters(self.job, self.model, Path(self.config.output_dir, folder))
 
     def logprobs(self, experience: Experience) -> torch.Tensor:
         """[tokens] fp32 of the actor's tempered distribution, or scores. Collective over: this replica."""

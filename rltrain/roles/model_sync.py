@@ -2,9 +2,11 @@
 
 from rltrain.roles.actor import Actor
 from rltrain.roles.inference import Inference
+from rltrain.roles.merged_resharding import MergedResharding, merged_into_model
 from rltrain.roles.reference import Reference, uses_actor_modules
 from rltrain.roles.role import Job, Role
 from rltrain.roles.role_resharding import RoleResharding
+from rltrain.training.backend import published_weights
 
 
 class ModelSync:
@@ -16,8 +18,10 @@ class ModelSync:
     def __init__(self, job: Job, role: str, actor: Role | None, follower: Role | None) -> None:
         self.actor = actor if isinstance(actor, Actor) else None
         self.follower = follower if isinstance(follower, Inference | Reference) else None
-        self.resharding = None
-        if not (role == Reference.name and uses_actor_modules(job)):
+        self.resharding: RoleResharding | MergedResharding | None = None
+        if job.config.model.lora:
+            self.resharding = merged_into_model(job, role)
+        elif not (role == Reference.name and uses_actor_modules(job)):
             self.resharding = RoleResharding(job, role, job.training_layout("actor"), job.training_layout(role))
 
     def __call__(self, step: int, chunk: int) -> None:
@@ -26,5 +30,5 @@ class ModelSync:
             assert isinstance(self.follower, Reference), "it has the actor's ranks"
             self.follower.keep_actor_weights()
             return
-        source = self.actor.model.parameters if self.actor else None
+        source = published_weights(self.actor.model) if self.actor else None
         self.resharding.run(source, self.follower.model.parameters if self.follower else None)

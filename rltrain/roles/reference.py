@@ -11,14 +11,14 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.exchange import Shipment
-from rltrain.models.of_roles import reference_uses_actor_modules
+from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.reshard.layout import Layout
 from rltrain.residency.host_tensors import HostTensors
 from rltrain.residency.memory_parts import MemoryPart, Overlay
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.roles.actor import Actor
 from rltrain.roles.role import Job, Role
-from rltrain.training.backend import Model, log_probs
+from rltrain.training.backend import AdaptedModel, Model, log_probs
 from rltrain.training.build import training_backend
 from rltrain.training.saved_weights import load_weights, save_weights
 
@@ -34,8 +34,14 @@ def uses_actor_modules(job: Job) -> bool:
     return takes_turns and reference_uses_actor_modules(job.config, job.grids, job.architectures)
 
 
+def is_actors_base(job: Job) -> bool:
+    """Whether the reference is the actor without its adapters, and has no memory of its own."""
+    return reference_is_actors_base(job.config, job.grids, job.architectures)
+
+
 class Reference(Role):
-    """With the actor's ranks and layout its weights lie on the host, and take the place of the actor's for its task.
+    """With the actor's ranks and layout its weights lie on the host, and take the place of the actor's for its task. Of
+    an actor with adapters it is the base, with which it shares the actor's weights.
 
     `actor` is this rank's, None where it has none.
     """
@@ -54,7 +60,10 @@ class Reference(Role):
         self.model: Model
         self.parts: Mapping[str, MemoryPart]
         self.host: HostTensors | None = None
-        if actor is not None and uses_actor_modules(job):
+        if actor is not None and is_actors_base(job):
+            assert isinstance(actor.model, AdaptedModel), "only the base of adapters is the actor's"
+            self.model, self.parts = actor.model.base, {}
+        elif actor is not None and uses_actor_modules(job):
             self.model, self.host = actor.model, self._host_weights(actor.model)
             self.parts = {"weights": self._weights_over(actor.model, self.host)}
         else:

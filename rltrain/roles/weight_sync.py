@@ -2,10 +2,12 @@
 
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.roles.actor import Actor
+from rltrain.roles.merged_resharding import MergedResharding, merged_into_part
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.role_resharding import RoleResharding
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
+from rltrain.training.backend import published_weights
 
 
 class WeightSync:
@@ -24,7 +26,7 @@ class WeightSync:
         """
         if self.engine:
             self.engine.begin_update()
-        source = self.actor.model.parameters if self.actor else None
+        source = published_weights(self.actor.model) if self.actor else None
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
             destination = self.engine.incoming(number) if self.engine else None
@@ -39,8 +41,10 @@ class WeightSync:
         return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.config.verify else metrics
 
 
-def resharding_into(job: Job, role: str, part: EnginePart) -> RoleResharding:
+def resharding_into(job: Job, role: str, part: EnginePart) -> RoleResharding | MergedResharding:
     """From the actor's layout to a part of what engines of `role` hold."""
+    if job.config.model.lora:
+        return merged_into_part(job, role, part)
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
     return RoleResharding(job, role, layouts.source, layouts.destination, blocks)

@@ -1,6 +1,6 @@
 """What is said of a task, once: whose it is, what it takes and leaves, needs in memory, and reports."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +38,10 @@ class Needs:
     def of(self, roles: Collection[str]) -> "Needs":
         """Those of `roles` alone."""
         return Needs(*(frozenset(key for key in keys if key[0] in roles) for keys in self._fields))
+
+    def with_keys(self, others: Mapping[Key, Key]) -> "Needs":
+        """With other parts in the place of some."""
+        return Needs(*(frozenset(others.get(key, key) for key in keys) for keys in self._fields))
 
     @property
     def _fields(self) -> tuple[frozenset[Key], ...]:

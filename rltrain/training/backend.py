@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -146,6 +146,25 @@ class TrainedModel(Model, Protocol):
         Between optimizer steps: RuntimeError where gradients wait for one. Not collective.
         """
         ...
+
+
+@runtime_checkable
+class AdaptedModel(Protocol):
+    """What a trained model with low-rank adapters (config.lora) has besides. Its `parameters` are the base, frozen."""
+
+    published: Mapping[str, Tensor]
+    """`parameters` with what the adapters add, for others: each is made when it is asked for, and not kept. While part
+    "weights" is on the device."""
+    base: Model
+    """The model without what the adapters add, in the same memory."""
+    adapters_layout: Layout
+    adapters: Mapping[str, Tensor]
+    """By name and shape as in `adapters_layout.on(rank)`."""
+
+
+def published_weights(model: Model) -> Mapping[str, Tensor]:
+    """What other roles and checkpoints get of it, by the names of its layout."""
+    return model.published if isinstance(model, AdaptedModel) else model.parameters
 
 
 class TrainingBackend(Protocol):

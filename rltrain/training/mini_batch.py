@@ -19,6 +19,7 @@ class Pending:
     def __init__(self) -> None:
         self.num_samples = 0
         self.response_tokens = 0
+        self.num_parts = 0
         self.outputs: list[LossOutput] = []
 
     def reduced(self, replicas: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

@@ -21,7 +21,7 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.models import read_architecture
-from rltrain.training.megatron.model import ROUTER_BIAS, build_model, local_parameters
+from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
 from tests.distributed.family_checkpoints import LENGTHS
 
@@ -140,7 +140,7 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 
-def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> TrainableModel:
+def build(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> LanguageModel:
     grid, architecture = layout.grid, read_architecture(path)
     model = build_model(
         architecture,
@@ -164,6 +164,11 @@ def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[st
         device=torch.device("cpu"),
     )
     load_parameters(path, model.layout, dist.get_rank(), local_parameters(model))
+    return model
+
+
+def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> TrainableModel:
+    model = build(path, layout, groups, moe)
     settings = schema.Actor(
         # With a small eps the first step is the gradient's sign, of elements that are 0 but for rounding, too.
         optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=1e-3),

@@ -1,14 +1,16 @@
 """Megatron as a training.backend.TrainingBackend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rltrain.config.schema import Trained
 from rltrain.reshard.layout import Layout
+from rltrain.training.adapters import begin_adapters
 from rltrain.training.backend import ModelSite
 from rltrain.training.megatron.evaluable import EvaluableModel
-from rltrain.training.megatron.model import LanguageModel, build_model, layout_of_model, local_parameters
-from rltrain.training.megatron.trainable import TrainableModel
+from rltrain.training.megatron.model import LanguageModel, add_adapters, build_model, layout_of_model, local_parameters
+from rltrain.training.megatron.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
@@ -22,12 +24,16 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    trained = TrainableModel(
-        _language_model(site, with_weights=state is None),
-        settings,
-        total_updates=total_updates,
-        max_skipped=site.config.on_divergence.max_skipped,
-        role=site.role,
+    lora = site.config.model.lora if site.role == "actor" else None
+    model = _language_model(site, with_weights=state is None or lora is not None)
+    make: Callable[..., TrainableModel] = partial(TrainableModel, model)
+    if lora:
+        adapters = add_adapters(model, lora, site.config.seed)
+        if state is None:
+            begin_adapters(adapters.layout, site.world.rank, adapters.parameters, lora, site.config.seed)
+        make = partial(AdaptedModel, model, adapters)
+    trained = make(
+        settings, total_updates=total_updates, max_skipped=site.config.on_divergence.max_skipped, role=site.role
     )
     if state is not None:
         trained.load_state(state)

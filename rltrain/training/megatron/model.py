@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,6 +17,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.config import schema
+from rltrain.config.lora import Lora
 from rltrain.models import Architecture
 from rltrain.models.rotary import inverse_frequencies
 from rltrain.reshard.layout import Layout
@@ -48,6 +50,7 @@ from rltrain.training.megatron.layers import (
     scale_embedding,
     uses_transformer_engine,
 )
+from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.precision import widen_projection
@@ -179,6 +182,7 @@ class LanguageModel(torch.nn.Module):
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
+        self.adapters: Adapters | None = None
         if offloads_activations:
             for chunk in self.chunks:
                 decoder = cast(torch.nn.Module, chunk.decoder)
@@ -267,7 +271,7 @@ def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Mod
 
 def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
     """This rank's parameters by Megatron's names, as in model.layout.on(rank), with the routers' biases, which
-    Megatron keeps as buffers.
+    Megatron keeps as buffers. Without adapters.
 
     Parameters, not what they hold, which may move to other memory when a TrainableModel takes the model over.
     """
@@ -275,8 +279,28 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
     for number, chunk in enumerate(model.chunks):
         prefix = f"{number}." if len(model.chunks) > 1 else ""
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS))
-        held |= {prefix + name: tensor for name, tensor in (*chunk.named_parameters(), *biases)}
+        parameters = ((name, tensor) for name, tensor in chunk.named_parameters() if not is_adapter(name))
+        held |= {prefix + name: tensor for name, tensor in (*parameters, *biases)}
     return held
+
+
+def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
+    """Freeze a model that is built and give it adapters, all of them zero."""
+    adapted = model.architecture.adapted(settings.rank, settings.targets)
+    layout = megatron_layout(adapted, model.grid, dtype=str(model.config.params_dtype).removeprefix("torch."))
+    chunks = cast(Sequence[torch.nn.Module], model.chunks)
+    model.adapters = Adapters(chunks, layout, dist.get_rank(), settings, seed)
+    return model.adapters
+
+
+def learned_layout(model: LanguageModel) -> Layout:
+    """Where what training changes lies: the adapters, if there are any."""
+    return model.adapters.layout if model.adapters else model.layout
+
+
+def learned_parameters(model: LanguageModel) -> dict[str, Tensor]:
+    """This rank's, as in learned_layout(model).on(rank)."""
+    return model.adapters.parameters if model.adapters else local_parameters(model)
 
 
 def transformer_config(

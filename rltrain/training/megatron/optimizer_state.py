@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.model import LanguageModel, learned_parameters
 from rltrain.training.megatron.optimizer import members
 from rltrain.training.megatron.stepping import first_of, masters, stepping
 from rltrain.training.optimization.stepping import ADAM_STATES, MUON_STATES
@@ -36,8 +36,8 @@ class Optimized:
 
 
 def optimized_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
-    """By the names of `local_parameters`. Those of which a distributed optimizer has no share here are missing."""
-    names = {id(parameter): name for name, parameter in local_parameters(model).items()}
+    """By the names of `learned_parameters`. Those of which a distributed optimizer has no share here are missing."""
+    names = {id(parameter): name for name, parameter in learned_parameters(model).items()}
     found: dict[str, Optimized] = {}
     for member in members(optimizer):
         is_shard, own = isinstance(member, DistributedOptimizer), stepping(member)

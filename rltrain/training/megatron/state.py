@@ -1,4 +1,5 @@
 """The training state of a model, saved and loaded through layouts: master weights, the optimizer's moments, its steps.
+Of a model with adapters it is theirs: the base is in its checkpoint.
 
 Every element is saved by one rank, so a state can be loaded in any other layout, with or without a distributed
 optimizer.
@@ -17,7 +18,7 @@ from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.layers import is_expert
-from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, local_parameters
+from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import (
     MOMENTS,
     Optimized,
@@ -46,7 +47,7 @@ def save_state(
     `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
     tensors of the one before. RuntimeError where a part was dropped. Not collective.
     """
-    layout, rank = model.layout, dist.get_rank()
+    layout, rank = learned_layout(model), dist.get_rank()
     names, kept = _parameter_names(layout, rank), _kept_parameters(model, optimizer)
     shares, tables = dict[str, Range](), []
     for groups, of_experts in zip(sharing_groups(model.grid), (False, True), strict=True):
@@ -78,7 +79,7 @@ def save_state(
 
 def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:
     """What the optimizer works on, and the routers' biases, which follow the experts' loads."""
-    biases = {name: bias for name, bias in local_parameters(model).items() if name.endswith(ROUTER_BIAS)}
+    biases = {name: bias for name, bias in learned_parameters(model).items() if name.endswith(ROUTER_BIAS)}
     kept = {name: Optimized(bias, 0, is_shard=False, part="weights", moments={}) for name, bias in biases.items()}
     return kept | optimized_parameters(model, optimizer)
 
@@ -91,7 +92,7 @@ def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequen
     together or to a model of these tensors or to another optimizer, and where they lack a part of one. `role` is for
     messages. Not collective.
     """
-    saved = SavedState(files, model.layout.tensors)
+    saved = SavedState(files, learned_layout(model).tensors)
     saved.require_optimizer(optimizer_name(optimizer), role)
     if saved.counts.optimizer_steps:
         make_states(optimizer, saved.counts.optimizer_steps)
@@ -101,8 +102,8 @@ def load_state(model: LanguageModel, optimizer: MegatronOptimizer, files: Sequen
 
 def _destinations(model: LanguageModel, optimizer: MegatronOptimizer, *, with_moments: bool) -> Iterator[Destination]:
     rank = dist.get_rank()
-    names, pieces = _parameter_names(model.layout, rank), model.layout.on(rank).pieces
-    weights = local_parameters(model)
+    layout, weights = learned_layout(model), learned_parameters(model)
+    names, pieces = _parameter_names(layout, rank), layout.on(rank).pieces
     yield Destination(MASTER, pieces, [weights[name].detach().view(-1) for name in names])
 
     optimized = optimized_parameters(model, optimizer)

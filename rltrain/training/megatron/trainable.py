@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
-from rltrain.training.megatron.evaluable import EvaluableModel
+from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
+from rltrain.training.megatron.lora import Adapters, MergedWeights
 from rltrain.training.megatron.loss_scale import LossScale
 from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
@@ -116,12 +118,21 @@ class TrainableModel(EvaluableModel):
             if is_whole:
                 self.reduction.expect(len(micro_batches))
             shares = partial(sample_shares, loss_function)
-            self._pending.outputs += run_schedule(
-                self.model, micro_batches, loss, chunks=self.chunks, backward=True, shares=shares
-            )
+            with self._drawing(self._pending.num_parts):
+                self._pending.outputs += run_schedule(
+                    self.model, micro_batches, loss, chunks=self.chunks, backward=True, shares=shares
+                )
+        self._pending.num_parts += 1
         if not experience.num_samples and self.groups.pp.rank() == self.groups.pp.size() - 1:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
             self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
+
+    def _drawing(self, part: int) -> AbstractContextManager[None]:
+        """Around a part of a mini-batch, in which adapters draw what they drop: equal on ranks with equal tokens."""
+        adapters, groups = self.model.adapters, self.groups
+        if adapters is None:
+            return nullcontext()
+        return adapters.drawing(self.num_updates, part, groups.dp_cp.rank(), groups.pp.rank())
 
     def step(self) -> dict[str, float]:
         metrics = self._step()
@@ -181,6 +192,8 @@ class TrainableModel(EvaluableModel):
         """Divide, clip and apply the gradients unless their norm is not finite; that, and whether it is the loss
         scale's doing. Collective over: the role's ranks."""
         finalize_model_grads(self.chunks, None, pg_collection=self.groups)
+        if self.model.adapters:
+            self.model.adapters.sum_gradients_of_experts()
         self.gather.finish()
         for chunk in self.chunks:
             chunk.scale_gradients(1 / divisor)
@@ -202,6 +215,26 @@ class TrainableModel(EvaluableModel):
         if pending.outputs:  # on the last pipeline stage
             metrics = pending.reduced(self.groups.dp, self.model.device)
         return _from_last_stage(metrics, self.groups.pp, self.model.device)
+
+
+class AdaptedModel(TrainableModel):
+    """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        adapters: Adapters,
+        settings: schema.Trained,
+        *,
+        total_updates: int,
+        max_skipped: int = 0,
+        role: str = "actor",
+    ) -> None:
+        """Collective over: the role's ranks."""
+        super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
+        self.published = MergedWeights(self.parameters, adapters)
+        self.base = BaseModel(model)
+        self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
 
 
 def _from_last_stage(metrics: dict[str, float], pipeline: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

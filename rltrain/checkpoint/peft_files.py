@@ -1,0 +1,182 @@
+"""Low-rank adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import within, write_piece
+from rltrain.checkpoint.hf_writer import hf_layout
+from rltrain.config.lora import Lora
+from rltrain.errors import CheckpointError
+from rltrain.models import Architecture
+from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.lora import target_of
+from rltrain.reshard.execute.resharding import execute
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.plan.planner import plan
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_KEY = "config key model.lora.path"
+BUCKET_BYTES = 32 * 2**20
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layers_to_transform": ([], None),
+    "target_parameters": ([], None),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": ([], None),
+}
+"""What adapters are here, in PEFT's terms: other values mean another computation. A key that is missing is None."""
+
+
+@torch.no_grad()
+def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor], settings: Lora) -> None:
+    """Fill `parameters`, those of `rank` in the adapters' `layout`, from PEFT's files in the folder `path`; what is not
+    adapted, `settings` say, with zeros.
+
+    CheckpointError where a file is missing or damaged, where it says or has other adapters than `settings`.
+    """
+    names = _adapted(layout.tensors, settings)
+    _check_config(path, {target_of(name) for name in names}, settings)
+    mine = layout.on(rank)
+    flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    for flat in flats:
+        flat.zero_()
+    try:
+        with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
+            _check_tensors(path, opened, layout.tensors, names)
+            for piece in mine.pieces:
+                if (name := layout.tensors.names[piece["tensor"]]) in names:
+                    write_piece(flats, piece, opened.get_slice(name)[within(piece)])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / WEIGHTS_FILE} does not exist ({CONFIG_KEY})") from None
+    except (SafetensorError, OSError) as problem:
+        raise CheckpointError(f"{path / WEIGHTS_FILE} is damaged or cut short: {problem} ({CONFIG_KEY})") from None
+
+
+def _adapted(tensors: CanonicalTensors, settings: Lora) -> set[str]:
+    """Names of the adapters that are trained."""
+    return {name for name in tensors.names if settings.targets is None or target_of(name) in settings.targets}
+
+
+def _check_config(path: Path, targets: set[str], settings: Lora) -> None:
+    file = path / CONFIG_FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist; expected a folder of PEFT's ({CONFIG_KEY})") from None
+    except (ValueError, OSError) as problem:
+        raise CheckpointError(f"{file} cannot be read: {problem} ({CONFIG_KEY})") from None
+    problems = list(_differences(found, targets, settings))
+    if problems:
+        raise CheckpointError(f"{file}: {'; '.join(problems)} ({CONFIG_KEY})")
+
+
+def _differences(found: Mapping[str, Any], targets: set[str], settings: Lora) -> Iterator[str]:
+    for key, plain in PLAIN.items():
+        if found.get(key) not in plain:
+            yield f"{key} is {found[key]!r}; expected {plain[0]!r}: other kinds of adapters are not trained here"
+    for key, name, own in (("r", "rank", settings.rank), ("lora_alpha", "alpha", settings.alpha)):
+        if found.get(key) != own:
+            yield f"{key} is {found.get(key)}; set model.lora.{name}, which is {own}, to that"
+    named = found.get("target_modules")
+    if not isinstance(named, list) or {str(target).rpartition(".")[2] for target in named} != targets:
+        yield f"target_modules is {named}; set model.lora.targets, which comes to {sorted(targets)}, to that"
+
+
+def _check_tensors(path: Path, opened: Any, tensors: CanonicalTensors, names: set[str]) -> None:
+    shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
+    expected = {name: tensors.shapes[tensors.numbers[name]] for name in names}
+    differing = sorted({name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)})
+    if differing:
+        first = differing[0]
+        raise CheckpointError(
+            f"{path / WEIGHTS_FILE} has other tensors than the adapters of model.lora: {len(differing)} differ, such "
+            f"as {first} with shape {shapes.get(first)}; expected {expected.get(first)} ({CONFIG_KEY})"
+        )
+
+
+def save_adapters(
+    directory: Path,
+    source_tensors: Mapping[str, Tensor],
+    source_layout: Layout,
+    architecture: Architecture,
+    settings: Lora,
+    *,
+    group: dist.ProcessGroup | None,
+    cpu_group: dist.ProcessGroup | None = None,
+    rank: int,
+    base: str,
+) -> None:
+    """Write the adapters into the folder `directory`, which PEFT can load on the checkpoint `base`; an earlier one is
+    replaced. `architecture` is the adapters', `source_tensors` are of this rank in `source_layout`.
+
+    The first rank writes. CheckpointError where that fails. Collective over: the ranks of `source_layout`.
+    """
+    first = source_layout.ranks[0]
+    dtype = next((tensor.dtype for tensor in source_tensors.values()), torch.float32)
+    target = hf_layout(architecture, (first,), dtype=str(dtype).removeprefix("torch."))
+    device = next((tensor.device for tensor in source_tensors.values()), torch.device("cpu"))
+    whole = None
+    if rank == first:
+        whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in target.on(rank).parameters}
+    sync = plan(source_layout, target, rank, max(source_layout.ranks) + 1)
+    execute(sync, source_tensors, whole, group=group, cpu_group=cpu_group, bucket_bytes=BUCKET_BYTES)
+    if whole is not None:
+        kept = {name: whole[name].cpu() for name in sorted(_adapted(target.tensors, settings))}
+        _write(directory, kept, settings, base)
+    if group is not None:
+        dist.barrier(group)
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], settings: Lora, base: str) -> None:
+    targets = sorted({target_of(name) for name in tensors})
+    plain = {key: values[-1] if values[0] in ({}, []) else values[0] for key, values in PLAIN.items()}
+    config = {
+        **plain,
+        "base_model_name_or_path": base,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": targets,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(dict(tensors), partial / WEIGHTS_FILE, metadata={"format": "pt", "written_by": "rltrain"})
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        replace_adapters(directory, partial)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{directory} cannot be written: {problem} (config key output_dir)") from None
+
+
+def replace_adapters(directory: Path, saved: Path) -> None:
+    """Have the folder `saved`, which lies beside it, be `directory`. CheckpointError where that is another thing than
+    adapters. By one process."""
+    if directory.exists():
+        if {path.name for path in directory.iterdir()} - {CONFIG_FILE, WEIGHTS_FILE}:
+            raise CheckpointError(
+                f"{directory} exists and is not just adapters that an earlier job wrote, so it is not replaced. Move "
+                "it away or set another folder (config key output_dir)"
+            )
+        shutil.rmtree(directory)
+    saved.rename(directory)

@@ -1,0 +1,84 @@
+"""Tables of low-rank adapters, Hu et al. 2021, "LoRA", with the names of PEFT's files: A [rank, inputs] and B [outputs,
+rank] of each adapted matrix.
+
+Where training keeps several matrices in one parameter, their A lie one below the other in one parameter, and so do
+their B, cut as the matrices are. If one of them is adapted the others have adapters too, which stay zero: zeros have
+zero gradients.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from rltrain.models.table import Layer, Part, Row, Table
+
+PEFT_PREFIX = "base_model.model."
+A, B = ".lora_A.weight", ".lora_B.weight"
+ADAPTER_A, ADAPTER_B = ".lora.a", ".lora.b"
+"""What ends the names of training's parameters, after the name of the layer that they are added to."""
+WEIGHT = ".weight"
+NOTHING = Row(parts=(), megatron="", engine="")
+
+
+def adapters_of(table: Table, targets: Collection[str] | None) -> Table:
+    """The adapters of a family's matrices called `targets`, or of all; nothing else."""
+    return Table(
+        embedding=NOTHING,
+        dense=_of_layer(table.dense, targets),
+        final_norm=NOTHING,
+        head=NOTHING,
+        sparse=_of_layer(table.sparse, targets) if table.sparse else None,
+    )
+
+
+def target_of(tensor: str) -> str:
+    """What PEFT calls the matrix in its target_modules: the last part of its module's name. `tensor` is a matrix, or an
+    adapter of one."""
+    for ending in (A, B, WEIGHT):
+        if tensor.endswith(ending):
+            return tensor.removesuffix(ending).rpartition(".")[2]
+    raise ValueError(f"{tensor} is the name of no matrix and of no adapter of one")
+
+
+def targets_in(table: Table) -> tuple[str, ...]:
+    """All matrices that may be adapted, in the order of the table."""
+    layers = [table.dense, *([table.sparse] if table.sparse else [])]
+    rows = [row for layer in layers for row in (*layer.rows, *layer.experts) if row.quantizable]
+    return tuple(dict.fromkeys(target_of(part.name) for row in rows for part in row.parts))
+
+
+def _of_layer(layer: Layer, targets: Collection[str] | None) -> Layer:
+    return Layer(_of_rows(layer.rows, targets), _of_rows(layer.experts, targets))
+
+
+def _of_rows(rows: Collection[Row], targets: Collection[str] | None) -> tuple[Row, ...]:
+    adapted = (row for row in rows if row.quantizable)
+    if targets is not None:
+        adapted = (row for row in adapted if any(target_of(part.name) in targets for part in row.parts))
+    return tuple(half for row in adapted for half in _halves(row))
+
+
+def _halves(row: Row) -> tuple[Row, Row]:
+    """A and B. Tensor parallelism that cuts a matrix by rows cuts B, by columns A; the other one every rank has."""
+
+    def half(ending: str, name: str, dimensions: tuple[int | None, int | None], is_cut: bool) -> Row:
+        parts = tuple(
+            Part(
+                PEFT_PREFIX + part.name.removesuffix(WEIGHT) + ending,
+                tuple("rank" if place is None else part.dimensions[place] for place in dimensions),
+            )
+            for part in row.parts
+        )
+        name = row.megatron.removesuffix(WEIGHT) + name
+        return replace(
+            row,
+            parts=parts,
+            megatron=name,
+            engine=name,
+            split=row.split if is_cut else "replicated",
+            megatron_te=None,
+            split_local=None,
+            quantizable=False,
+        )
+
+    by_columns = row.split == "columns"
+    return half(A, ADAPTER_A, (None, 1), by_columns), half(B, ADAPTER_B, (0, None), not by_columns)

@@ -1,0 +1,176 @@
+"""What ranks do in test_lora: adapters of tiny models in many parallel layouts inside one world of four ranks."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from safetensors.torch import save_file
+
+from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.checkpoint.hf_writer import save_checkpoint
+from rltrain.checkpoint.peft_files import save_adapters
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.config.lora import Lora
+from rltrain.data.experience import Experience
+from rltrain.training.adapters import begin_adapters
+from rltrain.training.megatron.model import LanguageModel, add_adapters
+from rltrain.training.megatron.trainable import AdaptedModel
+from tests.distributed import cases_experts
+from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+LORA = Lora(rank=4, alpha=8, targets=TARGETS)
+FROM_PEFT = ("tp1", "tp2", "tp4_sp", "tp2_pp2")
+TRAINED = ("tp1", "tp2_sp", "tp4", "tp2_dp2_sp", "tp2_pp2", "pp2_dp2")
+OF_EXPERTS = ("one_rank", "tp2", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
+SAVED, RESUMED = "tp2_dp2_sp", "pp2_dp2"
+MAX_TOKENS = 110
+NUM_STEPS = 3
+
+
+def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any]:
+    """Every check, by name; a rank reports those in which it took part."""
+    grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
+    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    for layout in FROM_PEFT:
+        if dist.get_rank() in GRIDS[layout].ranks:
+            results[f"peft/{layout}"] = _from_peft(Path(dense), layout, groups, peft, Path(folder, layout))
+    for layout in TRAINED:
+        if dist.get_rank() in GRIDS[layout].ranks:
+            results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
+    results["resumed"] = _resume(Path(dense), groups, Path(folder))
+    if dist.get_rank() in GRIDS["tp2_sp"].ranks:
+        for recompute in ("none", "full"):
+            results[f"dropout/{recompute}"] = _drop(Path(dense), groups, recompute)
+    for name in OF_EXPERTS:
+        if dist.get_rank() in cases_experts.LAYOUTS[name].grid.ranks:
+            results[f"experts/{name}"] = _train_experts(Path(experts), name, groups)
+    return results
+
+
+def adapted(
+    model: LanguageModel,
+    lora: Lora = LORA,
+    *,
+    distributed: bool = True,
+    max_tokens: int = MAX_TOKENS,
+    begin: bool = True,
+) -> AdaptedModel:
+    adapters = add_adapters(model, lora)
+    if begin:
+        begin_adapters(adapters.layout, dist.get_rank(), adapters.parameters, lora, seed=1)
+    settings = schema.Actor(
+        optimizer=schema.Optimizer(lr=1e-2, weight_decay=0.1, eps=1e-3),
+        micro_batch_tokens=max_tokens,
+        distributed_optimizer=distributed,
+    )
+    return AdaptedModel(model, adapters, settings, total_updates=NUM_STEPS)
+
+
+def _from_peft(path: Path, layout: str, groups: ProcessGroups, peft: str, folder: Path) -> dict[str, Any]:
+    """Writes the adapters, their gradients and the merged model."""
+    lora = LORA.model_copy(update={"path": peft})
+    model = adapted(load_model(path, layout, groups), lora, distributed=False)
+    grid, rank = GRIDS[layout], dist.get_rank()
+    experience = share_of(load_experience(path), layout)
+    logprobs = model.evaluate(experience, max_tokens=MAX_TOKENS)
+    model.accumulate(experience, negative_log_likelihood)
+    model.reduction.begin_rest()
+    finalize_model_grads(model.chunks, None, pg_collection=model.groups)
+    divisor = float(experience.response_mask.sum())
+    gradients = {name: parameter.main_grad / divisor for name, parameter in model.adapters.items()}  # type: ignore[attr-defined]
+    architecture = model.model.architecture
+    for name, tensors in (("adapters", model.adapters), ("gradients", gradients)):
+        save_adapters(
+            folder / name,
+            tensors,
+            model.adapters_layout,
+            architecture.adapted(lora.rank, lora.targets),
+            lora,
+            group=groups[grid.ranks],
+            rank=rank,
+            base=str(path),
+        )
+    save_checkpoint(
+        folder / "merged",
+        model.published,
+        model.layout,
+        architecture,
+        group=groups[grid.ranks],
+        rank=rank,
+        like=path,
+        made_bytes=1,
+    )
+    return {"logprobs": logprobs.tolist()}
+
+
+def _train(path: Path, layout: str, groups: ProcessGroups) -> dict[str, Any]:
+    model = adapted(load_model(path, layout, groups))
+    experience = share_of(load_experience(path), layout)
+    weights = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
+    base = model.base.evaluate(experience, max_tokens=MAX_TOKENS)
+    start = model.evaluate(experience, max_tokens=MAX_TOKENS)
+    steps = _steps(model, experience, NUM_STEPS)
+    return {
+        "steps": steps,
+        "begins_as_base": torch.equal(base, start),
+        "base_stays": torch.equal(base, model.base.evaluate(experience, max_tokens=MAX_TOKENS)),
+        "learned": float((model.evaluate(experience, max_tokens=MAX_TOKENS) - base).abs().max()),
+        "weights_stay": all(torch.equal(tensor, weights[name]) for name, tensor in model.parameters.items()),
+        "bytes": {name: part.size_bytes for name, part in model.parts.items()},
+        "frozen": sum(tensor.nbytes for tensor in model.parameters.values()),
+        "adapters": sum(tensor.nbytes for tensor in model.adapters.values()),
+    }
+
+
+def _steps(model: AdaptedModel, experience: Experience, count: int) -> list[dict[str, float]]:
+    return [model.train_batch(experience, negative_log_likelihood) for _ in range(count)]
+
+
+def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    """The steps after the first two, gone on with, and from saved states in the same layout and another one."""
+    model = adapted(load_model(path, SAVED, groups))
+    experience = share_of(load_experience(path), SAVED)
+    _steps(model, experience, 2)
+    contents = model.save_state()
+    save_file(dict(contents.tensors), folder / f"state_{dist.get_rank()}.safetensors", metadata=dict(contents.metadata))
+    dist.barrier()
+    files = [folder / f"state_{rank}.safetensors" for rank in GRIDS[SAVED].ranks]
+    found = {"went_on": _steps(model, experience, 1)}
+    for layout in (SAVED, RESUMED):
+        other = adapted(load_model(path, layout, groups), begin=False)
+        other.load_state(files)
+        found[layout] = _steps(other, share_of(load_experience(path), layout), 1)
+    names = {name for name in contents.tensors if "lora" not in name}
+    return {**found, "others": sorted(names)}
+
+
+def _drop(path: Path, groups: ProcessGroups, recompute: str) -> dict[str, Any]:
+    """Steps with dropout, made twice, and whether torch's generator has drawn nothing meanwhile."""
+    before = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        lora = LORA.model_copy(update={"dropout": 0.3})
+        model = adapted(load_model(path, "tp2_sp", groups, recompute=recompute), lora)
+        found.append(_steps(model, share_of(load_experience(path), "tp2_sp"), NUM_STEPS))
+    return {"steps": found, "undisturbed": torch.equal(before, torch.get_rng_state())}
+
+
+def _train_experts(path: Path, name: str, groups: ProcessGroups) -> list[dict[str, float]]:
+    layout = cases_experts.LAYOUTS[name]
+    model = adapted(
+        cases_experts.build(path, layout, groups, {}),
+        Lora(rank=4, alpha=8),
+        distributed=layout.distributed,
+        max_tokens=cases_experts.MAX_TOKENS,
+    )
+    experience = cases_experts.share_of(path, layout.grid)
+    return [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]

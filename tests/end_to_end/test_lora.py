@@ -1,0 +1,130 @@
+"""Whole jobs whose actor trains adapters: what engines draw with, what the reference is, resumed runs, learning."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltrain.cluster.placement import resolve_placement
+from rltrain.config.loader import load_config
+from rltrain.estimate.memory import resident_bytes
+from rltrain.estimate.planned import plan_job
+from rltrain.models.of_roles import role_architectures
+from tests.end_to_end.jobs import REPOSITORY, column, run, train
+
+QUICKSTART = "configs/quickstart.yaml"
+LORA = ("model.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=3e-3")
+SMALL = (
+    "steps=3",
+    "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
+    "data.eval=null",
+    "data.train.max_rows=1024",
+    "logging={progress: false, samples: 0}",
+)
+COLOCATED = "placement={'actor, reference, rollout, reward': 0-1}"
+STEPS = 90
+
+
+def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict[str, list[dict[str, float]]]:
+    """The metrics of each job. The processes go from one to the next."""
+    overrides = [[*of_job, f"output_dir={folder / name}"] for name, of_job in jobs.items()]
+    (folder / "jobs.json").write_text(json.dumps(overrides))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / QUICKSTART), str(folder / "jobs.json")]
+    done = run([*torchrun, *script], timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return {
+        name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()] for name in jobs
+    }
+
+
+def learnt(records: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in step.items() if k.split("/")[0] in ("train", "rollout")} for step in records]
+
+
+@pytest.fixture(scope="module")
+def jobs(warmed_up, data_overrides, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true"]
+    leaving = [f"{role}.offload=true" for role in ("actor", "reference", "rollout")]
+    return folder, train_each({"stays": common, "leaves": [*common, *leaving]}, folder, 2)
+
+
+def test_engines_draw_with_the_adapters_merged(jobs):
+    assert max(column(jobs[1]["stays"], "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
+
+
+def test_the_reference_is_the_base_in_the_actors_memory(jobs):
+    divergence = column(jobs[1]["stays"], "train/reference_kl")
+    assert divergence[0] < divergence[-1], "the actor parts from its base"
+    assert not column(jobs[1]["stays"], "memory/reference_resident_bytes"), "it holds nothing"
+
+
+def test_training_is_identical_where_the_actor_leaves_the_device(jobs):
+    assert learnt(jobs[1]["leaves"]) == learnt(jobs[1]["stays"])
+    assert column(jobs[1]["leaves"], "memory/actor_residue_bytes")
+
+
+def test_an_export_is_the_base_with_the_exported_adapters_merged(jobs, warmed_up):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = jobs[0] / "stays"
+    base = AutoModelForCausalLM.from_pretrained(warmed_up)
+    merged = PeftModel.from_pretrained(base, folder / "hf_adapter").merge_and_unload().state_dict()
+    exported: dict[str, torch.Tensor] = {}
+    for file in (folder / "hf").glob("*.safetensors"):
+        exported |= load_file(file)
+    start = load_file(warmed_up / "model.safetensors")
+    assert exported.keys() <= merged.keys()
+    assert all((tensor - merged[name]).abs().max() <= 1e-6 for name, tensor in exported.items())
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warmed_up, data_overrides, tmp_path):
+    apart = ["placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "rollout.parallel.tp=2"]
+    common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, *apart, "checkpoint.save_interval=1"]
+    resume = f"checkpoint.resume={tmp_path}/first/checkpoints/step_0000002"
+    every = {
+        "first": [*common, "checkpoint.keep=0"],
+        "same": [*common, resume],
+        "other": [*common, resume, "actor.parallel.tp=1"],
+    }
+    found = train_each(every, tmp_path, 4)
+    last = [step for step in learnt(found["first"]) if step][-1]
+    (same,), (other,) = ([step for step in learnt(found[name]) if step] for name in ("same", "other"))
+    assert same == last
+    assert {k: v for k, v in other.items() if k != "train/tokens"} == pytest.approx(
+        {k: v for k, v in last.items() if k != "train/tokens"}, rel=1e-3, abs=1e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [["actor.parallel.tp=1", "model.dtype=bfloat16"], ["actor.parallel={tp: 2}"]])
+def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
+    files = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]
+    overrides = [*files, *SMALL, *LORA, "steps=1", "checkpoint.save_hf=false", f"output_dir={tmp_path}", *chosen]
+    (record,) = [record for record in train(REPOSITORY / QUICKSTART, *overrides) if "perf/step_time_s" in record]
+    config = load_config(REPOSITORY / QUICKSTART, overrides)
+    placement = resolve_placement(config.placement, 4, 4)
+    job = plan_job(config, placement, role_architectures(config, placement.roles), 4)
+    assert resident_bytes(job, "reference", 0) == {}
+    foretold = sum(resident_bytes(job, "actor", 0).values())
+    assert foretold == pytest.approx(record["memory/actor_resident_bytes"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path):
+    chosen = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
+    records = train(
+        REPOSITORY / QUICKSTART,
+        *chosen,
+        f"steps={STEPS}",
+        "evaluation={interval: 15, stop_at: 0.9}",
+        f"output_dir={tmp_path}",
+    )
+    assert column(records, "eval/score")[-1] >= 0.9
