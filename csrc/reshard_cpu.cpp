@@ -252,30 +252,27 @@ int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int thre
   return 1;
 }
 
-// What of `elements` of `item` bytes differs from what was kept: a bit each in `marks` [blocks * 4], `lengths` [blocks],
-// and in `totals` how many places and values there are. Returns as rs_cpu_copy does.
-int rs_cpu_delta_mark(const void* packed, const void* kept, int64_t elements, int item, uint64_t* marks,
-                      uint8_t* lengths, int64_t* totals, int threads) try {
-  const char *p = (const char*)packed, *k = (const char*)kept;
-  if (item == 1) delta::mark<1>(p, k, elements, marks, lengths, totals, differing<1>(), threads);
-  if (item == 2) delta::mark<2>(p, k, elements, marks, lengths, totals, differing<2>(), threads);
-  if (item == 4) delta::mark<4>(p, k, elements, marks, lengths, totals, differing<4>(), threads);
+// How many numbers `counts` of rs_cpu_delta_mark are, for sections of so many bytes.
+int64_t rs_cpu_delta_counts(int64_t bytes) { return 2 * delta::num_tiles(bytes); }
+
+// What of `elements` of `item` bytes differs from what was kept: `lengths` [blocks], `counts`, and the rest in `found`,
+// of elements * (item + 1) bytes. What was kept becomes equal. Returns as rs_cpu_copy does.
+int rs_cpu_delta_mark(const void* packed, void* kept, int64_t elements, int item, void* found, uint8_t* lengths,
+                      int64_t* counts, int threads) try {
+  const char* p = (const char*)packed;
+  char *k = (char*)kept, *f = (char*)found;
+  if (item == 1) delta::mark<1>(p, k, elements, f, lengths, counts, differing<1>(), threads);
+  if (item == 2) delta::mark<2>(p, k, elements, f, lengths, counts, differing<2>(), threads);
+  if (item == 4) delta::mark<4>(p, k, elements, f, lengths, counts, differing<4>(), threads);
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
 }
 
-// Writes what was marked to `places` and `values`, and to `kept`. Returns as rs_cpu_copy does.
-int rs_cpu_delta_write(const void* packed, void* kept, int64_t elements, int item, const uint64_t* marks,
-                       const uint8_t* lengths, uint8_t* places, void* values, int threads) try {
-  const char* p = (const char*)packed;
-  char *k = (char*)kept, *v = (char*)values;
-  if (item == 1) delta::write<1>(p, k, elements, marks, lengths, places, v, threads);
-  if (item == 2) delta::write<2>(p, k, elements, marks, lengths, places, v, threads);
-  if (item == 4) delta::write<4>(p, k, elements, marks, lengths, places, v, threads);
-  return 0;
-} catch (const std::bad_alloc&) {
-  return 1;
+// Writes what was found to `places` and `values`.
+void rs_cpu_delta_gather(const void* found, int64_t elements, int item, const int64_t* counts, void* places,
+                         void* values) {
+  delta::gather((const char*)found, elements, item, counts, (char*)places, (char*)values);
 }
 
 // Puts what changed of a section where n slices put its elements. Their sources lie one after another in one base, of

@@ -107,62 +107,59 @@ struct Starts {
   }
 };
 
+// How many tiles sections of so many bytes have.
+inline int64_t num_tiles(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
+
+// Block by block, while it is in the nearest caches: what differs goes to `found`, as large as the elements and their
+// places: of each tile from where its elements begin. `counts` [tiles * 2] are the places and values of each.
 template <int item>
-void mark(const char* packed, const char* kept, int64_t elements, uint64_t* marks, uint8_t* lengths, int64_t* totals,
+void mark(const char* packed, char* kept, int64_t elements, char* found, uint8_t* lengths, int64_t* counts,
           Differing differing, int threads) {
   const Work work(elements * item);
-  std::atomic<int64_t> places{0}, values{0};
+  char* const found_places = found + elements * item;
   work.run(threads, [&](const Tile& t) {
     const int64_t first = t.col / (RS_DELTA_BLOCK * item), last = first + rs_delta_blocks(t.cols / item);
-    int64_t tile_places = 0, tile_values = 0;
+    char *const values = found + t.col, *const places = found_places + t.col / item;
+    char *v = values, *p = places;
     for (int64_t block = first; block < last; ++block) {
-      const int64_t size = size_of_block(elements, block), begin = block * RS_DELTA_BLOCK;
+      const int64_t size = size_of_block(elements, block), begin = block * RS_DELTA_BLOCK * item;
+      uint64_t masks[kWords] = {};
       int64_t count = 0;
       for (int64_t word = 0; word < kWords; ++word) {
-        const int64_t at = (begin + 64 * word) * item, n = std::min<int64_t>(64, size - 64 * word);
-        uint64_t mask = 0;
-        if (n == 64) mask = differing(packed + at, kept + at);
-        else if (n > 0) mask = differing_loop<item>(packed + at, kept + at, n);
-        marks[block * kWords + word] = mask;
-        count += __builtin_popcountll(mask);
+        const int64_t at = begin + 64 * word * item, n = std::min<int64_t>(64, size - 64 * word);
+        if (n == 64) masks[word] = differing(packed + at, kept + at);
+        else if (n > 0) masks[word] = differing_loop<item>(packed + at, kept + at, n);
+        count += __builtin_popcountll(masks[word]);
       }
       lengths[block] = rs_delta_length(count, size, item);
-      tile_places += rs_delta_places(lengths[block]), tile_values += rs_delta_values(lengths[block], size);
-    }
-    places += tile_places, values += tile_values;
-  });
-  totals[0] = places, totals[1] = values;
-}
-
-template <int item>
-void write(const char* packed, char* kept, int64_t elements, const uint64_t* marks, const uint8_t* lengths,
-           uint8_t* places, char* values, int threads) {
-  const Starts starts(lengths, elements, kTileBytes / (RS_DELTA_BLOCK * item));
-  const Work work(elements * item);
-  work.run(threads, [&](const Tile& t) {
-    const int64_t first = t.col / (RS_DELTA_BLOCK * item), last = first + rs_delta_blocks(t.cols / item);
-    const auto [place, value] = starts.of_tile[t.col / kTileBytes];
-    uint8_t* p = places + place;
-    char* v = values + value * item;
-    for (int64_t block = first; block < last; ++block) {
-      if (!lengths[block]) continue;
-      const int64_t begin = block * RS_DELTA_BLOCK * item;
+      if (!count) continue;
       if (lengths[block] == RS_DELTA_WHOLE) {
-        const int64_t bytes = size_of_block(elements, block) * item;
-        memcpy(v, packed + begin, bytes), memcpy(kept + begin, packed + begin, bytes);
-        v += bytes;
+        memcpy(v, packed + begin, size * item), memcpy(kept + begin, packed + begin, size * item);
+        v += size * item;
         continue;
       }
       for (int64_t word = 0; word < kWords; ++word)
-        for (uint64_t mask = marks[block * kWords + word]; mask; mask &= mask - 1) {
+        for (uint64_t mask = masks[word]; mask; mask &= mask - 1, v += item) {
           const int64_t within = 64 * word + __builtin_ctzll(mask);
           const char* s = packed + begin + within * item;
-          *p++ = (uint8_t)within;
+          *p++ = (char)within;
           memcpy(v, s, item), memcpy(kept + begin + within * item, s, item);
-          v += item;
         }
     }
+    counts[2 * (t.col / kTileBytes)] = p - places, counts[2 * (t.col / kTileBytes) + 1] = (v - values) / item;
   });
+}
+
+// The places and values that were found, one tile's behind another's.
+inline void gather(const char* found, int64_t elements, int64_t item, const int64_t* counts, char* places,
+                   char* values) {
+  const char* found_places = found + elements * item;
+  for (int64_t tile = 0; tile < num_tiles(elements * item); ++tile) {
+    const int64_t num_places = counts[2 * tile], bytes = counts[2 * tile + 1] * item;
+    memcpy(places, found_places + tile * kTileBytes / item, num_places);
+    memcpy(values, found + tile * kTileBytes, bytes);
+    places += num_places, values += bytes;
+  }
 }
 
 // One element to where a slice puts it. Nothing else arrives than what it is, or a narrower type of it.

@@ -59,7 +59,7 @@ class Extent:
 @dataclass(frozen=True, eq=False)
 class Marks:
     """What of a section differs: `lengths` [blocks] uint8 as they are encoded, and `bits`, which the implementation that
-    made them understands."""
+    made them understands, until it makes others of the same item size."""
 
     extent: Extent
     lengths: Tensor
@@ -70,7 +70,8 @@ class Changes(Protocol):
     """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
 
     def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
-        """(lengths, bits, places, values) of what differs, in elements of `item` bytes."""
+        """(lengths, bits, places, values) of what differs, in elements of `item` bytes. `kept` may be written over by
+        `packed` at once."""
 
     def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
         """Encode what was marked into `parts`, and have `kept` equal `packed`."""
@@ -83,36 +84,45 @@ class Changes(Protocol):
 
 
 class NativeChanges:
-    """By csrc/reshard_cpu_delta.h, with as many threads as torch has."""
+    """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
 
     def __init__(self) -> None:
         library = native.cpu_library()
         address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._mark, self._write, self._apply = (
+        self._counts = library.rs_cpu_delta_counts
+        self._counts.argtypes, self._counts.restype = (size,), size
+        self._mark, self._gather, self._apply = (
             library.rs_cpu_delta_mark,
-            library.rs_cpu_delta_write,
+            library.rs_cpu_delta_gather,
             library.rs_cpu_delta_apply,
         )
         self._mark.argtypes = (address, address, size, number, address, address, address, number)
-        self._write.argtypes = (address, address, size, number, address, address, address, address, number)
+        self._gather.argtypes, self._gather.restype = (address, size, number, address, address, address), None
         self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
+        self._found: dict[int, Tensor] = {}
 
     def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
         elements = packed.numel() // item
-        blocks = -(-elements // BLOCK)
-        lengths, bits = torch.empty(blocks, dtype=torch.uint8), torch.empty(blocks * 4, dtype=torch.int64)
-        totals = np.zeros(2, dtype=np.int64)
-        pointers = packed.data_ptr(), kept.data_ptr(), elements, item, bits.data_ptr(), lengths.data_ptr()
-        _expect_memory(self._mark(*pointers, totals.ctypes.data, torch.get_num_threads()))
-        return lengths, bits, int(totals[0]), int(totals[1])
+        lengths = torch.empty(-(-elements // BLOCK), dtype=torch.uint8)
+        counts = torch.empty(self._counts(elements * item), dtype=torch.int64)
+        found = self._room(elements * (item + 1), item)
+        pointers = packed.data_ptr(), kept.data_ptr(), elements, item, found.data_ptr(), lengths.data_ptr()
+        _expect_memory(self._mark(*pointers, counts.data_ptr(), torch.get_num_threads()))
+        places, values = counts.view(-1, 2).sum(0).tolist()
+        return lengths, counts, int(places), int(values)
 
     def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
         lengths, places, values = parts
         lengths.copy_(marks.lengths)
-        pointers = [tensor.data_ptr() for tensor in (marks.bits, marks.lengths, places, values)]
-        extent = marks.extent
-        sizes = extent.elements, extent.item
-        _expect_memory(self._write(packed.data_ptr(), kept.data_ptr(), *sizes, *pointers, torch.get_num_threads()))
+        extent, found = marks.extent, self._found[marks.extent.item]
+        pointers = [tensor.data_ptr() for tensor in (marks.bits, places, values)]
+        self._gather(found.data_ptr(), extent.elements, extent.item, *pointers)
+
+    def _room(self, num_bytes: int, item: int) -> Tensor:
+        """Memory for what is found, of which only what is found is touched."""
+        if item not in self._found or self._found[item].numel() < num_bytes:
+            self._found[item] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._found[item]
 
     def apply(
         self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
