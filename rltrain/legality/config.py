@@ -8,6 +8,7 @@ from rltrain.config.schema import Config, Parallel
 from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
+from rltrain.legality.delta import delta_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
@@ -36,6 +37,7 @@ def check_config(config: Config) -> None:
         *reward_problems(config),
         *evaluation_problems(config),
         *check_problems(config),
+        *delta_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)

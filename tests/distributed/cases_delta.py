@@ -79,8 +79,15 @@ def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
     return results
 
 
-def runs(placement: str, name: str, group: dist.ProcessGroup, settings: Settings) -> list[Run]:
-    """One after another, of weights that change in between."""
+def runs(
+    placement: str,
+    name: str,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    cpu_group: dist.ProcessGroup | None = None,
+) -> list[Run]:
+    """One after another, of weights that change in between. `cpu_group` is gloo's, as `group` is without it."""
+    cpu_group = cpu_group or group
     (source_ranks, tp, pp), (destination_ranks, destination_tp) = PLACEMENTS[placement]
     source, destination = Grid(source_ranks, tp=tp, pp=pp), Grid(destination_ranks, tp=destination_tp)
     layouts = megatron_layout(ARCHITECTURES[name], source), engine_layout(
@@ -91,12 +98,12 @@ def runs(placement: str, name: str, group: dist.ProcessGroup, settings: Settings
     prepared = resharding.Resharding(
         planned,
         group=group,
-        cpu_group=group,
+        cpu_group=cpu_group,
         bucket_bytes=settings.bucket_bytes,
         device=torch.device("cpu"),
         ranks_per_node=settings.ranks_per_node,
         share_memory=settings.share_memory,
-        delta=DeltaSettings(full_every=FULL_EVERY),
+        delta=DeltaSettings(FULL_EVERY, in_shared_memory=settings.share_memory),
     )
     held = empty(layouts[1], rank, settings.dtype)
     expected = empty(layouts[1], rank, settings.dtype)
@@ -108,8 +115,8 @@ def runs(placement: str, name: str, group: dist.ProcessGroup, settings: Settings
         for tensor in (held or {}).values() if lost else ():
             tensor.zero_()
         report = prepared.run(given, held, lost=lost)
-        full_gather_sync(*layouts, given, expected, group)
-        verify(planned, *layouts, given, held, group=group)
+        full_gather_sync(*layouts, given, expected, cpu_group)
+        verify(planned, *layouts, given, held, group=cpu_group)
         wrong = [key for key, tensor in (expected or {}).items() if lost or not same_bits(tensor, (held or {})[key])]
         if lost:  # padding, which is in no plan, is what it became
             wrong = [key for key in wrong if not same_bits_where_written((expected or {})[key], (held or {})[key])]

@@ -87,8 +87,8 @@ class Benchmark:
     def compare(self, *, share_memory: bool) -> dict[str, dict[str, float]]:
         """By share: medians, and what the delta sent."""
         full = self.resharding(share_memory, None)
-        delta = self.resharding(share_memory, DeltaSettings(full_every=NEVER))
-        whole = self.resharding(share_memory, DeltaSettings(full_every=1))
+        delta = self.resharding(share_memory, DeltaSettings(NEVER, in_shared_memory=True))
+        whole = self.resharding(share_memory, DeltaSettings(1, in_shared_memory=True))
         for prepared in (full, whole, delta):
             prepared.run(self.source, self.destination)
         rows = {}

@@ -21,15 +21,23 @@ from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.staging import Memory, byte_buffer
 from rltrain.reshard.kernels.changes import Extent, changes_on, mark
 from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.plan.stages import STAGES, Headers
 from rltrain.reshard.plan.steps import Message, StageSteps, Steps
 
 
 @dataclass(frozen=True)
 class DeltaSettings:
-    """`full_every`: runs from one that sends everything to the next; `keep_on`: where senders keep what they sent."""
+    """`full_every`: runs from one that sends everything to the next; `keep_on`: where senders keep what they sent;
+    `in_shared_memory`: what passes through it is compared as well."""
 
     full_every: int
     keep_on: Literal["device", "host"] = "device"
+    in_shared_memory: bool = False
+
+
+def headers_of(settings: DeltaSettings) -> Headers:
+    """Of the stages whose messages are compared."""
+    return tuple(HEADER_BYTES * (settings.in_shared_memory or not kind.shared) for kind in STAGES)
 
 
 @dataclass
@@ -51,13 +59,13 @@ class Coder:
     def __init__(self, steps: Steps, device: torch.device, settings: DeltaSettings) -> None:
         self._settings, self._device, self._slices = settings, device, steps.slices
         types = steps.slices["dst_type"], steps.slices["src_type"]
-        stages = steps.stages
+        stages = [stage for stage in steps.stages if stage.header_bytes]
         self._sent = [coded_messages(stage.sends, steps.slices, types[0], stage.pack) for stage in stages]
         self._received = [coded_messages(stage.receives, steps.slices, types[1], stage.unpack) for stage in stages]
-        self._stages = {id(stage): number for number, stage in enumerate(stages)}
+        self._stages = {stage.kind: number for number, stage in enumerate(stages)}
         self._changes = changes_on(device)
         self._kept: list[Tensor] = []
-        self._scratch_bytes = max(stage.send_bytes for stage in stages)
+        self.scratch_bytes = max(stage.send_bytes for stage in stages)
         self._remembers = False
         self._since_full = 0
         self._lengths: dict[tuple[int, int], int] = {}
@@ -85,7 +93,7 @@ class Coder:
         if not self._kept:
             on_host = self._settings.keep_on == "host"
             self._kept = [byte_buffer(kept_bytes(sent), self._device, host=on_host) for sent in self._sent]
-        self.scratch = byte_buffer(self._scratch_bytes, self._device, host=False)
+        self.scratch = byte_buffer(self.scratch_bytes, self._device, host=False)
 
     def use(self, memory: Memory, table: CopyTable) -> None:
         """`memory` is what wires send from and receive into; rounds are packed by `table` into `scratch`."""
@@ -104,7 +112,7 @@ class Coder:
 
     def encode(self, steps: StageSteps, number: int) -> None:
         """What of a round was packed, into the messages that leave."""
-        stage = self._stages[id(steps)]
+        stage = self._stages[steps.kind]
         for message in self._sent[stage][number]:
             self._lengths[message.base, message.offset] = HEADER_BYTES + self._encode(message, self._kept[stage])
 
@@ -114,7 +122,7 @@ class Coder:
 
     def decode(self, steps: StageSteps, number: int) -> None:
         """Put what arrived in a round where it goes."""
-        for message in self._received[self._stages[id(steps)]][number]:
+        for message in self._received[self._stages[steps.kind]][number]:
             self._decode(message)
 
     def _encode(self, message: CodedMessage, all_kept: Tensor) -> int:

@@ -12,7 +12,7 @@ from rltrain.errors import SyncError
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds
-from rltrain.reshard.plan.stages import StageStreams
+from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""
@@ -77,15 +77,15 @@ class Agreement:
         exchanged: tuple[StageStreams, ...],
         bucket_bytes: int,
         large_bytes: int | None,
-        header_bytes: int = 0,
+        headers: Headers = NO_HEADERS,
     ) -> tuple[Rounds, ...]:
         """How all ranks cut each stage, after comparing their settings, and what each sends with what its peers expect.
 
-        Every message has `header_bytes` more than it packs.
+        Messages of a stage have as many bytes more than they pack as `headers` say.
 
         Raises SyncError where they differ, naming both ranks and what each says.
         """
-        settings = [bucket_bytes, -1 if large_bytes is None else large_bytes, header_bytes]
+        settings = [bucket_bytes, -1 if large_bytes is None else large_bytes, *headers]
         extents = [extent for stage in exchanged for extent in _extent(stage)]
         streams = [column for stage in exchanged for column in self._table(stage.sends).T]
         rows = np.repeat([settings + extents], len(self.ranks), axis=0)
@@ -101,7 +101,7 @@ class Agreement:
             largest = theirs[:, len(settings) : first_stream].max(axis=0).reshape(-1, 2).tolist()
             return tuple(
                 choose_rounds(num_bytes, num_peers, stage.kind.round_bytes(bucket_bytes) - header_bytes * num_peers)
-                for stage, (num_bytes, num_peers) in zip(exchanged, largest, strict=True)
+                for stage, header_bytes, (num_bytes, num_peers) in zip(exchanged, headers, largest, strict=True)
             )
 
         return self.together(settle)

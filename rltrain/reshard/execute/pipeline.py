@@ -23,7 +23,7 @@ class Times:
 
 
 class Coding(Protocol):
-    """What becomes of messages between pack and wire, and between wire and unpack (delta.coder.Coder)."""
+    """What becomes of messages with headers between pack and wire, and between wire and unpack (delta.coder.Coder)."""
 
     def encode(self, steps: StageSteps, number: int) -> None:
         """Round `number` is packed."""
@@ -82,7 +82,7 @@ class Pipeline:
 
     def _pack(self, steps: StageSteps, number: int) -> Event:
         packed = self._launch(self._streams.pack, steps.pack, number, self.times.packs)
-        if self._coding is None or steps.pack[number] == steps.pack[number + 1]:
+        if self._coding is None or not steps.header_bytes:
             return packed
         with self._streams.pack:
             self._coding.encode(steps, number)
@@ -91,7 +91,7 @@ class Pipeline:
         return encoded
 
     def _unpack(self, steps: StageSteps, number: int) -> Event:
-        if self._coding is None:
+        if self._coding is None or not steps.header_bytes:
             return self._launch(self._streams.unpack, steps.unpack, number, self.times.unpacks)
         with self._streams.unpack:
             arrived = self._streams.unpack.event()

@@ -12,8 +12,7 @@ from torch import Tensor
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.element_types import wire_types
-from rltrain.reshard.delta.coder import Coder, DeltaSettings
-from rltrain.reshard.delta.messages import HEADER_BYTES
+from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
 from rltrain.reshard.execute.device_streams import DeviceStreams
@@ -24,7 +23,7 @@ from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
-from rltrain.reshard.plan.stages import STAGES, shared_places, stage_streams
+from rltrain.reshard.plan.stages import NO_HEADERS, shared_places, stage_streams
 from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, Steps, make_steps
 from rltrain.reshard.wires.gloo_wire import GlooWire
 from rltrain.reshard.wires.nccl_wire import NcclWire
@@ -100,16 +99,17 @@ class Resharding:
         neighbours = Neighbours(self._agreement, self._ranks_of_node() if share_memory and device.type == "cpu" else ())
         exchanged = stage_streams(plan, neighbours.ranks)
         large_bytes = LARGE_BYTES if device.type == "cpu" and delta is None else None
-        header_bytes = HEADER_BYTES if delta else 0
+        headers = headers_of(delta) if delta else NO_HEADERS
         if delta and device.type == "cpu":
             bucket_bytes = min(bucket_bytes, DELTA_BYTES)
-        rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes, header_bytes)
-        read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks, header_bytes))
+        rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes, headers)
+        read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks, headers))
 
         def make() -> tuple[Steps, CopyTable, Binding]:
             blocks = magnitudes.table if magnitudes else None
-            how = {"large_bytes": large_bytes, "header_bytes": header_bytes}
-            steps = make_steps(plan, exchanged, rounds, read=read, blocks=blocks, **how)
+            steps = make_steps(
+                plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes, headers=headers
+            )
             return steps, CopyTable(steps.slices, device), Binding(plan, device)
 
         self.steps, self._table, self._binding = self._agreement.together(make)
@@ -167,7 +167,8 @@ class Resharding:
             return
         self._coder.use(Memory(bases), self._table)
         self._streams.keep(self._coder.scratch)
-        packed_into = {self.steps.bases.packed(kind) + turn for kind in STAGES for turn in (0, 1)}
+        coded = [stage.kind for stage in self.steps.stages if stage.header_bytes]
+        packed_into = {self.steps.bases.packed(kind) + turn for kind in coded for turn in (0, 1)}
         scratch = self._coder.scratch
         self._table.bind([scratch if number in packed_into else base for number, base in enumerate(bases)])
 
@@ -190,10 +191,10 @@ class Resharding:
             bytes_network=network,
             network_minimum=self.plan.traffic.network_minimum,
             bytes_sent=sent.total(),
-            bytes_received=coder.count.received if coder else sum(wire.bytes_received for wire in wires),
+            bytes_received=self._received_bytes(wires),
             num_rounds=sum(steps.num_rounds for steps in self.steps.stages),
             num_launches=self._num_launches - launches,
-            peak_staging_bytes=staging.num_bytes + (self._node.own_bytes if self._node else 0),
+            peak_staging_bytes=self._staging_bytes(staging),
             bytes_compared=compared,
             bytes_changed=changed,
             num_whole=int(coder is not None and coder.whole),
@@ -226,7 +227,7 @@ class Resharding:
         rounds_before = self._num_runs * sum(steps.num_rounds for steps in self.steps.stages)
         for steps in self.steps.stages:
             wire = self._wire(steps, memory, rounds_before)
-            if wire and self._coder:
+            if wire and self._coder and steps.header_bytes:
                 wire.shortened, wire.lengths = self._coder.shortened, self._agreement.lengths
             pipeline.stage(steps, wire)
             wires += [wire] if wire else []
@@ -247,6 +248,15 @@ class Resharding:
         if steps.kind.shared:
             return SharedWire(steps, rank, stream, self._node, rounds_before) if self._node else None
         return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, group)
+
+    def _received_bytes(self, wires: list[Wire]) -> int:
+        """Messages that may be shorter count by their headers."""
+        exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
+        return exact + (self._coder.count.received if self._coder else 0)
+
+    def _staging_bytes(self, staging: Staging) -> int:
+        scratch = self._coder.scratch_bytes if self._coder else 0
+        return staging.num_bytes + scratch + (self._node.own_bytes if self._node else 0)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

@@ -10,7 +10,7 @@ from rltrain.models.element_types import TypeArray
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.rounds import Cut, Messages, Rounds, cut, fixed_places
-from rltrain.reshard.plan.stages import NOBODY, STAGES, ReadPlaces, StageKind, StageStreams
+from rltrain.reshard.plan.stages import NO_HEADERS, NOBODY, STAGES, Headers, ReadPlaces, StageKind, StageStreams
 
 
 class BlockPlaces(Protocol):
@@ -96,6 +96,8 @@ class StageSteps:
     send_bytes: int
     """What a staging buffer, or a slot, to send from must hold."""
     receive_bytes: int
+    header_bytes: int = 0
+    """Of every message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +123,17 @@ def make_steps(
     read: ReadPlaces = NOBODY,
     blocks: BlockPlaces | None = None,
     large_bytes: int | None = None,
-    header_bytes: int = 0,
+    headers: Headers = NO_HEADERS,
 ) -> Steps:
     """`read` is of the neighbours that `exchanged` was made for; `blocks` must be given where the plan quantises;
-    `large_bytes` is as in `cut`, for what does not pass through shared memory. With `header_bytes` every message has so
-    many before what is packed, is staged, and is the only one of its stream in a round."""
+    `large_bytes` is as in `cut`, for what does not pass through shared memory. A message with a
+    header is staged, and is the only one of its stream in a round."""
     bases = BaseNumbers(len(plan.source_parameters), len(plan.destination_parameters), read.neighbours)
     builder = _Builder(bases, blocks)
     builder.add(_local_slices(plan, bases), plan.copies)
     stages = []
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
+        header_bytes = headers[number]
         types = plan.destination_types if stage.kind.fans_out else plan.source_types
         if stage.kind.shared or header_bytes:
             packs = cut(stage.packed, how, types, places=fixed_places(stage.packed.num_bytes, how, header_bytes))
@@ -175,6 +178,7 @@ def _stage_steps(
         unpack=(first_unpack + unpacks.starts).tolist(),
         send_bytes=packs.messages.staged_bytes,
         receive_bytes=0 if kind.shared else unpacks.messages.staged_bytes,
+        header_bytes=header_bytes,
     )
 
 
