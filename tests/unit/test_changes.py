@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ITEM_BYTES, ElementType
-from rltrain.reshard.kernels.changes import BLOCK, Extent, Marks, changes_on, mark
+from rltrain.reshard.kernels.changes import Extent, Marks, changes_on, mark
 from rltrain.reshard.kernels.changes_torch import TorchChanges
+from rltrain.reshard.kernels.delta_format import BLOCK
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 from rltrain.reshard.kernels.torch_operations import TorchCopies
 from tests.slice_examples import SOURCE_ELEMENTS, make_sources

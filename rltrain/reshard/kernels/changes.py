@@ -11,10 +11,8 @@ from torch import Tensor
 from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.changes_torch import TorchChanges
+from rltrain.reshard.kernels.delta_format import BLOCK
 from rltrain.reshard.kernels.slices import SLICE
-
-BLOCK = 256
-"""RS_DELTA_BLOCK: elements of a block."""
 
 ALIGNMENT = 16
 """Bytes: where each of the arrays of an encoded section begins."""

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.kernels.delta_format import BLOCK, WHOLE
 
 if TYPE_CHECKING:
     from rltrain.reshard.kernels.changes import Extent, Marks
-
-BLOCK, WHOLE = 256, 255
-"""RS_DELTA_BLOCK and RS_DELTA_WHOLE."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
