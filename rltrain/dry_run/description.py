@@ -168,7 +168,7 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
     if where := keeping(job):
         kept = max(kept_bytes(job, rank) for rank in job.grids["actor"].ranks)
         lines.append(
-            f"sends what changed: {100 * sent_share(job):.1f}% of these bytes in the mean, assuming that a step changes "
+            f"sends what changed: {100 * sent_share(job):.1f}% of these bytes in the mean, if a step changes "
             f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the actor keeps "
             f"{size(kept)} on its {where}"
         )

@@ -90,8 +90,9 @@ def runs(
     cpu_group = cpu_group or group
     (source_ranks, tp, pp), (destination_ranks, destination_tp) = PLACEMENTS[placement]
     source, destination = Grid(source_ranks, tp=tp, pp=pp), Grid(destination_ranks, tp=destination_tp)
-    layouts = megatron_layout(ARCHITECTURES[name], source), engine_layout(
-        ARCHITECTURES[name], destination, dtype=settings.dtype
+    layouts = (
+        megatron_layout(ARCHITECTURES[name], source),
+        engine_layout(ARCHITECTURES[name], destination, dtype=settings.dtype),
     )
     rank = dist.get_rank()
     planned = plan(*layouts, rank, settings.ranks_per_node)

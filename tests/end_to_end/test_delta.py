@@ -38,7 +38,10 @@ def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: lis
 WAYS = {
     "of float32 weights": (),
     "in FP8": ("rollout.dtype=fp8", "loss.old_logprobs=actor"),
-    "to engines of several ranks": ("placement={'actor, reference': 0, 'rollout, reward': 1-2}", "rollout.parallel.tp=2"),
+    "to engines of several ranks": (
+        "placement={'actor, reference': 0, 'rollout, reward': 1-2}",
+        "rollout.parallel.tp=2",
+    ),
 }
 
 
@@ -58,5 +61,7 @@ def test_what_is_drawn_and_trained_is_the_same(
 
 def test_weights_in_flight_are_those_of_their_step(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
     flight = "schedule={mode: asynchronous, max_staleness: 1}"
-    records = run(warmed_up, data_overrides, tmp_path, *SMALL, flight, "weight_sync.verify=true", *COMPARED, num_ranks=2)
+    records = run(
+        warmed_up, data_overrides, tmp_path, *SMALL, flight, "weight_sync.verify=true", *COMPARED, num_ranks=2
+    )
     assert column(records, "perf/weight_sync_is_full") == [1.0, 0.0, 0.0], "steps 0 and 1 have the first"

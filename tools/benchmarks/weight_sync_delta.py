@@ -6,9 +6,9 @@
 Two ranks, the actor's TP1 on one and an engine of TP1 on the other. Before each timed sync the share of all elements,
 drawn anew and evenly, has its lowest bit turned, which is the worst case for whoever sends runs of neighbours. Full and
 delta take turns; both in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
-compared with the source by checksums (reshard/check/verify.py) before it is timed. --gbit has the ranks run in a network
-of their own whose loopback carries no more bits per second in either direction (ip and tc, as root). The last line is
-one JSON object; milliseconds are medians of the slower rank.
+compared with the source by checksums (reshard/check/verify.py) before it is timed. --gbit has the ranks run in a
+network of their own whose loopback carries no more bits per second (ip and tc, as root). The last line is one JSON
+object; milliseconds are medians, of the slower rank, and of the processors' work for both.
 """
 
 import argparse
@@ -93,15 +93,18 @@ class Benchmark:
             prepared.run(self.source, self.destination)
         rows = {}
         for share in SHARES:
-            seconds: dict[str, list[float]] = {"full": [], "delta": [], "delta, full in its turn": []}
+            rivals = {"full": full, "delta": delta, "delta, full in its turn": whole}
+            seconds: dict[str, list[list[float]]] = {name: [] for name in rivals}
             report = self.checked(delta, share)
             for _ in range(self.arguments.iterations):
                 delta.run(self.source, self.destination)
                 self.change(share)
-                seconds["delta"].append(self.time(delta))
-                seconds["full"].append(self.time(full))
-                seconds["delta, full in its turn"].append(self.time(whole))
-            row = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+                for name, prepared in rivals.items():
+                    seconds[name].append(self.time(prepared))
+            row = {}
+            for name, values in seconds.items():
+                wall, processor = (1e3 * statistics.median(column) for column in zip(*values, strict=True))
+                row |= {name: round(wall, 1), f"{name}, processor": round(processor, 1)}
             row |= {"sent_bytes": report.bytes_moved, "changed_bytes": report.bytes_changed}
             row |= {"full_bytes": report.bytes_compared}
             rows[str(share)] = row
@@ -132,13 +135,16 @@ class Benchmark:
         for tensor in (self.source or {}).values():
             turn_lowest_bits(tensor, share, self.generator)
 
-    def time(self, prepared: Resharding) -> float:
+    def time(self, prepared: Resharding) -> list[float]:
+        """Seconds of the slower rank, and those that the processors worked for both."""
         dist.barrier(self.group)
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         prepared.run(self.source, self.destination)
-        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=self.group)
-        return float(elapsed)
+        elapsed = torch.tensor([time.perf_counter() - start, time.process_time() - worked], dtype=torch.float64)
+        found = [torch.empty_like(elapsed) for _ in WORLD]
+        dist.all_gather(found, elapsed, group=self.group)
+        walls, workeds = torch.stack(found).T
+        return [float(walls.max()), float(workeds.sum())]
 
 
 def turn_lowest_bits(tensor: Tensor, share: float, generator: torch.Generator) -> None:
@@ -153,7 +159,9 @@ def turn_lowest_bits(tensor: Tensor, share: float, generator: torch.Generator) -
 def launch(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run this file on two ranks; what rank 0 found."""
     repository = Path(__file__).resolve().parents[2]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    python_path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
+    defaults = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    environment = {**defaults, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -162,7 +170,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
             # The device carries what goes in both directions, each byte once; its packets are of 64 KiB.
             shaped = f"tc qdisc add dev lo root tbf rate {arguments.gbit}gbit burst 1mb latency 50ms"
             command = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shaped} && exec "$@"', "sh", *command]
-        subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": str(repository)}, check=True)
+        subprocess.run(command, env=environment, check=True)
         found: dict[str, Any] = json.loads(result.read_text())
     return found
 

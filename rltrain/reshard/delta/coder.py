@@ -147,9 +147,7 @@ class Coder:
         out[message.offset - HEADER_BYTES : message.offset].view(torch.int64).copy_(torch.tensor(header))
         return length
 
-    def _changes_of(
-        self, message: CodedMessage, packed: Tensor, kept: Tensor, payload: Tensor
-    ) -> list[Extent] | None:
+    def _changes_of(self, message: CodedMessage, packed: Tensor, kept: Tensor, payload: Tensor) -> list[Extent] | None:
         """Written to `payload` and `kept`; None, and nothing written, where they take more than the whole message."""
         parts = [slice(section.begin, section.end) for section in message.sections]
         marks = [

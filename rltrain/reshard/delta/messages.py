@@ -1,7 +1,7 @@
 """The messages of a reshard that sends what changed: which elements each is packed of, and where they go.
 
-A message begins with a header, numbers of 8 bytes: whether it is WHOLE or CHANGES, the bytes that follow, and for each of
-its sections how many places and values are encoded. What follows is what was packed, or its sections as
+A message begins with a header, numbers of 8 bytes: whether it is WHOLE or CHANGES, the bytes that follow, and for each
+of its sections how many places and values are encoded. What follows is what was packed, or its sections as
 csrc/reshard_delta.h has them, one after another.
 """
 

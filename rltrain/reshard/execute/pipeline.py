@@ -49,9 +49,7 @@ def covered_seconds(spans: list[Span], origin: Event) -> float:
 class Pipeline:
     """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
 
-    def __init__(
-        self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coding | None = None
-    ) -> None:
+    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coding | None = None) -> None:
         self._table, self._steps, self._streams, self._coding = table, steps, streams, coding
         self.times = Times(streams.begin())
         self._settled: Event | None = None

@@ -40,7 +40,7 @@ than a message."""
 
 
 DELTA_BYTES = 2**23
-"""Of a round at most on the CPU, where it is compared with what was sent last: while it is in the processor's caches."""
+"""Of a round at most on the CPU where it is compared with what was sent last: it is then in the processor's caches."""
 
 
 class Magnitudes(Protocol):
@@ -68,7 +68,8 @@ class Resharding:
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
     `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
     other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
-    With `delta` ranks send only what changed since the last run, where all of them remember that. `waiting` is entered where ranks that came early wait for the others to come.
+    With `delta` ranks send only what changed since the last run, where all of them remember that. `waiting` is entered
+    where ranks that came early wait for the others to come.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
     Collective over: the ranks of both layouts.

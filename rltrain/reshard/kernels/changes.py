@@ -33,7 +33,7 @@ class Extent:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of lengths, places and values, each to the next multiple of ALIGNMENT; nothing where nothing changed."""
+        """Bytes of lengths, places and values, to the next multiple of ALIGNMENT; nothing where nothing changed."""
         if not self.values:
             return 0, 0, 0
         blocks = -(-self.elements // BLOCK)
@@ -56,8 +56,8 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What of a section differs: `lengths` [blocks] uint8 as they are encoded, and `bits`, which the implementation that
-    made them understands, until it makes others of the same item size."""
+    """What of a section differs: `lengths` [blocks] uint8 as they are encoded, and `bits`, which the implementation
+    that made them understands, until it makes others of the same item size."""
 
     extent: Extent
     lengths: Tensor

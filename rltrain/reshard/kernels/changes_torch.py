@@ -29,9 +29,7 @@ class TorchChanges:
         places, values = torch.stack([counts.masked_fill(whole, 0), torch.where(whole, sizes, counts)]).sum(1).tolist()
         return lengths, differing, int(places), int(values)
 
-    def write(
-        self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
+    def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
         lengths, places, values = parts
         differing, bits = marks.bits, BITS[marks.extent.item]
         lengths.copy_(marks.lengths)
@@ -96,6 +94,9 @@ def _widened(values: Tensor, source: ElementType) -> Tensor:
     if source == ElementType.BFLOAT16:
         return values.to(torch.int32) << 16
     halves = values.view(torch.float16)
-    return halves.to(torch.float32).masked_fill(halves.isnan(), float("nan")).view(torch.int32).masked_fill(
-        halves.isnan(), 0x7FFFFFFF
+    return (
+        halves.to(torch.float32)
+        .masked_fill(halves.isnan(), float("nan"))
+        .view(torch.int32)
+        .masked_fill(halves.isnan(), 0x7FFFFFFF)
     )

@@ -16,11 +16,13 @@ from rltrain.reshard.plan.steps import Message, StageSteps
 class Wire(ABC):
     """The transfers of one stage on `rank`, by work in `stream`.
 
-    `bytes_sent` counts by peer what was handed to the transport, `bytes_received` what there was room for. `spans` are, once the stage is over, from when
-    messages were handed over to when those that this rank receives, or else those that it sends, were through.
-    Where messages may be shorter than the steps say, one for each peer in a round, `shortened` gives one that is to leave
-    as long as it is, and `lengths` makes of those that leave to each peer those that come from each. That is collective
-    over all ranks of the reshard, so it is only called by wires that must know, and in every round.
+    `bytes_sent` counts by peer what was handed to the transport, `bytes_received` what there was room for. `spans` are,
+    once the stage is over, from when messages were handed over to when those that this rank receives, or else those
+    that it sends, were through.
+
+    Where messages may be shorter than the steps say, one for each peer in a round, `shortened` gives one that is to
+    leave as long as it is, and `lengths` makes of those that leave to each peer those that come from each. That is
+    collective over all ranks of the reshard, so it is only called by wires that must know, and in every round.
     """
 
     shortened: Callable[[Message], Message] | None = None
