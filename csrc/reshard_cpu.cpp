@@ -9,6 +9,9 @@
 #include "reshard_cpu_work.h"
 #if defined(__x86_64__)
 #include "reshard_cpu_avx512.h"
+#endif
+#include "reshard_cpu_delta.h"
+#if defined(__x86_64__)
 #define AVX2 __attribute__((target("avx2")))
 #endif
 
@@ -77,6 +80,15 @@ const Routines* routines_with(Instructions instructions) {
 }
 
 const Routines* routines = routines_with(supported_instructions());
+
+template <int item>
+delta::Differing differing() {
+#if defined(__x86_64__)
+  if (routines == &kAvx512) return delta::differing_avx512<item>;
+  if (routines == &kAvx2) return delta::differing_avx2<item>;
+#endif
+  return delta::differing_baseline<item>;
+}
 
 // Walks the parts of a tile's columns that lie in one block each: function(number of the block, first column, columns).
 template <class Function>
@@ -236,6 +248,44 @@ int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int thre
     routines->copy[nontemporal != 0][RS_FLOAT8_E4M3][RS_FLOAT8_E4M3](part);
   });
   return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// How many numbers `counts` of rs_cpu_delta_mark are, for sections of so many bytes.
+int64_t rs_cpu_delta_counts(int64_t bytes) { return 2 * delta::num_tiles(bytes); }
+
+// What of `elements` of `item` bytes differs from what was kept: `lengths` [blocks], `counts`, and the rest in `found`,
+// of elements * (item + 1) bytes. What was kept becomes equal. Returns as rs_cpu_copy does.
+int rs_cpu_delta_mark(const void* packed, void* kept, int64_t elements, int item, void* found, uint8_t* lengths,
+                      int64_t* counts, int threads) try {
+  const char* p = (const char*)packed;
+  char *k = (char*)kept, *f = (char*)found;
+  if (item == 1) delta::mark<1>(p, k, elements, f, lengths, counts, differing<1>(), threads);
+  if (item == 2) delta::mark<2>(p, k, elements, f, lengths, counts, differing<2>(), threads);
+  if (item == 4) delta::mark<4>(p, k, elements, f, lengths, counts, differing<4>(), threads);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}
+
+// Writes what was found to `places` and `values`.
+void rs_cpu_delta_gather(const void* found, int64_t elements, int item, const int64_t* counts, void* places,
+                         void* values) {
+  delta::gather((const char*)found, elements, item, counts, (char*)places, (char*)values);
+}
+
+// Puts what changed of a section where n slices put its elements. Their sources lie one after another in one base, of
+// which the section begins at element `begin`; they convert nothing but to wider types. `totals` are the numbers of
+// places and values that there are to read. Returns as rs_cpu_copy does, or RS_DELTA_WRONG where these or a place are
+// not what lengths and slices say; the destination is then partly written.
+int rs_cpu_delta_apply(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin, int64_t elements, int item,
+                       const uint8_t* lengths, const uint8_t* places, const void* values, const int64_t* totals,
+                       int threads) try {
+  const char* v = (const char*)values;
+  if (item == 1) return delta::apply<1>(slices, n, bases, begin, elements, lengths, places, v, totals, threads);
+  if (item == 2) return delta::apply<2>(slices, n, bases, begin, elements, lengths, places, v, totals, threads);
+  return delta::apply<4>(slices, n, bases, begin, elements, lengths, places, v, totals, threads);
 } catch (const std::bad_alloc&) {
   return 1;
 }

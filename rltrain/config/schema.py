@@ -10,6 +10,7 @@ from rltrain.config.data import Data as Data
 from rltrain.config.data import PromptFile as PromptFile
 from rltrain.config.data import PromptSource as PromptSource
 from rltrain.config.data import SolvedRate as SolvedRate
+from rltrain.config.delta import WeightDelta as WeightDelta
 from rltrain.config.engines import Rollout as Rollout
 from rltrain.config.engines import Sampling as Sampling
 from rltrain.config.engines import Served as Served
@@ -69,6 +70,8 @@ class WeightSync(Section):
     verify: bool = False
     """After every sync compare checksums of what both sides hold, which reads each once; the job ends if a tensor
     differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
+    delta: WeightDelta | None = None
+    """null: every sync sends everything."""
 
 
 class Schedule(Section):

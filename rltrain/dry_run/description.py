@@ -26,6 +26,7 @@ from rltrain.dry_run.table import table
 from rltrain.dry_run.time import describe_time
 from rltrain.estimate.calibration import factors_of
 from rltrain.estimate.changes import best_changes
+from rltrain.estimate.delta import CHANGED_SHARE, keeping, kept_bytes, sent_share
 from rltrain.estimate.hardware import Gpu, gpu_named
 from rltrain.estimate.peak import rank_memories
 from rltrain.estimate.planned import PlannedJob
@@ -167,6 +168,13 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
         f"{size(predicted.busiest_receiver_bytes)}; {seconds(predicted.network)} between nodes, at least "
         f"{seconds(predicted.network_bound)} by any plan, {seconds(predicted.node)} within",
     ]
+    if where := keeping(job):
+        kept = max(kept_bytes(job, rank) for rank in job.grids["actor"].ranks)
+        lines.append(
+            f"sends what changed: {100 * sent_share(job):.1f}% of these bytes in the mean, if a step changes "
+            f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the actor keeps "
+            f"{size(kept)} on its {where}"
+        )
     return [*lines, *traffic_of_pairs(job, sync)] if every_pair else lines
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rltrain.estimate.delta import keeping, kept_bytes
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import MIB, cache_on_gpu, host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import Kind, PlannedJob
@@ -11,7 +12,7 @@ from rltrain.schedule.steady import evaluated_step, fullest_step
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, drawing_roles, served_roles
 
-COMMUNICATORS, CONTEXT = "communicators", "context"
+COMMUNICATORS, CONTEXT, SENT_LAST = "communicators", "context", "sent last"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ def _memory(job: PlannedJob, gpu: Gpu, kind: Kind, ranks: tuple[int, ...], fixed
         there = {".".join(key): parts[key] for key, place in places.items() if place == "device" and key in parts}
         rows.append(TaskMemory(task, {**there, **working_bytes(job, task, stages), **fixed}))
     rows = rows or [TaskMemory("start", {**{".".join(key): size for key, size in parts.items()}, **fixed})]
-    return RankMemory(kind, ranks, parts, rows, host_bytes(job, stages, frozenset(on_host)))
+    host = host_bytes(job, stages, frozenset(on_host))
+    if keeping(job) == "host":
+        host[SENT_LAST] = kept_bytes(job, ranks[0])
+    return RankMemory(kind, ranks, parts, rows, host)
 
 
 def _on_device(parts: Mapping[Key, int], places: Mapping[Key, Place]) -> int:
@@ -109,11 +113,12 @@ def _of_a_step(job: PlannedJob, kind: Kind) -> list[tuple[str, dict[Key, Place]]
 
 
 def _fixed_bytes(job: PlannedJob, gpu: Gpu, rank: int) -> dict[str, int]:
-    """The driver's context, of which each SGLang server has one more, and communicators."""
+    """The driver's context, of which each SGLang server has one more, communicators, and what was sent last."""
     efficiency = gpu.efficiency
     served = [job.config.served(role) for role in served_roles() if role in job.placement.hosts(rank)]
     num_servers = sum(settings.engine == "sglang" for settings in served)
     return {
         COMMUNICATORS: int(job.num_communicators[rank] * efficiency.communicator_mb * MIB),
         CONTEXT: int((1 + num_servers) * efficiency.context_mb * MIB),
+        **({SENT_LAST: kept_bytes(job, rank)} if keeping(job) == "device" else {}),
     }

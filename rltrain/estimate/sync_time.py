@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from rltrain.estimate.delta import sent_share
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
@@ -52,7 +53,8 @@ class PlannedSync:
     def seconds(self, gpu: Gpu) -> float:
         """Transfers within and between nodes beside each other, and copies at both ends."""
         predicted = self.prediction(gpu)
-        return max(predicted.network, predicted.node) + copying_s(self.job, self.role, gpu)
+        share = sent_share(self.job) if self.role == "rollout" else 1.0
+        return share * max(predicted.network, predicted.node) + copying_s(self.job, self.role, gpu)
 
 
 def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
@@ -66,7 +68,8 @@ def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
     per_node = min(received * len(grid.ranks) / len(nodes), model)
     entering = per_node * len(nodes - sources)
     network = entering / min(len(actor.ranks), len(grid.ranks)) / gpu.network
-    return max(network, received / gpu.node) + copying_s(job, role, gpu)
+    share = sent_share(job) if role == "rollout" else 1.0
+    return share * max(network, received / gpu.node) + copying_s(job, role, gpu)
 
 
 def received_bytes(job: PlannedJob, role: str) -> int:
@@ -75,7 +78,8 @@ def received_bytes(job: PlannedJob, role: str) -> int:
 
 
 def copying_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
-    """Every byte is read and written where it is packed and where it arrives, and once more for a server's process."""
+    """Every byte is read and written where it is packed and where it arrives, and once more for a server's process; or
+    where it is packed, and compared with what was sent last."""
     received = received_bytes(job, role)
     copies = 2 + (role in drawing_roles() and job.config.served(role).engine == "sglang")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

@@ -9,6 +9,7 @@ from rltrain.errors import ConfigError, PlacementError
 from rltrain.legality.backends import backend_problems
 from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
+from rltrain.legality.delta import delta_problems
 from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.lora import lora_problems
@@ -39,6 +40,7 @@ def check_config(config: Config) -> None:
         *reward_problems(config),
         *evaluation_problems(config),
         *check_problems(config),
+        *delta_problems(config),
         *_checkpoint_problems(config),
         *lora_problems(config),
     ]

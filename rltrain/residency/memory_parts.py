@@ -35,6 +35,8 @@ class MemoryPart:
         self.place: Literal["device", "host", "dropped"] = "device"
         self.host_is_current = False
         """Whether the host has what the device has, or had when the part left."""
+        self.times_emptied = 0
+        """How often it came back without what it held, for a task that rewrites it."""
 
     @property
     def beneath(self) -> "MemoryPart | None":
@@ -111,6 +113,7 @@ class MemoryPart:
             raise RuntimeError("a part that was dropped is needed by a task that does not rewrite it")
         storages = self.storages()
         if rewritten:
+            self.times_emptied += 1
             _zero(storages)  # what no task writes, such as padding, must not be what lay there before
         else:
             self._fill(storages)

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from rltrain.config.schema import WeightDelta
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.reshard.fp8.blocks import QuantizedLayouts
 from rltrain.reshard.layout import Layout
@@ -29,15 +30,16 @@ class MergedResharding:
         role: str,
         destination: Layout,
         groups: Sequence[tuple[Layout, Layout, QuantizedLayouts | None]],
+        delta: WeightDelta | None = None,
     ) -> None:
         self.destination, self._rank = destination, job.world.rank
-        self._groups = [RoleResharding(job, role, *group) for group in groups]
+        self._groups = [RoleResharding(job, role, *group, delta) for group in groups]
 
-    def run(self, source: Tensors, destination: Tensors) -> tuple[SyncReport | None, float]:
+    def run(self, source: Tensors, destination: Tensors, *, lost: bool = False) -> tuple[SyncReport | None, float]:
         """Fill `destination`. What is read of `source` is read group by group, and forgotten after its group."""
         reports, verify_s = [], 0.0
         for group in self._groups:
-            report, seconds = group.run(self._held(group.source, source), destination)
+            report, seconds = group.run(self._held(group.source, source), destination, lost=lost)
             reports += [report] if report else []
             verify_s += seconds
         return total(reports) if reports else None, verify_s
@@ -49,7 +51,9 @@ class MergedResharding:
         return {name: source[name] for name, _ in layout.on(self._rank).parameters if name in source}
 
 
-def merged_into_part(job: Job, role: str, part: EnginePart, max_bytes: int = MADE_BYTES) -> MergedResharding:
+def merged_into_part(
+    job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None, max_bytes: int = MADE_BYTES
+) -> MergedResharding:
     """From the actor's layout to a part of what engines of `role` hold."""
     source, found = job.training_layout("actor"), []
     for tensors in tensor_groups(source.tensors, source.types, max_bytes):
@@ -58,7 +62,7 @@ def merged_into_part(job: Job, role: str, part: EnginePart, max_bytes: int = MAD
             some = EnginePart(holding(part.plain, held), part.quantized & held)
             layouts = some.filled_from(holding(source, held))
             found.append((layouts.source, layouts.destination, layouts if some.quantized.any() else None))
-    return MergedResharding(job, role, part.filled_from(source).destination, found)
+    return MergedResharding(job, role, part.filled_from(source).destination, found, delta)
 
 
 def merged_into_model(job: Job, role: str, max_bytes: int = MADE_BYTES) -> MergedResharding:

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
+from rltrain.config.schema import WeightDelta
 from rltrain.reshard.check.full_gather import full_gather_sync
 from rltrain.reshard.check.verify import verify
+from rltrain.reshard.delta.coder import DeltaSettings
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.fp8.block_scales import BlockScales, BlockTable
@@ -28,11 +30,18 @@ class RoleResharding:
     """
 
     def __init__(
-        self, job: Job, role: str, source: Layout, destination: Layout, blocks: QuantizedLayouts | None = None
+        self,
+        job: Job,
+        role: str,
+        source: Layout,
+        destination: Layout,
+        blocks: QuantizedLayouts | None = None,
+        delta: WeightDelta | None = None,
     ) -> None:
         world = job.world
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids[role].ranks}))
-        self.config = job.config.weight_sync
+        self.config, self.delta = job.config.weight_sync, delta
+        self.num_unchecked = 0
         self.source, self.destination = source, destination
         self.blocks = BlockTable(blocks, world.rank) if blocks else None
         self.group, self.cpu_group = job.groups[union], job.groups.cpu[union]
@@ -45,21 +54,31 @@ class RoleResharding:
             device=world.device,
             ranks_per_node=world.ranks_per_node,
             magnitudes=BlockScales(self.blocks, world.device) if self.blocks else None,
+            delta=DeltaSettings(delta.full_every, delta.keep_on, delta.in_shared_memory) if delta else None,
             timeout_s=TRANSPORT_TIMEOUT_S,
             waiting=self.waiting,
         )
 
-    def run(self, source: Tensors, destination: Tensors) -> tuple[SyncReport | None, float]:
+    def run(self, source: Tensors, destination: Tensors, *, lost: bool = False) -> tuple[SyncReport | None, float]:
         """Fill `destination`; what the planned way has to report, and seconds that it took to compare both sides.
 
-        Raises SyncMismatchError where weight_sync.verify finds a difference.
+        With a delta, `lost` says that this rank's `destination` is not what the last run left there. Raises
+        SyncMismatchError where weight_sync.verify, or weight_sync.delta.check_every, finds a difference.
         """
         report = None
         if self.config.transport == "planned":
-            report = self.resharding.run(source, destination)
+            report = self.resharding.run(source, destination, lost=lost)
         else:
             self._gather_fully(source, destination)
-        return report, self._verify(source, destination) if self.config.verify else 0.0
+        compares = self.config.verify or self._is_due(report)
+        return report, self._verify(source, destination) if compares else 0.0
+
+    def _is_due(self, report: SyncReport | None) -> bool:
+        """Whether what changed has been sent so often without a look. The same on all ranks."""
+        if report is None or self.delta is None or not self.delta.check_every or report.num_whole:
+            return False
+        self.num_unchecked = (self.num_unchecked + 1) % self.delta.check_every
+        return self.num_unchecked == 0
 
     def _gather_fully(self, source: Tensors, destination: Tensors) -> None:
         """Assemble every tensor on every rank: slow, and shares only the layouts with the planned way."""

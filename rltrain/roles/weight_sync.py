@@ -1,5 +1,6 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
+from rltrain.config.schema import WeightDelta
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.roles.actor import Actor
 from rltrain.roles.merged_resharding import MergedResharding, merged_into_part
@@ -16,38 +17,62 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
+        self.weights = rollout.parts["weights"] if rollout else None
+        self.left: tuple[int, int] | None = None
+        """The version that the last sync gave this rank's engine, and how often its memory had been emptied by then."""
         parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.parts = [resharding_into(job, "rollout", part) for part in parts]
+        self.parts = [resharding_into(job, "rollout", part, job.config.weight_sync.delta) for part in parts]
 
     def __call__(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
 
         Collective over: the union of both roles' ranks.
         """
+        lost = self.has_lost_weights()
         if self.engine:
             self.engine.begin_update()
         source = published_weights(self.actor.model) if self.actor else None
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
             destination = self.engine.incoming(number) if self.engine else None
-            report, seconds = part.run(source, destination)
+            report, seconds = part.run(source, destination, lost=lost)
             reports += [report] if report else []
             verify_s += seconds
             if self.engine:
                 self.engine.arrived(number)
         if self.engine:
             self.engine.end_update(step)
+            self.left = step, self.weights.times_emptied if self.weights else 0
         metrics = metrics_of(total(reports)) if reports else {}
-        return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.config.verify else metrics
+        if reports and self.config.delta:
+            metrics |= delta_metrics_of(total(reports))
+        checks = self.config.verify or bool(self.config.delta and self.config.delta.check_every)
+        return {**metrics, "perf/weight_sync_verify_s": verify_s} if checks else metrics
+
+    def has_lost_weights(self) -> bool:
+        """Whether this rank's engine no longer has what the last sync left there."""
+        if self.engine is None:
+            return False
+        emptied = self.weights.times_emptied if self.weights else 0
+        return self.left is None or self.left != (self.engine.policy_version, emptied)
 
 
-def resharding_into(job: Job, role: str, part: EnginePart) -> RoleResharding | MergedResharding:
+def resharding_into(
+    job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None
+) -> RoleResharding | MergedResharding:
     """From the actor's layout to a part of what engines of `role` hold."""
     if job.config.model.lora:
-        return merged_into_part(job, role, part)
+        return merged_into_part(job, role, part, delta)
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
-    return RoleResharding(job, role, layouts.source, layouts.destination, blocks)
+    return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
+
+
+def delta_metrics_of(report: SyncReport) -> Metrics:
+    found = {"perf/weight_sync_is_full": float(bool(report.num_whole))}
+    if report.bytes_compared:
+        found["perf/weight_sync_changed_share"] = report.bytes_changed / report.bytes_compared
+    return found
 
 
 def metrics_of(report: SyncReport) -> Metrics:

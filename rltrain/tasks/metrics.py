@@ -248,5 +248,15 @@ WEIGHT_SYNC = (
     Metric("perf/weight_sync_launches", "", "kernel launches, or calls of the native library"),
     Metric("perf/weight_sync_rounds", "", "rounds of at most weight_sync.bucket_mb, in shared memory of 4 MiB"),
     Metric("perf/weight_sync_staging_bytes", "bytes", "memory of its buffers"),
-    Metric("perf/weight_sync_verify_s", "s", "comparing checksums of both sides, with weight_sync.verify"),
+    Metric(
+        "perf/weight_sync_verify_s",
+        "s",
+        "comparing checksums of both sides, with weight_sync.verify or weight_sync.delta.check_every",
+    ),
+    Metric("perf/weight_sync_is_full", "", "with weight_sync.delta: 1 for a sync that sent everything, else 0"),
+    Metric(
+        "perf/weight_sync_changed_share",
+        "fraction",
+        "with weight_sync.delta: of the bytes that were compared with those sent last, those sent anew",
+    ),
 )

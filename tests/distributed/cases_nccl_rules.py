@@ -15,14 +15,15 @@ from rltrain.cluster.reopenable_group import plain_group
 from rltrain.reshard.execute import resharding
 from rltrain.reshard.execute.resharding import Resharding
 from rltrain.system.threads import end_job_by_threads
-from tests.distributed import cases_communicators, cases_training
-from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice
+from tests.distributed import cases_communicators, cases_delta, cases_training
+from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, pairs_of, reshard_twice, union_of
 from tests.stand_ins import nccl_rules
 from tests.stand_ins.cuda_graphs import RuleBrokenError
 
 WORLD = (0, 1, 2, 3)
 PIPELINES = {"pp4": Grid(WORLD, pp=4), "pp2_cp2": Grid(WORLD, pp=2, cp=2), "pp2_vpp2": Grid((1, 2), pp=2, vpp=2)}
 NUM_MICRO_BATCH_TOKENS = 60
+DELTA_PLACEMENTS = ("disaggregated tp2 -> tp1 dp2", "one rank feeds all")
 RANK_1_HAS_NOTHING_TO_SEND = ((0, 1, 2), 1, 1), ((0, 3), 1)
 """With two ranks to a node: rank 3 is fed by rank 2."""
 
@@ -33,6 +34,7 @@ def all_cases(checkpoint: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kept in ("kept", "reopened"):
         results[f"reshard/{kept}"] = reshards(reopened=kept == "reopened")
+    results["delta"] = deltas()
     results["communicators"] = cases_communicators.run(stop_after=None, backend="nccl")
     for name, grid in PIPELINES.items():
         expected = losses(checkpoint, name, grid, "gloo", reopened=False)
@@ -72,6 +74,18 @@ def reshards(*, reopened: bool) -> dict[str, Any]:
         "num_rounds": max(case["num_rounds"] for case in found),
         "idle": sum(not case["sent_to"] and not case["compared"] for case in found),
     }
+
+
+def deltas() -> list[dict[str, Any]]:
+    """Runs that send what changed, whose messages both ends must know the lengths of."""
+    cases = [(placement, name) for placement, name in pairs_of("one bucket") if placement in DELTA_PLACEMENTS]
+    groups = ProcessGroups(sorted({union_of(placement) for placement, _ in cases}), backend="nccl", timeout_s=60)
+    found = []
+    for placement, name in cases:
+        if dist.get_rank() in (union := union_of(placement)):
+            made = cases_delta.runs(placement, name, groups[union], Settings(4096), groups.cpu[union])
+            found += [run.described() for run in made]
+    return found
 
 
 def losses(checkpoint: str, name: str, grid: Grid, backend: str, *, reopened: bool) -> list[float]:

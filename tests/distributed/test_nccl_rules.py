@@ -31,6 +31,13 @@ def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: list[dict[str, A
     assert ranks[1][f"reshard/{group}"]["idle"], "a rank that has nothing to send or to receive"
 
 
+def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: list[dict[str, Any]]) -> None:
+    runs = [run for rank in ranks for run in rank["delta"]]
+    assert len(runs) > 40 and not any(run["wrong"] for run in runs)
+    assert any(run["compared"] and run["changed"] == 0 for run in runs), "headers alone"
+    assert any(0 < run["changed"] < run["compared"] for run in runs)
+
+
 @pytest.mark.parametrize("group", ["kept", "reopened"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_pipelines_train_as_over_gloo(ranks: list[dict[str, Any]], pipeline: str, group: str) -> None:

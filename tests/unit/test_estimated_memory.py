@@ -294,3 +294,13 @@ def test_weights_in_fp8_are_foretold_with_their_scales() -> None:
     )
     assert served_bytes(architecture, 1, "bfloat16", fp8=True) == expected
     assert served_bytes(architecture, 1, "bfloat16", fp8=False) == 2 * sum(elements)
+
+
+@pytest.mark.parametrize(("keep_on", "change"), [("device", (1, 0)), ("host", (0, 1))])
+def test_what_was_sent_last_is_kept_by_ranks_that_send(keep_on, change):
+    apart = {"actor": "0-3", "rollout, reward": "4-7"}
+    delta = {"weight_sync": {"delta": {"keep_on": keep_on}}}
+    before, after = (largest(rank_memories(job_of(qwen3_8b(), apart, 8, **sections), H100)) for sections in ({}, delta))
+    found = after.peak.total - before.peak.total, sum(after.host.values()) - sum(before.host.values())
+    # One copy of the model enters the node's engines, from four ranks.
+    assert found == tuple(pytest.approx(part * 2 * PARAMETERS_8B / 4, rel=0.01, abs=1) for part in change)

@@ -7,6 +7,7 @@ import pytest
 
 from rltrain.errors import ConfigError, DataError
 from rltrain.estimate.calibration import factors_of
+from rltrain.estimate.delta import sent_share
 from rltrain.estimate.hardware import GPUS
 from rltrain.estimate.links import group_link
 from rltrain.estimate.peak import cache_bytes, rank_memories
@@ -243,3 +244,14 @@ def test_models_that_tell_the_reward_take_room_and_time():
     assert {"model_scores", "verdicts"} <= {task.task for task in shared.tasks}
     (asked,) = (task for task in shared.tasks if task.task == "verdicts")
     assert asked.bytes_of["judge.kv_cache"] > 1e9 and "reward_model.weights" not in asked.bytes_of, "they take turns"
+
+
+def test_a_sync_of_what_changed_is_told_by_the_bytes_that_it_sends():
+    place = {"actor": "0-7", "rollout, reward": "8-15"}
+    full, delta = (
+        PlannedSync(job_of(qwen3_8b(), place, 16, weight_sync={"delta": made})) for made in (None, {"full_every": 50})
+    )
+    share = (1 + 49 * (0.03 * 3 + 1 / 256) / 2) / 50
+    assert sent_share(full.job) == 1 and sent_share(delta.job) == pytest.approx(share)
+    saved = full.seconds(H100) - delta.seconds(H100)
+    assert saved == pytest.approx((1 - share) * full.prediction(H100).network, rel=0.01)

@@ -1,6 +1,6 @@
 """What the ranks of a reshard settle on gloo before anything else: that all are there, and that their plans agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from rltrain.errors import SyncError
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds
-from rltrain.reshard.plan.stages import StageStreams
+from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams
 
 MAX_MESSAGE_BYTES = 2000
 """Of an error that the other ranks are told."""
@@ -73,13 +73,19 @@ class Agreement:
         return result[0]
 
     def rounds(
-        self, exchanged: tuple[StageStreams, ...], bucket_bytes: int, large_bytes: int | None
+        self,
+        exchanged: tuple[StageStreams, ...],
+        bucket_bytes: int,
+        large_bytes: int | None,
+        headers: Headers = NO_HEADERS,
     ) -> tuple[Rounds, ...]:
         """How all ranks cut each stage, after comparing their settings, and what each sends with what its peers expect.
 
+        Messages of a stage have as many bytes more than they pack as `headers` say.
+
         Raises SyncError where they differ, naming both ranks and what each says.
         """
-        settings = [bucket_bytes, -1 if large_bytes is None else large_bytes]
+        settings = [bucket_bytes, -1 if large_bytes is None else large_bytes, *headers]
         extents = [extent for stage in exchanged for extent in _extent(stage)]
         streams = [column for stage in exchanged for column in self._table(stage.sends).T]
         rows = np.repeat([settings + extents], len(self.ranks), axis=0)
@@ -94,8 +100,8 @@ class Agreement:
                 return tuple(Rounds(0, 1) for _ in exchanged)
             largest = theirs[:, len(settings) : first_stream].max(axis=0).reshape(-1, 2).tolist()
             return tuple(
-                choose_rounds(num_bytes, num_peers, stage.kind.round_bytes(bucket_bytes))
-                for stage, (num_bytes, num_peers) in zip(exchanged, largest, strict=True)
+                choose_rounds(num_bytes, num_peers, stage.kind.round_bytes(bucket_bytes) - header_bytes * num_peers)
+                for stage, header_bytes, (num_bytes, num_peers) in zip(exchanged, headers, largest, strict=True)
             )
 
         return self.together(settle)
@@ -108,6 +114,11 @@ class Agreement:
         dist.all_to_all_single(result, torch.from_numpy(np.ascontiguousarray(rows)), group=self._group)
         received: IntArray = result.numpy()
         return received
+
+    def lengths(self, sent: Mapping[int, int]) -> dict[int, int]:
+        """By rank, how many bytes come from it, where each says by rank how many it has `sent`."""
+        rows = np.array([[sent.get(rank, 0)] for rank in self.ranks], dtype=np.int64)
+        return dict(zip(self.ranks, self.exchange(rows)[:, 0].tolist(), strict=True))
 
     def total(self, numbers: list[int]) -> list[int]:
         """Sums over all ranks. Returns only when all have come here."""
@@ -156,7 +167,7 @@ class Agreement:
         if len(differ):
             other = int(differ[0])
             raise SyncError(
-                f"ranks cut messages differently: (bytes of buckets, least bytes sent in place) are "
+                f"ranks cut messages differently: (bytes of buckets, least bytes sent in place, of headers) are "
                 f"{settings[0].tolist()} on rank {self.ranks[0]} and {settings[other].tolist()} on rank "
                 f"{self.ranks[other]}. Expected equal weight_sync.bucket_mb and devices of one kind on all of ranks "
                 f"{self.ranks}"

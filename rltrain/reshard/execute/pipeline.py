@@ -1,6 +1,7 @@
 """The rounds of a reshard on one rank: round k + 1 is packed and round k - 1 unpacked while round k is on the wire."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rltrain.reshard.execute.device_streams import DeviceStream, DeviceStreams, Event
 from rltrain.reshard.kernels.copy_table import CopyTable
@@ -21,6 +22,16 @@ class Times:
     wire: list[Span] = field(default_factory=list)
 
 
+class Coding(Protocol):
+    """What becomes of messages with headers between pack and wire, and between wire and unpack (delta.coder.Coder)."""
+
+    def encode(self, steps: StageSteps, number: int) -> None:
+        """Round `number` is packed."""
+
+    def decode(self, steps: StageSteps, number: int) -> None:
+        """It has arrived: write the destinations."""
+
+
 def total_seconds(spans: list[Span]) -> float:
     return sum(end.seconds_since(begin) for begin, end in spans)
 
@@ -38,8 +49,8 @@ def covered_seconds(spans: list[Span], origin: Event) -> float:
 class Pipeline:
     """Issues the copies and transfers of one run; on CUDA nothing here waits, unless messages go over gloo."""
 
-    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams) -> None:
-        self._table, self._steps, self._streams = table, steps, streams
+    def __init__(self, table: CopyTable, steps: Steps, streams: DeviceStreams, coding: Coding | None = None) -> None:
+        self._table, self._steps, self._streams, self._coding = table, steps, streams, coding
         self.times = Times(streams.begin())
         self._settled: Event | None = None
         """When the stages so far have written all destinations and no longer use the staging buffers."""
@@ -54,18 +65,39 @@ class Pipeline:
                 wire.expect(number, unpacked[number % 2])
                 if number >= 2:
                     self._streams.pack.after(wire.left(number - 2))
-                wire.start(number, self._launch(self._streams.pack, steps.pack, number, self.times.packs))
+                wire.start(number, self._pack(steps, number))
             if number == 0 and steps is self._steps.stages[0]:
                 self._launch(self._streams.unpack, [0, self._steps.num_copies], 0, self.times.copies)
             if wire and number > 0:
                 self._streams.unpack.after(wire.arrived(number - 1))
-                event = self._launch(self._streams.unpack, steps.unpack, number - 1, self.times.unpacks)
+                event = self._unpack(steps, number - 1)
                 unpacked[(number - 1) % 2] = event
                 wire.taken(number - 1, event)
         if wire:
             self._streams.unpack.after(wire.finish())
             self.times.wire += wire.spans
         self._settled = self._streams.unpack.event()
+
+    def _pack(self, steps: StageSteps, number: int) -> Event:
+        packed = self._launch(self._streams.pack, steps.pack, number, self.times.packs)
+        if self._coding is None or not steps.header_bytes:
+            return packed
+        with self._streams.pack:
+            self._coding.encode(steps, number)
+            encoded = self._streams.pack.event()
+        self.times.packs.append((packed, encoded))
+        return encoded
+
+    def _unpack(self, steps: StageSteps, number: int) -> Event:
+        if self._coding is None or not steps.header_bytes:
+            return self._launch(self._streams.unpack, steps.unpack, number, self.times.unpacks)
+        with self._streams.unpack:
+            arrived = self._streams.unpack.event()
+            self._coding.decode(steps, number)
+            decoded = self._streams.unpack.event()
+        if steps.unpack[number] < steps.unpack[number + 1]:
+            self.times.unpacks.append((arrived, decoded))
+        return decoded
 
     def _launch(self, stream: DeviceStream, bounds: list[int], number: int, spans: list[Span]) -> Event:
         with stream:

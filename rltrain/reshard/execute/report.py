@@ -16,6 +16,9 @@ class SyncReport:
     the transport to when all that it receives had arrived, or what it sends had left where it receives nothing. Over
     NCCL they are of rounds, on the device; over gloo of whole stages, until the host sees the end. These parts overlap,
     so they do not add up to `seconds`, from when all ranks had come to when all were done.
+
+    A reshard that remembers what it sent compares `bytes_compared` of what it packs with that, over all ranks together,
+    and sends `bytes_changed` of values; `num_whole` is 1 where it sent everything, without comparing.
     """
 
     bytes_local: int
@@ -32,6 +35,9 @@ class SyncReport:
     wire_seconds: float
     unpack_seconds: float
     seconds: float
+    bytes_compared: int = 0
+    bytes_changed: int = 0
+    num_whole: int = 0
 
     @property
     def bytes_moved(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rltrain.cluster.reopenable_group import plain_group
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.element_types import wire_types
+from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.binding import Binding, device_of
 from rltrain.reshard.execute.device_streams import DeviceStreams
@@ -22,7 +23,7 @@ from rltrain.reshard.fp8.blocks import SCALES_PARAMETER
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.match import num_bytes
 from rltrain.reshard.plan.rank_plan import RankPlan
-from rltrain.reshard.plan.stages import shared_places, stage_streams
+from rltrain.reshard.plan.stages import NO_HEADERS, shared_places, stage_streams
 from rltrain.reshard.plan.steps import BlockPlaces, StageSteps, Steps, make_steps
 from rltrain.reshard.wires.gloo_wire import GlooWire
 from rltrain.reshard.wires.nccl_wire import NcclWire
@@ -36,6 +37,10 @@ DEFAULT_TIMEOUT_S = 1800.0
 LARGE_BYTES = 2**18
 """On the CPU boxes of at least this size are sent and received in place where they can be: packing costs more there
 than a message."""
+
+
+DELTA_BYTES = 2**23
+"""Of a round at most on the CPU where it is compared with what was sent last: it is then in the processor's caches."""
 
 
 class Magnitudes(Protocol):
@@ -63,7 +68,8 @@ class Resharding:
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
     `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
     other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
-    `waiting` is entered where ranks that came early wait for the others to come.
+    With `delta` ranks send only what changed since the last run, where all of them remember that. `waiting` is entered
+    where ranks that came early wait for the others to come.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
     Collective over: the ranks of both layouts.
@@ -81,6 +87,7 @@ class Resharding:
         magnitudes: Magnitudes | None = None,
         timeout_s: float | None = None,
         share_memory: bool = True,
+        delta: DeltaSettings | None = None,
         waiting: Waiting = unnoted,
     ) -> None:
         if (group is None) != (cpu_group is None):
@@ -92,16 +99,22 @@ class Resharding:
         self._agreement.meet()
         neighbours = Neighbours(self._agreement, self._ranks_of_node() if share_memory and device.type == "cpu" else ())
         exchanged = stage_streams(plan, neighbours.ranks)
-        large_bytes = LARGE_BYTES if device.type == "cpu" else None
-        rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes)
-        read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks))
+        large_bytes = LARGE_BYTES if device.type == "cpu" and delta is None else None
+        headers = headers_of(delta) if delta else NO_HEADERS
+        if delta and device.type == "cpu":
+            bucket_bytes = min(bucket_bytes, DELTA_BYTES)
+        rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes, headers)
+        read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks, headers))
 
         def make() -> tuple[Steps, CopyTable, Binding]:
             blocks = magnitudes.table if magnitudes else None
-            steps = make_steps(plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes)
+            steps = make_steps(
+                plan, exchanged, rounds, read=read, blocks=blocks, large_bytes=large_bytes, headers=headers
+            )
             return steps, CopyTable(steps.slices, device), Binding(plan, device)
 
         self.steps, self._table, self._binding = self._agreement.together(make)
+        self._coder = Coder(self.steps, device, delta) if delta else None
         self._node = neighbours.memory(self.steps.slot_bytes, timeout_s or DEFAULT_TIMEOUT_S)
         self._num_runs = 0
         self._streams = DeviceStreams(device)
@@ -109,11 +122,16 @@ class Resharding:
 
     @torch.no_grad()
     def run(
-        self, source_tensors: Mapping[str, Tensor] | None, destination_tensors: Mapping[str, Tensor] | None
+        self,
+        source_tensors: Mapping[str, Tensor] | None,
+        destination_tensors: Mapping[str, Tensor] | None,
+        *,
+        lost: bool = False,
     ) -> SyncReport:
         """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
 
-        A rank that is in one layout only passes None for the other. Returns when every rank has everything. Raises
+        A rank that is in one layout only passes None for the other. With `delta` destinations hold what the last run
+        left there, unless this rank says that they were `lost`. Returns when every rank has everything. Raises
         SyncError: before anything is moved, on all ranks, where a tensor of one does not fit the plan; on the way where
         another rank is lost, and destinations are then partly written.
 
@@ -127,18 +145,46 @@ class Resharding:
         self._agreement.together(lambda: self._check(source_tensors, destination_tensors))
         if self._magnitudes:
             source_tensors = self._magnitudes.prepare(source_tensors, self._group)
+        if self._coder:
+            self._coder.begin(self._agreement, lost=lost)
         staging = self._allocate()
         tensors = self._binding.ordered(source_tensors, destination_tensors)
         amax = self._magnitudes.amax if self._magnitudes else torch.empty(0, device=self._device)
         bases = [*tensors, *staging.buffers, amax, *(self._node.slots if self._node else [])]
         try:
-            self._table.bind(bases)
-            pipeline = Pipeline(self._table, self.steps, self._streams)
+            self._bind(bases)
+            pipeline = Pipeline(self._table, self.steps, self._streams, self._coder)
             wires = self._move(pipeline, Memory(bases))
         finally:
             self._table.release()
+            if self._coder:
+                self._coder.release()
+        return self._report(begin, launches, staging, wires, pipeline)
+
+    def _bind(self, bases: list[Tensor]) -> None:
+        """Have the table copy between `bases`; with a coder it packs into that one's memory."""
+        if self._coder is None:
+            self._table.bind(bases)
+            return
+        self._coder.use(Memory(bases), self._table)
+        self._streams.keep(self._coder.scratch)
+        coded = [stage.kind for stage in self.steps.stages if stage.header_bytes]
+        packed_into = {self.steps.bases.packed(kind) + turn for kind in coded for turn in (0, 1)}
+        scratch = self._coder.scratch
+        self._table.bind([scratch if number in packed_into else base for number, base in enumerate(bases)])
+
+    def _report(
+        self, begin: float, launches: int, staging: Staging, wires: list[Wire], pipeline: Pipeline
+    ) -> SyncReport:
+        """Collective over: the ranks of both layouts."""
+        coder = self._coder
         sent = sum((wire.bytes_sent for wire in wires), start=Counter[int]())
-        local, node, network = self._agreement.total([self._local_bytes(), *self._by_distance(sent)])
+        counted = [coder.count.compared, coder.count.changed] if coder else [0, 0]
+        local, node, network, compared, changed = self._agreement.total(
+            [self._local_bytes(), *self._by_distance(sent), *counted]
+        )
+        if coder:
+            coder.finish()
         times = pipeline.times
         return SyncReport(
             bytes_local=local,
@@ -146,10 +192,13 @@ class Resharding:
             bytes_network=network,
             network_minimum=self.plan.traffic.network_minimum,
             bytes_sent=sent.total(),
-            bytes_received=sum(wire.bytes_received for wire in wires),
+            bytes_received=self._received_bytes(wires),
             num_rounds=sum(steps.num_rounds for steps in self.steps.stages),
             num_launches=self._num_launches - launches,
-            peak_staging_bytes=staging.num_bytes + (self._node.own_bytes if self._node else 0),
+            peak_staging_bytes=self._staging_bytes(staging),
+            bytes_compared=compared,
+            bytes_changed=changed,
+            num_whole=int(coder is not None and coder.whole),
             copy_seconds=total_seconds(times.copies),
             pack_seconds=total_seconds(times.packs),
             wire_seconds=covered_seconds(times.wire, times.begin),
@@ -179,6 +228,8 @@ class Resharding:
         rounds_before = self._num_runs * sum(steps.num_rounds for steps in self.steps.stages)
         for steps in self.steps.stages:
             wire = self._wire(steps, memory, rounds_before)
+            if wire and self._coder and steps.header_bytes:
+                wire.shortened, wire.lengths = self._coder.shortened, self._agreement.lengths
             pipeline.stage(steps, wire)
             wires += [wire] if wire else []
             rounds_before += steps.num_rounds
@@ -198,6 +249,15 @@ class Resharding:
         if steps.kind.shared:
             return SharedWire(steps, rank, stream, self._node, rounds_before) if self._node else None
         return (GlooWire if self._over_gloo else NcclWire)(steps, rank, stream, memory, group)
+
+    def _received_bytes(self, wires: list[Wire]) -> int:
+        """Messages that may be shorter count by their headers."""
+        exact = sum(wire.bytes_received for wire in wires if wire.shortened is None)
+        return exact + (self._coder.count.received if self._coder else 0)
+
+    def _staging_bytes(self, staging: Staging) -> int:
+        scratch = self._coder.scratch_bytes if self._coder else 0
+        return staging.num_bytes + scratch + (self._node.own_bytes if self._node else 0)
 
     def _local_bytes(self) -> int:
         wire = wire_types(self.plan.source_types, self.plan.destination_types)

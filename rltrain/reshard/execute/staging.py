@@ -31,15 +31,18 @@ class Memory:
     """The memory of a table's bases as bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = list(tensors)
         self._bytes: dict[int, Tensor] = {}
+
+    def bytes(self, base: int) -> Tensor:
+        """All of a base."""
+        if base not in self._bytes:
+            self._bytes[base] = self.tensors[base].detach().view(-1).view(torch.uint8)
+        return self._bytes[base]
 
     def part(self, message: Message) -> Tensor:
         """What a message carries, or is to fill."""
-        base = message.base
-        if base not in self._bytes:
-            self._bytes[base] = self._tensors[base].detach().view(-1).view(torch.uint8)
-        return self._bytes[base].narrow(0, message.offset, message.num_bytes)
+        return self.bytes(message.base).narrow(0, message.offset, message.num_bytes)
 
 
 def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:
@@ -52,13 +55,14 @@ def allocate(steps: Steps, device: torch.device, *, host: bool) -> Staging:
     num_buffers = 2 if max(stage.num_rounds for stage in stages) > 1 else 1
 
     def pair(num_bytes: int) -> tuple[Tensor, Tensor]:
-        made = [_buffer(num_bytes, device, host) for _ in range(num_buffers)]
+        made = [byte_buffer(num_bytes, device, host=host) for _ in range(num_buffers)]
         return made[0], made[-1]
 
     return Staging(pair(max(s.send_bytes for s in stages)), pair(max(s.receive_bytes for s in stages)))
 
 
-def _buffer(num_bytes: int, device: torch.device, host: bool) -> Tensor:
+def byte_buffer(num_bytes: int, device: torch.device, *, host: bool) -> Tensor:
+    """Contents undefined; on `device`, or where `host` in host memory that its kernels can address."""
     if device.type != "cpu":
         where = torch.device("cpu") if host else device
         return torch.empty(num_bytes, dtype=torch.uint8, device=where, pin_memory=host)

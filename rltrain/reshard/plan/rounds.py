@@ -209,11 +209,12 @@ def cut(
     return Cut(boxes[kept], types[kept], staged[kept] // item[kept], starts, messages)
 
 
-def fixed_places(num_bytes: IntArray, rounds: Rounds) -> IntArray:
-    """[streams]: places for `cut` that leave room for the longest run of each of these streams."""
+def fixed_places(num_bytes: IntArray, rounds: Rounds, header_bytes: int = 0) -> IntArray:
+    """[streams]: places for `cut` that leave room for the longest run of each of these streams, with `header_bytes`, a
+    multiple of ALIGNMENT, before each."""
     longest = np.diff(rounds.bounds(num_bytes), axis=1).max(axis=1, initial=0)
     room = -(-longest // ALIGNMENT) * ALIGNMENT
-    places: IntArray = np.cumsum(room) - room
+    places: IntArray = np.cumsum(room + header_bytes) - room
     return places
 
 

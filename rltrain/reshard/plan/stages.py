@@ -35,6 +35,12 @@ STAGES = (
 )
 
 
+Headers = tuple[int, ...]
+"""[stages]: bytes before what is packed of each message of a stage; 0 where messages have no header."""
+
+NO_HEADERS: Headers = (0,) * len(STAGES)
+
+
 @dataclass(frozen=True, eq=False)
 class StageStreams:
     """What one rank exchanges in one stage, before it is cut into rounds.
@@ -66,13 +72,16 @@ def stage_streams(plan: RankPlan, neighbours: Collection[int] = ()) -> tuple[Sta
     return tuple(exchanged)
 
 
-def shared_places(exchanged: tuple[StageStreams, ...], rounds: tuple[Rounds, ...], ranks: list[int]) -> IntArray:
-    """[ranks, stages]: from which byte of this rank's slots on each of `ranks` finds what it receives from it."""
+def shared_places(
+    exchanged: tuple[StageStreams, ...], rounds: tuple[Rounds, ...], ranks: list[int], headers: Headers = NO_HEADERS
+) -> IntArray:
+    """[ranks, stages]: from which byte of this rank's slots on each of `ranks` finds what it receives from it, behind
+    the message's header."""
     places = np.zeros((len(ranks), len(exchanged)), dtype=np.int64)
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
         if stage.kind.shared:
             rows = [ranks.index(peer) for peer in stage.sends.peers.tolist()]
-            places[rows, number] = fixed_places(stage.packed.num_bytes, how)[stage.packed_as]
+            places[rows, number] = fixed_places(stage.packed.num_bytes, how, headers[number])[stage.packed_as]
     return places
 
 

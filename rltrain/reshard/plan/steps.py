@@ -10,7 +10,7 @@ from rltrain.models.element_types import TypeArray
 from rltrain.reshard.kernels.slices import SLICE, quantises
 from rltrain.reshard.plan.rank_plan import RankPlan
 from rltrain.reshard.plan.rounds import Cut, Messages, Rounds, cut, fixed_places
-from rltrain.reshard.plan.stages import NOBODY, STAGES, ReadPlaces, StageKind, StageStreams
+from rltrain.reshard.plan.stages import NO_HEADERS, NOBODY, STAGES, Headers, ReadPlaces, StageKind, StageStreams
 
 
 class BlockPlaces(Protocol):
@@ -96,6 +96,8 @@ class StageSteps:
     send_bytes: int
     """What a staging buffer, or a slot, to send from must hold."""
     receive_bytes: int
+    header_bytes: int = 0
+    """Of every message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,28 +123,38 @@ def make_steps(
     read: ReadPlaces = NOBODY,
     blocks: BlockPlaces | None = None,
     large_bytes: int | None = None,
+    headers: Headers = NO_HEADERS,
 ) -> Steps:
     """`read` is of the neighbours that `exchanged` was made for; `blocks` must be given where the plan quantises;
-    `large_bytes` is as in `cut`, for what does not pass through shared memory."""
+    `large_bytes` is as in `cut`, for what does not pass through shared memory. A message with a
+    header is staged, and is the only one of its stream in a round."""
     bases = BaseNumbers(len(plan.source_parameters), len(plan.destination_parameters), read.neighbours)
     builder = _Builder(bases, blocks)
     builder.add(_local_slices(plan, bases), plan.copies)
     stages = []
     for number, (stage, how) in enumerate(zip(exchanged, rounds, strict=True)):
+        header_bytes = headers[number]
         types = plan.destination_types if stage.kind.fans_out else plan.source_types
-        if stage.kind.shared:
-            packs = cut(stage.packed, how, types, places=fixed_places(stage.packed.num_bytes, how))
-            places = read.on(stage.receives.peers, number)
+        if stage.kind.shared or header_bytes:
+            packs = cut(stage.packed, how, types, places=fixed_places(stage.packed.num_bytes, how, header_bytes))
+            places = fixed_places(stage.receives.num_bytes, how, header_bytes)
+            if stage.kind.shared:
+                places = read.on(stage.receives.peers, number)
             unpacks = cut(stage.receives, how, plan.destination_types, places=places)
         else:
             packs = cut(stage.packed, how, types, large_bytes)
             unpacks = cut(stage.receives, how, plan.destination_types, large_bytes)
-        stages.append(_stage_steps(plan, stage, (packs, unpacks), builder, FIRST_TAG + number))
+        stages.append(_stage_steps(plan, stage, (packs, unpacks), builder, FIRST_TAG + number, header_bytes))
     return Steps(np.concatenate(builder.tables), len(plan.copies), tuple(stages), bases)
 
 
 def _stage_steps(
-    plan: RankPlan, stage: StageStreams, ends: tuple[Cut, Cut], builder: "_Builder", first_tag: int
+    plan: RankPlan,
+    stage: StageStreams,
+    ends: tuple[Cut, Cut],
+    builder: "_Builder",
+    first_tag: int,
+    header_bytes: int,
 ) -> StageSteps:
     """`ends` is what the rank sends and what it receives, cut into rounds."""
     bases, kind, (packs, unpacks) = builder.bases, stage.kind, ends
@@ -152,9 +164,9 @@ def _stage_steps(
     arriving = bases.received(kind, unpacks.boxes["peer"])
     unpack = _unpack_slices(unpacks, bases.destination, plan.destination_types, arriving)
     first_unpack = builder.add(unpack, unpacks.boxes)
-    sends, sends_in_place = _addressed(packs.messages, source, staging, first_tag)
+    sends, sends_in_place = _addressed(packs.messages, source, staging, first_tag, header_bytes)
     arriving = bases.received(kind, unpacks.messages.peers)
-    receives, receives_in_place = _addressed(unpacks.messages, bases.destination, arriving, first_tag)
+    receives, receives_in_place = _addressed(unpacks.messages, bases.destination, arriving, first_tag, header_bytes)
     return StageSteps(
         kind,
         len(packs.starts) - 1,
@@ -166,6 +178,7 @@ def _stage_steps(
         unpack=(first_unpack + unpacks.starts).tolist(),
         send_bytes=packs.messages.staged_bytes,
         receive_bytes=0 if kind.shared else unpacks.messages.staged_bytes,
+        header_bytes=header_bytes,
     )
 
 
@@ -196,15 +209,15 @@ class _Builder:
 
 
 def _addressed(
-    messages: Messages, parameters: int, staging: int | IntArray, first_tag: int
+    messages: Messages, parameters: int, staging: int | IntArray, first_tag: int, header_bytes: int
 ) -> tuple[list[list[Message]], list[Message]]:
-    """(staged messages of every round, messages in place). Parameters are numbered from base `parameters`, staging
-    buffers from `staging`."""
+    """(staged messages of every round, with their headers, messages in place). Parameters are numbered from base
+    `parameters`, staging buffers from `staging`."""
     number: IntArray = np.repeat(np.arange(len(messages.starts) - 1), np.diff(messages.starts))
     staged = messages.parameters < 0
     base = np.where(staged, staging + number % 2, parameters + messages.parameters)
     tags = first_tag + len(STAGES) * messages.numbers
-    columns = (messages.peers, tags, base, messages.offsets, messages.sizes)
+    columns = (messages.peers, tags, base, messages.offsets - header_bytes, messages.sizes + header_bytes)
     rows = [Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
     rounds: list[list[Message]] = [[] for _ in messages.starts[1:]]
     for i in np.flatnonzero(staged).tolist():

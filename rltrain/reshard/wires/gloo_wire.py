@@ -27,7 +27,7 @@ class GlooWire(Wire):
     """The host waits for messages: gloo has no streams.
 
     A message leaves its sender only once it is expected, so receives are posted as early as can be: those in place at
-    once, those of a round when their buffer is free.
+    once, those of a round when their buffer is free. One may be shorter than what it is received into.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GlooWire(Wire):
     def start(self, number: int, packed: Event) -> None:
         packed.wait()
         self._began = self._began or self.stream.event()
-        self._sends[number] = self._send(self.steps.sends[number], f"send {{}} of {self.round(number)} to")
+        self._sends[number] = self._send(self.leaving(number), f"send {{}} of {self.round(number)} to")
         if number == 0:
             self._sends_in_place = self._send(self.steps.sends_in_place, "send {} to")
 

@@ -27,7 +27,10 @@ class NcclWire(Wire):
 
     def start(self, number: int, packed: Event) -> None:
         stream = self.stream
-        sends, receives = self.steps.sends[number], self.steps.receives[number]
+        sends, receives = self.leaving(number), self.steps.receives[number]
+        if self.lengths is not None:  # both ends must name the same
+            coming = self.lengths({message.peer: message.num_bytes for message in sends})
+            receives = [message._replace(num_bytes=coming[message.peer]) for message in receives]
         self.count_sent(sends)
         self.count_received(receives)
         operations = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]

@@ -33,7 +33,7 @@ class SharedWire(Wire):
     def start(self, number: int, packed: Event) -> None:
         packed.wait()
         self._began = self._began or self.stream.event()
-        self.count_sent(self.steps.sends[number])
+        self.count_sent(self.leaving(number))
         self._not_left.append(number)
         self._node.own.packed.set(self._count(number))
 

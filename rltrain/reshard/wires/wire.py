@@ -6,6 +6,7 @@ rounds in the same order.
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 from rltrain.errors import SyncError
 from rltrain.reshard.execute.device_streams import DeviceStream, Event
@@ -15,9 +16,17 @@ from rltrain.reshard.plan.steps import Message, StageSteps
 class Wire(ABC):
     """The transfers of one stage on `rank`, by work in `stream`.
 
-    `bytes_sent` counts by peer what was handed to the transport. `spans` are, once the stage is over, from when
-    messages were handed over to when those that this rank receives, or else those that it sends, were through.
+    `bytes_sent` counts by peer what was handed to the transport, `bytes_received` what there was room for. `spans` are,
+    once the stage is over, from when messages were handed over to when those that this rank receives, or else those
+    that it sends, were through.
+
+    Where messages may be shorter than the steps say, one for each peer in a round, `shortened` gives one that is to
+    leave as long as it is, and `lengths` makes of those that leave to each peer those that come from each. That is
+    collective over all ranks of the reshard, so it is only called by wires that must know, and in every round.
     """
+
+    shortened: Callable[[Message], Message] | None = None
+    lengths: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None
 
     def __init__(self, steps: StageSteps, rank: int, stream: DeviceStream) -> None:
         self.steps, self.rank, self.stream = steps, rank, stream
@@ -48,6 +57,11 @@ class Wire(ABC):
     @abstractmethod
     def finish(self) -> Event:
         """When all that remains has left and arrived; after the rounds."""
+
+    def leaving(self, number: int) -> list[Message]:
+        """The messages that round `number`, which is packed, sends."""
+        messages = self.steps.sends[number]
+        return messages if self.shortened is None else [self.shortened(message) for message in messages]
 
     def count_sent(self, messages: list[Message]) -> None:
         for message in messages:

@@ -1,0 +1,263 @@
+// Changes of packed bytes against those that were sent last (reshard_delta.h says how they are encoded), on the CPU.
+#pragma once
+
+#include <string.h>
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "reshard_cpu_elements.h"
+#include "reshard_cpu_work.h"
+#include "reshard_delta.h"
+
+namespace delta {
+
+template <int item>
+struct BitsOf;
+template <>
+struct BitsOf<1> {
+  using Type = uint8_t;
+};
+template <>
+struct BitsOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct BitsOf<4> {
+  using Type = uint32_t;
+};
+
+// A bit for each of n <= 64 elements of `item` bytes that differ.
+template <int item>
+ALWAYS_INLINE uint64_t differing_loop(const char* a, const char* b, int64_t n) {
+  uint64_t mask = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    typename BitsOf<item>::Type x, y;
+    memcpy(&x, a + i * item, item), memcpy(&y, b + i * item, item);
+    mask |= (uint64_t)(x != y) << i;
+  }
+  return mask;
+}
+
+template <int item>
+uint64_t differing_baseline(const char* a, const char* b) {
+  return memcmp(a, b, 64 * item) ? differing_loop<item>(a, b, 64) : 0;
+}
+
+#if defined(__x86_64__)
+#define RS_LOAD(p, i) _mm256_loadu_si256((const __m256i*)(p) + (i))
+template <int item>
+__attribute__((target("avx2"))) uint64_t differing_avx2(const char* a, const char* b) {
+  uint64_t equal = 0;
+  if constexpr (item == 1) {
+    for (int64_t i = 0; i < 2; ++i)
+      equal |= (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(RS_LOAD(a, i), RS_LOAD(b, i))) << (32 * i);
+  } else if constexpr (item == 2) {
+    for (int64_t i = 0; i < 2; ++i) {
+      const __m256i low = _mm256_cmpeq_epi16(RS_LOAD(a, 2 * i), RS_LOAD(b, 2 * i));
+      const __m256i high = _mm256_cmpeq_epi16(RS_LOAD(a, 2 * i + 1), RS_LOAD(b, 2 * i + 1));
+      const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xd8);
+      equal |= (uint64_t)(uint32_t)_mm256_movemask_epi8(bytes) << (32 * i);
+    }
+  } else {
+    for (int64_t i = 0; i < 8; ++i) {
+      const __m256i same = _mm256_cmpeq_epi32(RS_LOAD(a, i), RS_LOAD(b, i));
+      equal |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(same)) << (8 * i);
+    }
+  }
+  return ~equal;
+}
+#undef RS_LOAD
+
+template <int item>
+AVX512 uint64_t differing_avx512(const char* a, const char* b) {
+  uint64_t mask = 0;
+  for (int64_t i = 0; i < item; ++i) {
+    const __m512i x = _mm512_loadu_si512(a + 64 * i), y = _mm512_loadu_si512(b + 64 * i);
+    if constexpr (item == 1) mask |= (uint64_t)_mm512_cmpneq_epi8_mask(x, y);
+    if constexpr (item == 2) mask |= (uint64_t)_mm512_cmpneq_epi16_mask(x, y) << (32 * i);
+    if constexpr (item == 4) mask |= (uint64_t)_mm512_cmpneq_epi32_mask(x, y) << (16 * i);
+  }
+  return mask;
+}
+#endif
+
+// A bit for each of 64 elements that differ.
+using Differing = uint64_t (*)(const char* a, const char* b);
+
+constexpr int64_t kWords = RS_DELTA_BLOCK / 64;
+
+inline int64_t size_of_block(int64_t elements, int64_t block) {
+  return std::min<int64_t>(RS_DELTA_BLOCK, elements - block * RS_DELTA_BLOCK);
+}
+
+// The places and values that blocks before each tile's first have. `tile_blocks` are those of a tile.
+struct Starts {
+  std::vector<std::pair<int64_t, int64_t>> of_tile;
+  int64_t places = 0, values = 0;
+
+  Starts(const uint8_t* lengths, int64_t elements, int64_t tile_blocks) {
+    const int64_t blocks = rs_delta_blocks(elements);
+    for (int64_t block = 0; block < blocks; ++block) {
+      if (block % tile_blocks == 0) of_tile.emplace_back(places, values);
+      places += rs_delta_places(lengths[block]);
+      values += rs_delta_values(lengths[block], size_of_block(elements, block));
+    }
+  }
+};
+
+// How many tiles sections of so many bytes have.
+inline int64_t num_tiles(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
+
+// Block by block, while it is in the nearest caches: what differs goes to `found`, as large as the elements and their
+// places: of each tile from where its elements begin. `counts` [tiles * 2] are the places and values of each.
+template <int item>
+void mark(const char* packed, char* kept, int64_t elements, char* found, uint8_t* lengths, int64_t* counts,
+          Differing differing, int threads) {
+  const Work work(elements * item);
+  char* const found_places = found + elements * item;
+  work.run(threads, [&](const Tile& t) {
+    const int64_t first = t.col / (RS_DELTA_BLOCK * item), last = first + rs_delta_blocks(t.cols / item);
+    char *const values = found + t.col, *const places = found_places + t.col / item;
+    char *v = values, *p = places;
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t size = size_of_block(elements, block), begin = block * RS_DELTA_BLOCK * item;
+      uint64_t masks[kWords] = {};
+      int64_t count = 0;
+      for (int64_t word = 0; word < kWords; ++word) {
+        const int64_t at = begin + 64 * word * item, n = std::min<int64_t>(64, size - 64 * word);
+        if (n == 64) masks[word] = differing(packed + at, kept + at);
+        else if (n > 0) masks[word] = differing_loop<item>(packed + at, kept + at, n);
+        count += __builtin_popcountll(masks[word]);
+      }
+      lengths[block] = rs_delta_length(count, size, item);
+      if (!count) continue;
+      if (lengths[block] == RS_DELTA_WHOLE) {
+        memcpy(v, packed + begin, size * item), memcpy(kept + begin, packed + begin, size * item);
+        v += size * item;
+        continue;
+      }
+      for (int64_t word = 0; word < kWords; ++word)
+        for (uint64_t mask = masks[word]; mask; mask &= mask - 1, v += item) {
+          const int64_t within = 64 * word + __builtin_ctzll(mask);
+          const char* s = packed + begin + within * item;
+          *p++ = (char)within;
+          memcpy(v, s, item), memcpy(kept + begin + within * item, s, item);
+        }
+    }
+    counts[2 * (t.col / kTileBytes)] = p - places, counts[2 * (t.col / kTileBytes) + 1] = (v - values) / item;
+  });
+}
+
+// The places and values that were found, one tile's behind another's.
+inline void gather(const char* found, int64_t elements, int64_t item, const int64_t* counts, char* places,
+                   char* values) {
+  const char* found_places = found + elements * item;
+  for (int64_t tile = 0; tile < num_tiles(elements * item); ++tile) {
+    const int64_t num_places = counts[2 * tile], bytes = counts[2 * tile + 1] * item;
+    memcpy(places, found_places + tile * kTileBytes / item, num_places);
+    memcpy(values, found + tile * kTileBytes, bytes);
+    places += num_places, values += bytes;
+  }
+}
+
+// One element to where a slice puts it. Nothing else arrives than what it is, or a narrower type of it.
+template <int item>
+ALWAYS_INLINE void put(char* d, const char* s, bool widens, bool bfloat16) {
+  if constexpr (item == 2) {
+    if (widens) {
+      uint16_t bits;
+      memcpy(&bits, s, 2);
+      const uint32_t wide = bfloat16 ? (uint32_t)bits << 16 : float32_of_float16(bits);
+      memcpy(d, &wide, 4);
+      return;
+    }
+  }
+  memcpy(d, s, item);
+}
+
+// Where elements of a section go, asked for in ascending order.
+class Way {
+ public:
+  Way(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin)
+      : slice_(slices), end_(slices + n), bases_(bases), begin_(begin) {}
+
+  // Puts `count` neighbours from `element` on. False where no slice has them.
+  template <int item>
+  bool put_run(int64_t element, int64_t count, const char* s) {
+    while (count > 0) {
+      if (!(element >= row_begin_ && element < row_end_) && !find(element)) return false;
+      const int64_t n = std::min(count, row_end_ - element);
+      char* d = row_ + (element - row_begin_) * to_;
+      if (!widens_) {
+        if (n == 1) memcpy(d, s, item);
+        else memcpy(d, s, n * item);
+      } else {
+        for (int64_t i = 0; i < n; ++i) put<item>(d + i * to_, s + i * item, true, bfloat16_);
+      }
+      element += n, count -= n, s += n * item;
+    }
+    return true;
+  }
+
+ private:
+  bool find(int64_t element) {
+    // The last slice that begins at the element or before it.
+    if (slice_ >= end_) return false;
+    const int64_t offset = begin_ + element;
+    if (offset < slice_->src_offset) return false;
+    if (offset >= slice_->src_offset + slice_->rows * slice_->cols) {
+      const rs_slice* after = std::upper_bound(
+          slice_ + 1, end_, offset, [](int64_t place, const rs_slice& slice) { return place < slice.src_offset; });
+      slice_ = after - 1;
+      if (offset >= slice_->src_offset + slice_->rows * slice_->cols) return false;
+    }
+    const int64_t row = (offset - slice_->src_offset) / slice_->cols;
+    row_begin_ = slice_->src_offset + row * slice_->cols - begin_, row_end_ = row_begin_ + slice_->cols;
+    to_ = item_bytes(slice_->dst_type);
+    widens_ = slice_->src_type != slice_->dst_type, bfloat16_ = slice_->src_type == RS_BFLOAT16;
+    row_ = (char*)bases_[slice_->dst_base] + (slice_->dst_offset + row * slice_->dst_stride) * to_;
+    return true;
+  }
+
+  const rs_slice *slice_, *end_;
+  void* const* bases_;
+  int64_t begin_, row_begin_ = 0, row_end_ = 0, to_ = 0;
+  char* row_ = nullptr;
+  bool widens_ = false, bfloat16_ = false;
+};
+
+template <int item>
+int apply(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin, int64_t elements,
+          const uint8_t* lengths, const uint8_t* places, const char* values, const int64_t* totals, int threads) {
+  const Starts starts(lengths, elements, kTileBytes / (RS_DELTA_BLOCK * item));
+  if (starts.places != totals[0] || starts.values != totals[1]) return RS_DELTA_WRONG;
+  const Work work(elements * item);
+  std::atomic<bool> wrong{false};
+  work.run(threads, [&](const Tile& t) {
+    const int64_t first = t.col / (RS_DELTA_BLOCK * item), last = first + rs_delta_blocks(t.cols / item);
+    const auto [place, value] = starts.of_tile[t.col / kTileBytes];
+    const uint8_t* p = places + place;
+    const char* v = values + value * item;
+    Way way(slices, n, bases, begin);
+    for (int64_t block = first; block < last && !wrong; ++block) {
+      if (!lengths[block]) continue;
+      const int64_t element = block * RS_DELTA_BLOCK, size = size_of_block(elements, block);
+      bool right = true;
+      if (lengths[block] == RS_DELTA_WHOLE) {
+        right = way.put_run<item>(element, size, v);
+        v += size * item;
+      } else {
+        for (int64_t i = 0; i < lengths[block] && right; ++i, v += item) {
+          right = *p < size && way.put_run<item>(element + *p, 1, v);
+          ++p;
+        }
+      }
+      if (!right) wrong = true;
+    }
+  });
+  return wrong ? RS_DELTA_WRONG : 0;
+}
+
+}  // namespace delta

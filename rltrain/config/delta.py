@@ -1,0 +1,21 @@
+"""Config section weight_sync.delta."""
+
+from typing import Literal
+
+from rltrain.config.section import Count, NonNegativeInt, Section
+
+
+class WeightDelta(Section):
+    """The weight sync sends what changed since the last one, bit for bit what it would have sent otherwise."""
+
+    full_every: Count = 50
+    """Syncs from one that sends everything to the next. So does the first of a job, and every one that finds an engine
+    without the weights of the last."""
+    check_every: NonNegativeInt = 0
+    """Syncs of what changed from one behind which checksums of both sides are compared, as weight_sync.verify does
+    after every sync, to the next; 0: none."""
+    keep_on: Literal["device", "host"] = "device"
+    """Where a rank keeps what it sent last: as many bytes as it sends in a full sync."""
+    in_shared_memory: bool = False
+    """Compare what passes through memory that ranks of a node share on CPUs as well. To copy all of it takes no longer,
+    so this is for measuring and for tests."""

@@ -1,0 +1,160 @@
+"""What changed of packed bytes since they were sent last: found, encoded and applied (csrc/reshard_delta.h)."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.models.canonical_tensors import Array
+from rltrain.reshard.kernels import native
+from rltrain.reshard.kernels.changes_torch import TorchChanges
+from rltrain.reshard.kernels.delta_format import BLOCK
+from rltrain.reshard.kernels.slices import SLICE
+
+ALIGNMENT = 16
+"""Bytes: where each of the arrays of an encoded section begins."""
+
+
+def rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is encoded of a section of `elements` of `item` bytes: numbers of places and of values."""
+
+    elements: int
+    item: int
+    places: int
+    values: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of lengths, places and values, to the next multiple of ALIGNMENT; nothing where nothing changed."""
+        if not self.values:
+            return 0, 0, 0
+        blocks = -(-self.elements // BLOCK)
+        return rounded_up(blocks), rounded_up(self.places), rounded_up(self.values * self.item)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def parts(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths, places and values within `encoded`, bytes that begin with them."""
+        lengths, places, _ = self.sizes
+        blocks = -(-self.elements // BLOCK)
+        return (
+            encoded[:blocks],
+            encoded[lengths : lengths + self.places],
+            encoded[lengths + places : lengths + places + self.values * self.item],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """What of a section differs: `lengths` [blocks] uint8 as they are encoded, and `bits`, which the implementation
+    that made them understands, until it makes others of the same item size."""
+
+    extent: Extent
+    lengths: Tensor
+    bits: Tensor
+
+
+class Changes(Protocol):
+    """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
+
+    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
+        """(lengths, bits, places, values) of what differs, in elements of `item` bytes. `kept` may be written over by
+        `packed` at once."""
+
+    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Encode what was marked into `parts`, and have `kept` equal `packed`."""
+
+    def apply(
+        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        """Put values where `slices` [SLICE] have their elements go, whose sources lie one after another; element
+        `begin` of their source is the section's first. False where they do not fit."""
+
+
+class NativeChanges:
+    """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
+
+    def __init__(self) -> None:
+        library = native.cpu_library()
+        address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._counts = library.rs_cpu_delta_counts
+        self._counts.argtypes, self._counts.restype = (size,), size
+        self._mark, self._gather, self._apply = (
+            library.rs_cpu_delta_mark,
+            library.rs_cpu_delta_gather,
+            library.rs_cpu_delta_apply,
+        )
+        self._mark.argtypes = (address, address, size, number, address, address, address, number)
+        self._gather.argtypes, self._gather.restype = (address, size, number, address, address, address), None
+        self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
+        self._found: dict[int, Tensor] = {}
+
+    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
+        elements = packed.numel() // item
+        lengths = torch.empty(-(-elements // BLOCK), dtype=torch.uint8)
+        counts = torch.empty(self._counts(elements * item), dtype=torch.int64)
+        found = self._room(elements * (item + 1), item)
+        pointers = packed.data_ptr(), kept.data_ptr(), elements, item, found.data_ptr(), lengths.data_ptr()
+        _expect_memory(self._mark(*pointers, counts.data_ptr(), torch.get_num_threads()))
+        places, values = counts.view(-1, 2).sum(0).tolist()
+        return lengths, counts, int(places), int(values)
+
+    def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        lengths, places, values = parts
+        lengths.copy_(marks.lengths)
+        extent, found = marks.extent, self._found[marks.extent.item]
+        pointers = [tensor.data_ptr() for tensor in (marks.bits, places, values)]
+        self._gather(found.data_ptr(), extent.elements, extent.item, *pointers)
+
+    def _room(self, num_bytes: int, item: int) -> Tensor:
+        """Memory for what is found, of which only what is found is touched."""
+        if item not in self._found or self._found[item].numel() < num_bytes:
+            self._found[item] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._found[item]
+
+    def apply(
+        self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
+    ) -> bool:
+        assert slices.dtype == SLICE and slices.flags.c_contiguous
+        addresses = np.array([tensor.data_ptr() for tensor in bases], dtype=np.uint64)
+        totals = np.array([extent.places, extent.values], dtype=np.int64)
+        pointers = [tensor.data_ptr() for tensor in parts]
+        error = self._apply(
+            slices.ctypes.data,
+            len(slices),
+            addresses.ctypes.data,
+            begin,
+            extent.elements,
+            extent.item,
+            *pointers,
+            totals.ctypes.data,
+            torch.get_num_threads(),
+        )
+        _expect_memory(int(error == 1))
+        return bool(error == 0)
+
+
+def _expect_memory(error: int) -> None:
+    if error:
+        raise RuntimeError("the native library could not compare what was packed: out of memory")
+
+
+def changes_on(device: torch.device) -> Changes:
+    """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
+    return NativeChanges() if native.backend(device.type) == "native" else TorchChanges()
+
+
+def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int) -> Marks:
+    """What of `packed` differs from `kept`, by elements of `item` bytes."""
+    lengths, bits, places, values = changes.mark(packed, kept, item)
+    return Marks(Extent(packed.numel() // item, item, places, values), lengths, bits)

@@ -1,0 +1,162 @@
+"""Reshards that send what changed, on real ranks: after each every rank holds what a full sync would have given it."""
+
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.cluster.grid import Grid
+from rltrain.models import Architecture
+from rltrain.reshard.check.full_gather import full_gather_sync
+from rltrain.reshard.check.verify import verify
+from rltrain.reshard.delta.coder import DeltaSettings
+from rltrain.reshard.execute import resharding
+from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.planner import plan
+from rltrain.rollout.layout import engine_layout
+from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, tensors, union_of
+from tests.model_shards import PADDING, Place, Tensors, full_tensors, megatron_shard
+
+CHECKS = {
+    "wire": Settings(bucket_bytes=4096),
+    "wire, cast": Settings(bucket_bytes=2**20, dtype="bfloat16"),
+    "two nodes": Settings(bucket_bytes=4096, ranks_per_node=2),
+    "shared memory": Settings(bucket_bytes=4096, share_memory=True),
+    "shared memory, cast": Settings(bucket_bytes=4096, dtype="bfloat16", share_memory=True),
+    "two nodes, shared memory": Settings(bucket_bytes=2**20, ranks_per_node=2, share_memory=True),
+    "without native code": Settings(bucket_bytes=2**20),
+}
+FULL_EVERY = 3
+SHARES = (1.0, 0.01, 0.0, 0.3, 1.0, 0.02, 0.02)
+"""Of elements that change before each run."""
+LOSES_BEFORE = 3
+"""The run before which one rank loses what it holds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run was like, on this rank."""
+
+    wrong: list[str]
+    report: SyncReport
+
+    def described(self) -> dict[str, Any]:
+        report = self.report
+        return {
+            "wrong": self.wrong,
+            "whole": report.num_whole,
+            "compared": report.bytes_compared,
+            "changed": report.bytes_changed,
+            "moved": report.bytes_moved,
+            "sent": report.bytes_sent,
+            "received": report.bytes_received,
+        }
+
+
+def pairs() -> list[tuple[str, str]]:
+    """(placement, architecture)"""
+    return list(zip(PLACEMENTS, islice(cycle(ARCHITECTURES), len(PLACEMENTS)), strict=True))
+
+
+def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By check and placement, the runs in which this rank took part."""
+    groups = {union: dist.new_group(union) for union in sorted({union_of(placement) for placement, _ in pairs()})}
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for number, (check, settings) in enumerate(CHECKS.items()):
+        mode = "off" if check == "without native code" else "auto"
+        with mock.patch.dict("os.environ", RLTRAIN_NATIVE=mode):
+            results[check] = {
+                placement: [run.described() for run in runs(placement, name, groups[union_of(placement)], settings)]
+                for place, (placement, name) in enumerate(pairs())
+                if dist.get_rank() in union_of(placement) and place % 3 == number % 3
+            }
+    return results
+
+
+def runs(
+    placement: str,
+    name: str,
+    group: dist.ProcessGroup,
+    settings: Settings,
+    cpu_group: dist.ProcessGroup | None = None,
+) -> list[Run]:
+    """One after another, of weights that change in between. `cpu_group` is gloo's, as `group` is without it."""
+    cpu_group = cpu_group or group
+    (source_ranks, tp, pp), (destination_ranks, destination_tp) = PLACEMENTS[placement]
+    source, destination = Grid(source_ranks, tp=tp, pp=pp), Grid(destination_ranks, tp=destination_tp)
+    layouts = (
+        megatron_layout(ARCHITECTURES[name], source),
+        engine_layout(ARCHITECTURES[name], destination, dtype=settings.dtype),
+    )
+    rank = dist.get_rank()
+    planned = plan(*layouts, rank, settings.ranks_per_node)
+    prepared = resharding.Resharding(
+        planned,
+        group=group,
+        cpu_group=cpu_group,
+        bucket_bytes=settings.bucket_bytes,
+        device=torch.device("cpu"),
+        ranks_per_node=settings.ranks_per_node,
+        share_memory=settings.share_memory,
+        delta=DeltaSettings(FULL_EVERY, in_shared_memory=settings.share_memory),
+    )
+    held = empty(layouts[1], rank, settings.dtype)
+    expected = empty(layouts[1], rank, settings.dtype)
+    full, found = full_tensors(ARCHITECTURES[name]), []
+    for number, share in enumerate(SHARES):
+        full = changed(full, share, seed=number)
+        given = shard(ARCHITECTURES[name], full, source)
+        lost = number == LOSES_BEFORE and rank == max(destination.ranks)
+        for tensor in (held or {}).values() if lost else ():
+            tensor.zero_()
+        report = prepared.run(given, held, lost=lost)
+        full_gather_sync(*layouts, given, expected, cpu_group)
+        verify(planned, *layouts, given, held, group=cpu_group)
+        wrong = [key for key, tensor in (expected or {}).items() if lost or not same_bits(tensor, (held or {})[key])]
+        if lost:  # padding, which is in no plan, is what it became
+            wrong = [key for key in wrong if not same_bits_where_written((expected or {})[key], (held or {})[key])]
+            held = {key: tensor.clone() for key, tensor in (expected or {}).items()}
+        found.append(Run(wrong, report))
+    return found
+
+
+def changed(full: Tensors, share: float, seed: int) -> Tensors:
+    """With about that share of elements changed: some by their lowest bit alone, some to a NaN or to minus zero."""
+    rng, result = np.random.default_rng(seed), {}
+    for key, values in full.items():
+        flat = values.astype(np.float32).reshape(-1).copy()
+        chosen = rng.random(len(flat)) < share
+        bits = flat.view(np.uint32)
+        bits[chosen] ^= rng.choice(np.array([1, 0x80000000, 0x00400000], dtype=np.uint32), int(chosen.sum()))
+        if share not in (0.0, 1.0):
+            bits[chosen & (rng.random(len(flat)) < 0.05)] = 0x7FC12345
+        result[key] = flat.reshape(values.shape)
+    return result
+
+
+def shard(architecture: Architecture, full: Tensors, grid: Grid) -> dict[str, Tensor] | None:
+    if dist.get_rank() not in grid.ranks:
+        return None
+    at = grid.coordinates(dist.get_rank())
+    return tensors(megatron_shard(architecture, full, Place(grid.tp, at.tp, grid.pp, at.pp)))
+
+
+def empty(layout: Any, rank: int, dtype: str) -> dict[str, Tensor] | None:
+    if rank not in layout.ranks:
+        return None
+    return {key: torch.full(shape, PADDING, dtype=getattr(torch, dtype)) for key, shape in layout.on(rank).parameters}
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def same_bits_where_written(expected: Tensor, found: Tensor) -> bool:
+    written = expected != PADDING
+    return same_bits(expected[written], found[written])

@@ -1,0 +1,67 @@
+"""Jobs whose weight sync sends what changed: they draw and learn as those do that send everything."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import REPOSITORY, column, train
+
+pytestmark = pytest.mark.slow
+
+FULL_EVERY = 20
+COMPARED = ("weight_sync.delta.in_shared_memory=true", f"weight_sync.delta.full_every={FULL_EVERY}")
+SMALL = (
+    "batch={prompts_per_step: 8, samples_per_prompt: 4, mini_batches: 1}",
+    "data.eval=null",
+    "steps=4",
+    "placement={'actor, reference': 0, 'rollout, reward': 1}",
+    "actor.parallel.tp=1",
+    "checkpoint.save_hf=false",
+)
+
+
+def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: str, num_ranks: int = 4) -> list:
+    paths = [f"model.path={warmed_up}", f"output_dir={output}", *data_overrides]
+    return train(REPOSITORY / "configs/quickstart.yaml", *paths, *overrides, num_ranks=num_ranks)
+
+
+def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    checks = ("weight_sync.delta.check_every=10", "evaluation.stop_at=0.9")
+    records = run(warmed_up, data_overrides, tmp_path, *COMPARED, *checks)
+    assert column(records, "eval/score")[-1] >= 0.9
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
+    full, shares = column(records, "perf/weight_sync_is_full"), column(records, "perf/weight_sync_changed_share")
+    assert full == [float(step % FULL_EVERY == 0) for step in range(len(full))]
+    assert len(shares) == len(full) - sum(full) and all(0 < share <= 1 for share in shares)
+
+
+WAYS = {
+    "of float32 weights": (),
+    "in FP8": ("rollout.dtype=fp8", "loss.old_logprobs=actor"),
+    "to engines of several ranks": (
+        "placement={'actor, reference': 0, 'rollout, reward': 1-2}",
+        "rollout.parallel.tp=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_drawn_and_trained_is_the_same(
+    way: str, warmed_up: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    """Bit for bit, and in both with checksums of what both sides hold."""
+    ranks = 3 if "1-2" in "".join(WAYS[way]) else 2
+    settings = (*SMALL, *WAYS[way], "weight_sync.verify=true")
+    full = run(warmed_up, data_overrides, tmp_path / "full", *settings, num_ranks=ranks)
+    delta = run(warmed_up, data_overrides, tmp_path / "delta", *settings, *COMPARED, num_ranks=ranks)
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/train_rollout_logprob_abs_diff"):
+        assert column(delta, name) == column(full, name), name
+    assert column(delta, "perf/weight_sync_is_full") == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_weights_in_flight_are_those_of_their_step(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    flight = "schedule={mode: asynchronous, max_staleness: 1}"
+    records = run(
+        warmed_up, data_overrides, tmp_path, *SMALL, flight, "weight_sync.verify=true", *COMPARED, num_ranks=2
+    )
+    assert column(records, "perf/weight_sync_is_full") == [1.0, 0.0, 0.0], "steps 0 and 1 have the first"

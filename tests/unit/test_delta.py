@@ -1,0 +1,127 @@
+"""What ranks remember of a sync: when they lose it, and messages that do not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rltrain.cluster.grid import Grid
+from rltrain.errors import SyncError
+from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
+from rltrain.reshard.delta.messages import CHANGES, HEADER_BYTES, WHOLE
+from rltrain.reshard.execute.agreement import Agreement
+from rltrain.reshard.execute.staging import Memory
+from rltrain.reshard.kernels.copy_table import CopyTable
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.reshard.plan.planner import plan
+from rltrain.reshard.plan.rounds import choose_rounds
+from rltrain.reshard.plan.stages import STAGES, stage_streams
+from rltrain.reshard.plan.steps import Steps, make_steps
+from rltrain.residency.memory_parts import MemoryPart
+from rltrain.roles.weight_sync import WeightSync
+from rltrain.rollout.layout import engine_layout
+from tests.model_shards import tiny_architecture
+
+CPU = torch.device("cpu")
+
+
+def steps_of(rank: int) -> Steps:
+    """Of a sync from rank 0 to rank 1, of which neither has native memory to share."""
+    architecture = tiny_architecture("llama")
+    layouts = megatron_layout(architecture, Grid((0,))), engine_layout(architecture, Grid((1,)))
+    planned = plan(*layouts, rank, 2)
+    exchanged, headers = stage_streams(planned), headers_of(DeltaSettings(2))
+    rounds = tuple(
+        choose_rounds(max(made.sends.total_bytes, made.receives.total_bytes), 1, 2**16) for made in exchanged
+    )
+    return make_steps(planned, exchanged, rounds, headers=headers)
+
+
+@pytest.fixture
+def receiver() -> tuple[Coder, Steps, Memory]:
+    """With memory for all that arrives, of zeros."""
+    steps = steps_of(1)
+    coder = Coder(steps, CPU, DeltaSettings(2))
+    coder.begin(Agreement(None, 1, None), lost=False)
+    used = steps.slices["src_base"].max() + 1
+    memory = Memory([torch.zeros(2**18, dtype=torch.uint8) for _ in range(max(used, steps.bases.slots))])
+    coder.use(memory, CopyTable(steps.slices, CPU))
+    return coder, steps, memory
+
+
+HEADERS = {
+    "of no kind": [0, 0],
+    "whole, and too short": [WHOLE, 64],
+    "longer than the message": [CHANGES, 2**40, 0, 2**38],
+    "of fewer values than it has": [CHANGES, 0, 0, 5],
+    "with a negative count": [CHANGES, 0, -1, 0],
+    "whose lengths say otherwise": [CHANGES, 0, 5, 5],
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_message_that_does_not_fit_is_refused_by_name(header: str, receiver: tuple[Coder, Steps, Memory]) -> None:
+    coder, steps, memory = receiver
+    stage = steps.stages[0]
+    message = stage.receives[0][0]
+    numbers = HEADERS[header] + [0] * (HEADER_BYTES // 8 - len(HEADERS[header]))
+    if header == "whose lengths say otherwise":
+        elements = (message.num_bytes - HEADER_BYTES) // 4
+        numbers[1] = -(-(-(-elements // 256)) // 16) * 16 + 16 + 32
+    memory.bytes(message.base)[message.offset : message.offset + HEADER_BYTES].view(torch.int64).copy_(
+        torch.tensor(numbers)
+    )
+    with pytest.raises(SyncError, match="does not fit the plan.*weight_sync.delta=null sends everything"):
+        coder.decode(stage, 0)
+
+
+def test_a_sender_keeps_as_many_bytes_as_it_sends() -> None:
+    sender, receiver = (Coder(steps_of(rank), CPU, DeltaSettings(2)) for rank in (0, 1))
+    sends = [message for stage in steps_of(0).stages for messages in stage.sends for message in messages]
+    total = sum(message.num_bytes - HEADER_BYTES for message in sends)
+    assert receiver.kept_bytes == 0 and total <= sender.kept_bytes < total + 16 * len(sends)
+
+
+def test_headers_are_of_messages_that_are_compared() -> None:
+    assert [bool(size) for size in headers_of(DeltaSettings(1))] == [not kind.shared for kind in STAGES]
+    assert all(headers_of(DeltaSettings(1, in_shared_memory=True)))
+
+
+def test_all_is_sent_first_every_so_often_and_where_it_was_lost() -> None:
+    coder, alone, whole = Coder(steps_of(0), CPU, DeltaSettings(3)), Agreement(None, 0, None), []
+    for lost in (False, False, False, False, False, True, False):
+        coder.begin(alone, lost=lost)
+        whole.append(coder.whole)
+        coder.finish()
+    assert whole == [True, False, False, True, False, True, False]
+    coder.begin(alone, lost=False)  # and does not come to its end
+    coder.begin(alone, lost=False)
+    assert coder.whole
+
+
+def test_an_engine_has_lost_its_weights_where_another_version_or_empty_memory_is_found() -> None:
+    part = MemoryPart(lambda: [weights])
+    weights = torch.ones(8)
+    engine = SimpleNamespace(policy_version=4)
+    sync = SimpleNamespace(engine=engine, weights=part, left=None)
+
+    def lost() -> bool:
+        return WeightSync.has_lost_weights(sync)  # type: ignore[arg-type]
+
+    assert lost(), "nothing has come yet"
+    sync.left = 4, 0
+    assert not lost()
+    engine.policy_version = None
+    assert lost(), "an update has failed"
+    engine.policy_version = 4
+    part.save()
+    part.leave()
+    part.allocate()
+    part.fill()
+    assert not lost(), "it was on the host meanwhile"
+    part.leave(drop=True)
+    part.allocate()
+    part.fill(rewritten=True)
+    assert lost()
+    sync.engine = None
+    assert not lost(), "a rank of the actor alone"

@@ -1,0 +1,193 @@
+"""Milliseconds of a weight sync of what changed beside the full one, by the share of elements that changed.
+
+    python tools/benchmarks/weight_sync_delta.py --params 300m --dtype bfloat16
+    python tools/benchmarks/weight_sync_delta.py --params 300m --dtype bfloat16 --gbit 10
+
+Two ranks, the actor's TP1 on one and an engine of TP1 on the other. Before each timed sync the share of all elements,
+drawn anew and evenly, has its lowest bit turned, which is the worst case for whoever sends runs of neighbours. Full and
+delta take turns; both in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
+compared with the source by checksums (reshard/check/verify.py) before it is timed. --gbit has the ranks run in a
+network of their own whose loopback carries no more bits per second (ip and tc, as root). The last line is one JSON
+object; milliseconds are medians, of the slower rank, and of the processors' work for both.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from weight_sync_case import Case, allocate, architecture_of_size, fill, parse_count
+from weight_sync_timing import describe_machine, keep_freed_memory
+
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.reshard.check.verify import verify
+from rltrain.reshard.delta.coder import DeltaSettings
+from rltrain.reshard.execute.report import SyncReport
+from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.plan.planner import plan
+
+SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 1.0)
+WORLD = (0, 1)
+NEVER = 10**9
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", default="100m", help="about how many parameters, such as 100m or 1.5b")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--bucket-mb", type=float, default=32)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--gbit", type=float, help="gigabits per second of the wire; default: what loopback gives")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 writes the JSON
+    return parser.parse_args()
+
+
+class Benchmark:
+    """Collective over: both ranks, as all of its methods."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        made = ProcessGroups([WORLD], backend="gloo", timeout_s=600)
+        self.group = made.cpu[WORLD]
+        self.case = Case(
+            architecture=architecture_of_size(parse_count(arguments.params), 1),
+            source=Grid((0,)),
+            destination=Grid((1,)),
+            dtype=getattr(torch, arguments.dtype),
+            device=torch.device("cpu"),
+            groups=made.compute,
+            cpu_group=self.group,
+        )
+        self.rank, self.arguments = dist.get_rank(), arguments
+        self.layouts = self.case.source_layout, self.case.destination_layout
+        self.plan = plan(*self.layouts, self.rank, ranks_per_node=2)
+        self.source, self.destination = (allocate(layout, self.rank, self.case) or None for layout in self.layouts)
+        if self.source:
+            fill(self.layouts[0], self.rank, self.source, self.case)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def run(self) -> dict[str, Any]:
+        found = {"wire": self.compare(share_memory=False)}
+        if self.arguments.gbit is None:
+            found["shared memory"] = self.compare(share_memory=True)
+        names = ("params", "dtype", "bucket_mb", "iterations", "gbit")
+        settings = {name: getattr(self.arguments, name) for name in names}
+        machine = describe_machine(self.case.device)
+        return {"benchmark": "weight_sync_delta", **settings, "milliseconds": found, "machine": machine}
+
+    def compare(self, *, share_memory: bool) -> dict[str, dict[str, float]]:
+        """By share: medians, and what the delta sent."""
+        full = self.resharding(share_memory, None)
+        delta = self.resharding(share_memory, DeltaSettings(NEVER, in_shared_memory=True))
+        whole = self.resharding(share_memory, DeltaSettings(1, in_shared_memory=True))
+        for prepared in (full, whole, delta):
+            prepared.run(self.source, self.destination)
+        rows = {}
+        for share in SHARES:
+            rivals = {"full": full, "delta": delta, "delta, full in its turn": whole}
+            seconds: dict[str, list[list[float]]] = {name: [] for name in rivals}
+            report = self.checked(delta, share)
+            for _ in range(self.arguments.iterations):
+                delta.run(self.source, self.destination)
+                self.change(share)
+                for name, prepared in rivals.items():
+                    seconds[name].append(self.time(prepared))
+            row = {}
+            for name, values in seconds.items():
+                wall, processor = (1e3 * statistics.median(column) for column in zip(*values, strict=True))
+                row |= {name: round(wall, 1), f"{name}, processor": round(processor, 1)}
+            row |= {"sent_bytes": report.bytes_moved, "changed_bytes": report.bytes_changed}
+            row |= {"full_bytes": report.bytes_compared}
+            rows[str(share)] = row
+            if self.rank == 0:
+                print("shared memory" if share_memory else "wire", share, row, flush=True)
+        return rows
+
+    def resharding(self, share_memory: bool, delta: DeltaSettings | None) -> Resharding:
+        return Resharding(
+            self.plan,
+            group=self.case.groups[WORLD],
+            cpu_group=self.group,
+            bucket_bytes=int(self.arguments.bucket_mb * 2**20),
+            device=self.case.device,
+            share_memory=share_memory,
+            delta=delta,
+        )
+
+    def checked(self, delta: Resharding, share: float) -> SyncReport:
+        delta.run(self.source, self.destination)
+        self.change(share)
+        report = delta.run(self.source, self.destination)
+        verify(self.plan, *self.layouts, self.source, self.destination, group=self.group)
+        assert not report.num_whole, "only the first run is a full one"
+        return report
+
+    def change(self, share: float) -> None:
+        for tensor in (self.source or {}).values():
+            turn_lowest_bits(tensor, share, self.generator)
+
+    def time(self, prepared: Resharding) -> list[float]:
+        """Seconds of the slower rank, and those that the processors worked for both."""
+        dist.barrier(self.group)
+        start, worked = time.perf_counter(), time.process_time()
+        prepared.run(self.source, self.destination)
+        elapsed = torch.tensor([time.perf_counter() - start, time.process_time() - worked], dtype=torch.float64)
+        found = [torch.empty_like(elapsed) for _ in WORLD]
+        dist.all_gather(found, elapsed, group=self.group)
+        walls, workeds = torch.stack(found).T
+        return [float(walls.max()), float(workeds.sum())]
+
+
+def turn_lowest_bits(tensor: Tensor, share: float, generator: torch.Generator) -> None:
+    bits = tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    if share == 1.0:
+        bits ^= 1
+    elif share:
+        for part in bits.split(2**22):
+            part ^= (torch.rand(len(part), generator=generator) < share).to(bits.dtype)
+
+
+def launch(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run this file on two ranks; what rank 0 found."""
+    repository = Path(__file__).resolve().parents[2]
+    python_path = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
+    defaults = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    environment = {**defaults, **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [__file__, *sys.argv[1:], f"--result={result}"]
+        if arguments.gbit is not None:
+            # The device carries what goes in both directions, each byte once; its packets are of 64 KiB.
+            shaped = f"tc qdisc add dev lo root tbf rate {arguments.gbit}gbit burst 1mb latency 50ms"
+            command = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shaped} && exec "$@"', "sh", *command]
+        subprocess.run(command, env=environment, check=True)
+        found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if "RANK" not in os.environ:
+        print(json.dumps(launch(arguments)))
+        return
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo")
+    found = Benchmark(arguments).run()
+    if dist.get_rank() == 0:
+        arguments.result.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
