@@ -13,6 +13,10 @@ from rltrain.roles.role import Job, Role
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import TRANSFERS, trained_roles
 
+REPLAYED, REPLAYING = ("samples", "scored"), ("reward", "actor", "inference")
+"""Transfers with the experts that the engine chose, and roles to which these go: those of which the model makes the
+actor's log-probs, and who passes them on."""
+
 
 class Transfers:
     """This rank's ends of all transfers of `order`, for the roles that it hosts."""
@@ -52,8 +56,11 @@ class Transfers:
         crossing: dict[Key, Shipment] = {}
         for posted, entry in self.order.crossing(position).items():
             key = (entry.roles[0], entry.name, entry.step, entry.chunk)
-            if posted in self.exchange.outbox and key not in crossing:
-                crossing[key] = self.exchange.posted(posted)
+            if posted not in self.exchange.outbox:
+                continue
+            shipment = self.exchange.posted(posted)
+            if key not in crossing or len(shipment.experience.present()) > len(crossing[key].experience.present()):
+                crossing[key] = shipment  # roles may be sent different fields of the same samples
         return as_tensors(crossing)
 
     def restore(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
@@ -95,10 +102,12 @@ class Transfers:
             for later, e in self.order.of_step(entry.step)
         )
 
-    def _fields(self, transfer: str) -> tuple[str, ...]:
+    def _fields(self, transfer: str, destination: str) -> tuple[str, ...]:
         """Samples are scored already where the rollout selects groups by their rewards."""
         is_scored = transfer == "samples" and self.job.shape.selects_groups
-        return TRANSFERS["scored" if is_scored else transfer]
+        fields = TRANSFERS["scored" if is_scored else transfer]
+        replayed = self.job.config.model.router_replay == "rollout" and transfer in REPLAYED
+        return (*fields, "routed_experts") if replayed and destination in REPLAYING else fields
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
@@ -108,7 +117,7 @@ class Transfers:
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
-            fields=self._fields(entry.name),
+            fields=self._fields(entry.name, destination),
             position=posted,
             num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
         )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section
 
@@ -10,6 +10,11 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_exper
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
+
+
+def _off(given: object) -> object:
+    """YAML takes a bare off for false."""
+    return "off" if given is False else given
 
 
 class Parallel(Section):
@@ -94,6 +99,10 @@ class Model(Section):
     ring while attention computes, else by one all-gather. all_to_all: each rank has all tokens of some heads, for which
     Transformer Engine must be new enough to do so with packed sequences."""
     moe: MoE = MoE()
+    router_replay: Annotated[Literal["off", "rollout", "recompute"], BeforeValidator(_off)] = "off"
+    """Which experts the actor's tokens visit. off: those that its routers choose in each pass. rollout: those that the
+    engine had chosen which drew the tokens, in the pass of the old log-probs as in training. recompute: in training
+    those of the pass of the old log-probs. docs/experts.md says for which tokens."""
 
     @property
     def recomputed(self) -> Recompute:

@@ -11,6 +11,9 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.training.context_slices import WHOLE, ContextShare, inverse, places_of, places_of_all, ranges
 
+LEFT_ON_HOST = frozenset({"routed_experts"})
+"""Fields that are much larger than others, and of which a rank needs those of its own layers."""
+
 
 @dataclass(frozen=True)
 class Slices:
@@ -53,7 +56,7 @@ class MicroBatch:
 
     def rows_of(self, values: Tensor) -> Tensor:
         """[rows, ...] what `values` [tokens, ...] are at the tokens that this rank computes."""
-        return values if self.slices is None else values[self.slices.token_of_row]
+        return values if self.slices is None else values[self.slices.token_of_row.to(values.device)]
 
 
 def pack(
@@ -96,13 +99,19 @@ def padding_alone(like: Experience, length: int, device: torch.device) -> MicroB
     """A micro-batch of no samples, with the fields of `like`."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
-        experience=Experience(**{name: value.to(device) for name, value in like.select(nothing).columns().items()}),
+        experience=_on_device(like.select(nothing), device),
         token_index=nothing,
         padded_tokens=torch.zeros(length, dtype=torch.int64, device=device),
         lengths=(),
         segments=(length,),
         slices=None,
     )
+
+
+def _on_device(samples: Experience, device: torch.device) -> Experience:
+    """All but the fields of which a model takes its own part, when it takes the micro-batch."""
+    columns = samples.columns().items()
+    return Experience(**{name: value if name in LEFT_ON_HOST else value.to(device) for name, value in columns})
 
 
 def _micro_batch(
@@ -113,7 +122,7 @@ def _micro_batch(
     else:
         tokens, slices = _sliced(samples, segments, share, device)
     return MicroBatch(
-        experience=Experience(**{name: value.to(device) for name, value in samples.columns().items()}),
+        experience=_on_device(samples, device),
         token_index=token_index,
         padded_tokens=tokens.to(device),
         lengths=tuple(samples.lengths.tolist()),

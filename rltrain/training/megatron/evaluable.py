@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.megatron.forward import likeliest_tokens, make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
 from rltrain.training.megatron.objective import OBJECTIVES
+from rltrain.training.megatron.replayed_batch import found_choices
 from rltrain.training.packing import MicroBatch
 
 
@@ -47,6 +49,19 @@ class EvaluableModel:
         logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty)
         return logprobs, top_ids, top_logprobs
 
+    def evaluate_routing(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over: this replica."""
+
+        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
+            return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
+
+        shape = RoutingShape.of(self.model.architecture)
+        routed = shape.packed(shape.unknown(experience.num_tokens))
+        (values,) = self._evaluate(experience, max_tokens, outputs, [torch.zeros(experience.num_tokens)], routed)
+        return values, routed
+
     @torch.no_grad()
     def _evaluate(
         self,
@@ -54,8 +69,10 @@ class EvaluableModel:
         max_tokens: int,
         outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
         empty: Sequence[Tensor],
+        routed: Tensor | None = None,
     ) -> list[Tensor]:
-        """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
+        """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host.
+        `routed` is filled in place with what this rank's routers choose."""
         model = self.model
         results = [tensor.to(model.device) for tensor in empty]
 
@@ -67,8 +84,12 @@ class EvaluableModel:
             return [*empty]
         was_training = model.training
         model.eval()
-        kept = run_schedule(model, micro_batches, without_loss, backward=False)
+        found: list[dict[int, Tensor]] | None = None if routed is None else [{} for _ in micro_batches]
+        kept = run_schedule(model, micro_batches, without_loss, backward=False, found=found)
         model.train(was_training)
+        if routed is not None and found is not None:
+            for batch, of_layers in zip(micro_batches, found, strict=True):
+                routed[batch.token_index] = found_choices(model, batch, of_layers).cpu()
 
         for batch, values in zip(micro_batches, kept, strict=False):
             for result, value in zip(results, values, strict=True):
