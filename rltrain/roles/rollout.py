@@ -246,7 +246,7 @@ class Rollout(DrawingRole):
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
-        replayed = transfer == "samples" and self.config.model.router_replay == "rollout"
+        replayed = transfer == "samples" and self.job.shape.replays_rollout
         shape = RoutingShape.of(self.job.architecture) if replayed else None
         experience = pack_groups(drawn, [group.position for group in finished], shape)
         selection = self.training.selection

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -105,12 +106,7 @@ def run_schedule(
         number, batch = next(batches)
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
-        sequences = model.sequences(batch.segments)
-        if shares is not None and model.architecture.moe:
-            tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
-        given = given_choices(model, batch)
-        if given or found is not None:
-            tell_choices(sequences, Choices(given, None if found is None else found[number]))
+        sequences = _described(model, batch, shares, None if found is None else found[number])
         hidden_or_logits = chunk(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
@@ -143,6 +139,22 @@ def run_schedule(
         arguments["p2p_communicator"] = P2PCommunicator(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
+
+
+def _described(
+    model: LanguageModel,
+    batch: MicroBatch,
+    shares: Callable[[Experience], Tensor] | None,
+    found: dict[int, Tensor] | None,
+) -> PackedSeqParams:
+    """The packed sequences, with what routers are to know of them."""
+    sequences = model.sequences(batch.segments)
+    if shares is not None and model.architecture.moe:
+        tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
+    given = given_choices(model, batch)
+    if given or found is not None:
+        tell_choices(sequences, Choices(given, found))
+    return sequences
 
 
 def token_logprobs(model: LanguageModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> tuple[Tensor, ...]:
