@@ -7,6 +7,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
 from rltrain.legality.problems import longest_text, refuse
+from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
@@ -19,6 +20,7 @@ def check_against_architecture(
     """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
+    problems += replay_problems_of_models(config, grids, architectures)
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)

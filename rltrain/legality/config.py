@@ -12,6 +12,7 @@ from rltrain.legality.evaluation import evaluation_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
+from rltrain.legality.router_replay import replay_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import served_roles
 
@@ -36,6 +37,7 @@ def check_config(config: Config) -> None:
         *reward_problems(config),
         *evaluation_problems(config),
         *check_problems(config),
+        *replay_problems(config),
         *_checkpoint_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)

@@ -171,5 +171,5 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 4'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 5'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))

@@ -1,5 +1,6 @@
 """Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.models import Architecture
-from rltrain.training.megatron.router_replay import ReplayedChoice, choices_told
+from rltrain.training.megatron.router_replay import Choices, ReplayedChoice, choices_told
 from rltrain.training.packing import MicroBatch
 
 NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
@@ -77,6 +78,8 @@ class SampleRouter(TopKRouter):
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=device))
         self.samples: RoutedSamples | None = None
+        self.is_recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        self.waiting: deque[tuple[RoutedSamples | None, Choices | None]] = deque()
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         """[experts] tokens of samples that this rank's part of the mini-batch sent to each, since the last step."""
         self.replayed = self.router_replay = ReplayedChoice(device)
@@ -86,6 +89,16 @@ class SampleRouter(TopKRouter):
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
         self.replayed.layer = layer_number - 1
+
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        """Where all of a layer's experts are computed anew, later micro-batches may have been on their way before: what
+        was told of those that wait for it is taken in their order, which is that of backward."""
+        if self.is_recomputed and self.training:
+            if torch.is_grad_enabled():
+                self.samples, self.replayed.choices = self.waiting.popleft()
+            else:
+                self.waiting.append((self.samples, self.replayed.choices))
+        return super().forward(*arguments, **settings)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
