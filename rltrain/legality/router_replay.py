@@ -15,7 +15,7 @@ def replay_problems(config: Config) -> Iterator[str]:
         return
     given = f"model.router_replay: got {mode}"
     if not algorithm.generates:
-        yield f"{given} with algorithm {algorithm.name}, for which no engine draws and nothing is computed twice; expected off"
+        yield f"{given} with algorithm {algorithm.name}, whose samples no engine draws; expected off"
     elif mode == "rollout" and config.rollout.engine == "sglang":
         yield (
             f"{given} with rollout.engine sglang, from which rltrain does not take the experts that it chose; expected "
@@ -23,9 +23,9 @@ def replay_problems(config: Config) -> Iterator[str]:
         )
     elif mode == "recompute" and not algorithm.needs_actor_logprobs():
         yield (
-            f"{given} with loss.old_logprobs {config.loss.old_logprobs}, so that the actor computes samples in training "
-            "alone and has no earlier choice of experts; expected loss.old_logprobs: actor, or model.router_replay: "
-            "rollout or off"
+            f"{given}, but the actor computes no old log-probs, whose choice of experts that would be, with "
+            f"loss.old_logprobs {config.loss.old_logprobs} and algorithm {algorithm.name}; expected loss.old_logprobs: "
+            "actor, or model.router_replay: rollout or off"
         )
 
 

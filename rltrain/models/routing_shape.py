@@ -42,7 +42,7 @@ class RoutingShape(NamedTuple):
     def packed(self, experts: Tensor) -> Tensor:
         """[tokens, layers, top_k] experts as field `routed_experts` of an Experience has them: [tokens, token_bytes]
         int8, whatever the type of the numbers."""
-        return experts.to(self.experts).reshape(len(experts), -1).view(torch.int8)
+        return experts.to(self.experts).reshape(len(experts), self.num_layers * self.top_k).view(torch.int8)
 
     def unpacked(self, packed: Tensor) -> Tensor:
         """The inverse."""

@@ -12,11 +12,13 @@ import transformers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.routing import RecordedRouting
-from rltrain.rollout.sample import Sample
+from rltrain.rollout.sample import Sample, SampleGroup
+from rltrain.rollout.stream.packing import pack_groups
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
@@ -83,6 +85,12 @@ def test_every_fed_token_has_that_of_transformers(
     assert [sample.tokens for sample in way(without, samples)] == [sample.tokens for sample in done]
     for sample in done:
         check(path, sample)
+    shape = RoutingShape.of(read_architecture(path))
+    packed = pack_groups([SampleGroup(0, 0, tuple(done))], [0], shape)
+    of_samples = shape.unpacked(packed.routed_experts).split(packed.lengths.tolist())
+    for sample, experts in zip(done, of_samples, strict=True):
+        assert sample.routing is not None and np.array_equal(experts[:-1], sample.routing.experts)
+        assert (experts[-1] == NOT_RECORDED).all()
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 4000])

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.models.routing_shape import RoutingShape
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.reshard.megatron_layout import chunks_of
 from rltrain.training.megatron.context_parallel import of_all_tokens
 from rltrain.training.megatron.model import LanguageModel
@@ -19,6 +19,8 @@ def given_choices(model: LanguageModel, batch: MicroBatch) -> dict[int, Tensor]:
         return {}
     shape = RoutingShape.of(model.architecture)
     of_rows = batch.rows_of(shape.unpacked(batch.experience.routed_experts))
+    if batch.slices is not None:
+        of_rows[~_holds_token(model, batch)] = NOT_RECORDED
     padding = shape.unknown(len(batch.padded_tokens) - len(of_rows))
     of_rank = torch.cat([of_rows, padding])
     if model.config.sequence_parallel:
@@ -37,6 +39,15 @@ def found_choices(model: LanguageModel, batch: MicroBatch, found: Mapping[int, T
             of_rows = _gathered(of_rows, model)
         result[:, place] = of_all_tokens(batch, of_rows[: batch.num_rows], model.pg_collection.cp)
     return shape.packed(result)
+
+
+def _holds_token(model: LanguageModel, batch: MicroBatch) -> Tensor:
+    """[rows] of this rank's slices: not those of the samples' padding."""
+    assert batch.slices is not None
+    share = model.share
+    of_all = torch.zeros(share.size * batch.num_rows, dtype=torch.bool)
+    of_all[batch.slices.row_of_token.cpu()] = True
+    return of_all.chunk(share.size)[share.rank]
 
 
 def _gathered(of_rank: Tensor, model: LanguageModel) -> Tensor:
