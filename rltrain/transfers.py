@@ -1,6 +1,6 @@
 """The posts and waits of the order: which fields travel, by which route, and when a post may be forgotten."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from torch import Tensor
@@ -10,8 +10,17 @@ from rltrain.exchange.exchange import Exchange, Route, Shipment
 from rltrain.exchange.saved_shipments import Key, as_tensors, read_parts, share
 from rltrain.observability.trace import AnyTrace
 from rltrain.roles.role import Job, Role
-from rltrain.schedule.order import Order
+from rltrain.schedule.order import Entry, Order
 from rltrain.tasks.roles import TRANSFERS, trained_roles
+
+REPLAYED, REPLAYING = ("samples", "scored"), ("reward", "actor", "inference")
+"""Transfers with the experts that the engine chose, and roles to which these go: those of which the model makes the
+actor's log-probs, and who passes them on."""
+
+
+def key_of(post: Entry) -> Key:
+    """Of the shipment that a post sends."""
+    return post.roles[0], post.name, post.step, post.chunk
 
 
 class Transfers:
@@ -51,9 +60,12 @@ class Transfers:
         """
         crossing: dict[Key, Shipment] = {}
         for posted, entry in self.order.crossing(position).items():
-            key = (entry.roles[0], entry.name, entry.step, entry.chunk)
-            if posted in self.exchange.outbox and key not in crossing:
-                crossing[key] = self.exchange.posted(posted)
+            key = key_of(entry)
+            if posted not in self.exchange.outbox:
+                continue
+            shipment = self.exchange.posted(posted)
+            if key not in crossing or len(shipment.experience.present()) > len(crossing[key].experience.present()):
+                crossing[key] = shipment  # roles may be sent different fields of the same samples
         return as_tensors(crossing)
 
     def restore(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
@@ -69,15 +81,21 @@ class Transfers:
                 role = self.roles[source]
                 role.shipments[name, step, chunk] = share(of_all, role.dp, role.grid.dp)
 
-    def _expect_crossing(self, found: Collection[Key]) -> None:
-        posts = takewhile(lambda entry: entry.kind == "post", self.order)
-        expected = {(entry.roles[0], entry.name, entry.step, entry.chunk) for entry in posts}
+    def _expect_crossing(self, found: Mapping[Key, Sequence[Shipment]]) -> None:
+        posts = [*takewhile(lambda entry: entry.kind == "post", self.order)]
+        expected = {key_of(post) for post in posts}
         if expected != {*found}:
             raise CheckpointError(
                 f"The checkpoint holds experience on its way as {sorted(found)} (role, transfer, step, chunk); "
                 f"expected {sorted(expected)}. Go on with the schedule that it was saved with, and with the reward on "
                 "ranks of training where it was."
             )
+        for key in (key for key, (first, *_) in found.items() if not first.experience.has("routed_experts")):
+            if any("routed_experts" in self._fields(post.name, post.roles[1]) for post in posts if key_of(post) == key):
+                raise CheckpointError(
+                    f"The checkpoint holds experience on its way without the experts that engines chose: {key} (role, "
+                    "transfer, step, chunk). Go on with model.router_replay as it was when it was saved."
+                )
 
     def _retire_before(self, position: int) -> None:
         """Wait until all has been received whose wait stands before `position`."""
@@ -95,10 +113,12 @@ class Transfers:
             for later, e in self.order.of_step(entry.step)
         )
 
-    def _fields(self, transfer: str) -> tuple[str, ...]:
+    def _fields(self, transfer: str, destination: str) -> tuple[str, ...]:
         """Samples are scored already where the rollout selects groups by their rewards."""
         is_scored = transfer == "samples" and self.job.shape.selects_groups
-        return TRANSFERS["scored" if is_scored else transfer]
+        fields = TRANSFERS["scored" if is_scored else transfer]
+        replayed = self.job.shape.replays_rollout and transfer in REPLAYED
+        return (*fields, "routed_experts") if replayed and destination in REPLAYING else fields
 
     def _route(self, posted: int) -> Route:
         entry = self.order[posted]
@@ -108,7 +128,7 @@ class Transfers:
             name=f"{entry.name}[{part}] ({source} -> {destination})",
             source=self.job.grids[source],
             destination=self.job.grids[destination],
-            fields=self._fields(entry.name),
+            fields=self._fields(entry.name, destination),
             position=posted,
             num_blocks=self.job.shape.chunk_blocks if destination in trained_roles() else 1,
         )

@@ -13,7 +13,6 @@ from rltrain.estimate.memory import kv_bytes
 from rltrain.models import Architecture, read_architecture
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import GB, KvBudget
-from rltrain.rollout.embedded.model import routing_shape
 from rltrain.rollout.embedded.recording import Record
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
@@ -106,7 +105,7 @@ def kv_budget(
     """Of a rank of an engine, with room for the tokens' routing."""
     token_bytes = kv_bytes(architecture, 1, tp=grid.tp if grid else 1, item_bytes=dtype.itemsize)
     if routing:
-        token_bytes += routing_shape(architecture).token_bytes
+        token_bytes += architecture.routing_bytes
     return KvBudget(num_tokens * token_bytes / GB, lambda: num_tokens * token_bytes)
 
 

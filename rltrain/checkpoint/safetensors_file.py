@@ -22,6 +22,8 @@ TYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
     torch.bool: "BOOL",
 }
 """What the format calls the types that are written here."""

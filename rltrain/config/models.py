@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rltrain.config.lora import Lora
 from rltrain.config.section import Count, Fraction, HubName, NonNegative, NonNegativeInt, Positive, Section, Share
@@ -12,6 +12,11 @@ Backend = Literal["megatron", "fsdp"]
 Offload = Literal["auto"] | bool
 """Whether a role leaves the device between its tasks; auto: where it shares ranks with a role that needs the memory,
 and the device is not the host."""
+
+
+def _off(given: object) -> object:
+    """YAML takes a bare off for false."""
+    return "off" if given is False else given
 
 
 class Parallel(Section):
@@ -101,6 +106,10 @@ class Model(Section):
     moe: MoE = MoE()
     lora: Lora | None = None
     """Of the actor. null: all of its weights are trained."""
+    router_replay: Annotated[Literal["off", "rollout", "recompute"], BeforeValidator(_off)] = "off"
+    """Which experts the actor's tokens visit. off: those that its routers choose in each pass. rollout: those that the
+    engine had chosen which drew the tokens, in the pass of the old log-probs as in training. recompute: in training
+    those of the pass of the old log-probs. docs/experts.md says for which tokens."""
 
     @property
     def recomputed(self) -> Recompute:

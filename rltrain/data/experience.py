@@ -43,12 +43,13 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "teacher_logprobs": (torch.float32, "token"),
     "teacher_top_ids": (torch.int64, "token"),
     "teacher_top_logprobs": (torch.float32, "token"),
+    "routed_experts": (torch.int8, "token"),
 }
 
 WIDE = frozenset(
     {
         *("reward_parts", "reference_top_ids", "reference_top_logprobs"),
-        *("teacher_top_ids", "teacher_top_logprobs"),
+        *("teacher_top_ids", "teacher_top_logprobs", "routed_experts"),
     }
 )
 """Fields of several numbers for each sample or token: their tensors have a second dimension."""
@@ -109,6 +110,9 @@ class Experience:
     teacher_top_ids: Tensor = field(default_factory=_absent)
     """As the reference's."""
     teacher_top_logprobs: Tensor = field(default_factory=_absent)
+    routed_experts: Tensor = field(default_factory=_absent)
+    """[tokens, bytes] the experts that each token visits in all layers, as `models.routing_shape` writes them: in host
+    memory wherever the other fields of a micro-batch are. Where this is there routers choose no others."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:

@@ -108,8 +108,10 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
 
 
 def _cache(job: PlannedJob, role: str, num_tokens: int) -> int:
-    tp = job.grids[role].tp
-    return kv_bytes(job.architectures[role], num_tokens, tp=tp, item_bytes=job.item_bytes)
+    """With the experts that are recorded beside keys and values."""
+    tp, architecture = job.grids[role].tp, job.architectures[role]
+    recorded = architecture.routing_bytes if role == "rollout" and job.shape.replays_rollout else 0
+    return kv_bytes(architecture, num_tokens, tp=tp, item_bytes=job.item_bytes) + num_tokens * recorded
 
 
 def _running(job: PlannedJob, role: str) -> int:
@@ -152,6 +154,8 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     activations = Activations(job, role, stages[role])
     tokens = job.micro_batch_rows(role)
     found = {"activations": activations.training(tokens) if trains else activations.evaluating(tokens)}
+    if role in _replaying(job):
+        found["routed experts"] = _replayed_bytes(job, role, stages[role]) * tokens
     if activations.has_head:
         found["logits"] = _logit_bytes(job, role, tokens, trains)
     if task.startswith("update") and (needed := orthogonalizing_bytes(job, role)):
@@ -159,6 +163,20 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     if job.grids[role].is_sharded:
         found["gathered weights"] = gathered_bytes(job, role, trains=trains)
     return found
+
+
+def _replaying(job: PlannedJob) -> tuple[str, ...]:
+    """Roles whose routers are given their choices, or have them noted."""
+    return {"off": (), "rollout": ("actor", "inference"), "recompute": ("actor",)}[job.config.model.router_replay]
+
+
+def _replayed_bytes(job: PlannedJob, role: str, stage: int) -> int:
+    """Of a token, in the layers of a stage, of all micro-batches that are under way."""
+    architecture, grid = job.architectures[role], job.grids[role]
+    layers = layers_of_stage(architecture, grid, stage)
+    of_layer = architecture.routing_bytes // max(1, sum(architecture.sparse_layers))
+    is_cut = grid.tp if architecture.is_split_by_tokens else 1
+    return sum(layers) * of_layer * grid.pp // is_cut
 
 
 def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
@@ -246,6 +264,11 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
     if job.config.checkpoint.save_interval:
         found["checkpoint"] = sum(_saved_bytes(job, role, stages[role]) for role in trained)
     kept = [role for role in in_servers & stages.keys() if job.config.served(role).sglang.keep_weights]
+    if replaying := [role for role in _replaying(job) if role in stages]:
+        found["routed experts, not pinned"] = sum(
+            job.samples_per_replica(role) * job.longest_tokens * job.architectures[role].routing_bytes
+            for role in replaying
+        )
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting

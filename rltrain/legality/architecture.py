@@ -9,6 +9,7 @@ from rltrain.config.schema import Config
 from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
 from rltrain.legality.problems import longest_text, refuse
+from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
@@ -22,6 +23,7 @@ def check_against_architecture(
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     problems += adapted_model_problems(config, architectures["actor"])
+    problems += replay_problems_of_models(config, grids, architectures)
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)

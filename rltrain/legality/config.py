@@ -16,6 +16,7 @@ from rltrain.legality.lora import lora_problems
 from rltrain.legality.optimizer import optimizer_problems
 from rltrain.legality.problems import longest_text, refuse
 from rltrain.legality.rewards import reward_problems
+from rltrain.legality.router_replay import replay_problems
 from rltrain.schedule.shape import RunShape, prompt_blocks_of
 from rltrain.tasks.roles import served_roles
 
@@ -41,6 +42,7 @@ def check_config(config: Config) -> None:
         *evaluation_problems(config),
         *check_problems(config),
         *delta_problems(config),
+        *replay_problems(config),
         *_checkpoint_problems(config),
         *lora_problems(config),
     ]

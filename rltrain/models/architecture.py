@@ -167,6 +167,16 @@ class Architecture:
             return (False,) * self.num_layers
         return tuple(layer not in self.moe.dense_layers for layer in range(self.num_layers))
 
+    @property
+    def expert_number_bytes(self) -> int:
+        """Of the smallest signed integer that numbers a layer's experts."""
+        return 1 if self.num_experts <= 128 else 2
+
+    @property
+    def routing_bytes(self) -> int:
+        """Of the numbers of the experts that a token visits, in all layers; 0 without experts."""
+        return sum(self.sparse_layers) * self.moe.top_k * self.expert_number_bytes if self.moe else 0
+
 
 def read_architecture(path: Path, config_key: str = "model.path") -> Architecture:
     """Read `path`/config.json, as written by transformers 4 or 5; the head is the vocabulary's.

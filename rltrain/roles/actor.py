@@ -36,7 +36,10 @@ from rltrain.training.backend import published_weights
 
 CANDIDATE = "hf_candidate"
 """Folder of output_dir."""
-ON_POLICY_METRICS = parity.METRICS | {"train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"}
+ON_POLICY_METRICS = parity.METRICS | {
+    *("train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"),
+    "replayed_choices_differing",
+}
 """Measured under the weights that drew the samples, which only the first mini-batch still has."""
 
 KL_COEF = "kl_coef"
@@ -75,7 +78,14 @@ class Actor(TrainedRole):
     def actor_logprobs(self, step: int, chunk: int) -> None:
         """Log-probs of the drawn tokens before the first update. Collective over: this replica."""
         scored = self.shipments["scored", step, chunk]
-        self.shipments["scored", step, chunk] = scored.with_fields(actor_logprobs=self.logprobs(scored.experience))
+        if self.config.model.router_replay == "recompute":
+            logprobs, routed = self.model.evaluate_routing(
+                scored.experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
+            )
+            scored = scored.with_fields(actor_logprobs=logprobs, routed_experts=routed)
+        else:
+            scored = scored.with_fields(actor_logprobs=self.logprobs(scored.experience))
+        self.shipments["scored", step, chunk] = scored
 
     def advantages(self, step: int, chunk: int) -> None:
         """Put together what the other roles sent, leave out what is too old, and turn rewards into advantages."""

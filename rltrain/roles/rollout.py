@@ -11,6 +11,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.episode_sessions import Conversations
 from rltrain.roles.group_scoring import GroupScoring
@@ -245,7 +246,9 @@ class Rollout(DrawingRole):
         self, transfer: str, step: int, chunk: int, finished: Sequence[Finished], drawn: Sequence[SampleGroup]
     ) -> None:
         """Leave what this engine drew of a chunk's groups to be sent."""
-        experience = pack_groups(drawn, [group.position for group in finished])
+        replayed = transfer == "samples" and self.job.shape.replays_rollout
+        shape = RoutingShape.of(self.job.architecture) if replayed else None
+        experience = pack_groups(drawn, [group.position for group in finished], shape)
         selection = self.training.selection
         if transfer == "samples" and self.scoring is not None and selection is not None:
             records = [(group, selection.records.pop(group.position)) for group in drawn]

@@ -6,49 +6,35 @@ from typing import Any
 
 import numpy as np
 
-_LARGEST_INT8 = 127
-
-
-def expert_type(num_experts: int) -> type[np.signedinteger[Any]]:
-    """The smallest type that numbers the experts of a layer."""
-    return np.int8 if num_experts - 1 <= _LARGEST_INT8 else np.int16
-
 
 @dataclass(frozen=True, eq=False)
 class RecordedRouting:
     """Of the first tokens of a sample's context, in each layer that has experts: `experts` [tokens, layers, top_k] int8
-    or int16, and `weights` [tokens, layers, top_k] float32, which are what the experts' results were multiplied by.
+    or int16.
 
     Each token's is of the forward pass that fed it for the first time: what follows it was drawn by that. Where keys
     and values are given up and computed anew, under other weights perhaps, what was recorded stays.
     """
 
     experts: np.ndarray
-    weights: np.ndarray
 
     def __len__(self) -> int:
         """Tokens."""
         return len(self.experts)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RecordedRouting)
-            and np.array_equal(self.experts, other.experts)
-            and np.array_equal(self.weights, other.weights)
-        )
+        return isinstance(other, RecordedRouting) and np.array_equal(self.experts, other.experts)
 
     def __hash__(self) -> int:
         return hash(self.experts.shape)
 
     def followed_by(self, other: "RecordedRouting") -> "RecordedRouting":
         """Of the tokens of both."""
-        return RecordedRouting(
-            np.concatenate([self.experts, other.experts]), np.concatenate([self.weights, other.weights])
-        )
+        return RecordedRouting(np.concatenate([self.experts, other.experts]))
 
     def first(self, num_tokens: int) -> "RecordedRouting":
         """Of no more than so many tokens."""
-        return RecordedRouting(self.experts[:num_tokens], self.weights[:num_tokens])
+        return RecordedRouting(self.experts[:num_tokens])
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -56,13 +42,9 @@ class RecordedRouting:
             "shape": self.experts.shape,
             "type": self.experts.dtype.str,
             "experts": base64.b64encode(self.experts.tobytes()).decode(),
-            "weights": base64.b64encode(self.weights.tobytes()).decode(),
         }
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "RecordedRouting":
-        experts, weights = (
-            np.frombuffer(base64.b64decode(record[name]), dtype=dtype).reshape(record["shape"])
-            for name, dtype in (("experts", record["type"]), ("weights", np.float32))
-        )
-        return cls(experts, weights)
+        experts = np.frombuffer(base64.b64decode(record["experts"]), dtype=record["type"])
+        return cls(experts.reshape(record["shape"]))

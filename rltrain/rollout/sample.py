@@ -137,9 +137,9 @@ class Sample:
             turns=self.turns if status == Status.PENDING else (*self.turns, num_tokens),
         )
 
-    def routed(self, experts: np.ndarray, weights: np.ndarray) -> "Sample":
+    def routed(self, experts: np.ndarray) -> "Sample":
         """With the routing of tokens that follow those whose routing it has."""
-        new = RecordedRouting(experts, weights)
+        new = RecordedRouting(experts)
         return replace(self, routing=self.routing.followed_by(new) if self.routing else new)
 
     def observed(self, tokens: Sequence[int], *, turn_limit: int | None = None) -> "Sample":

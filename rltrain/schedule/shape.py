@@ -20,6 +20,8 @@ class RunShape:
     """Whether engines may have responses under way when weights come: in flight, or where partial rollouts go on."""
     shares_prompts: bool
     """Whether engines take prompts as they get free; otherwise which engine draws what is fixed beforehand."""
+    replays_rollout: bool
+    """Whether the experts that engines chose travel with the samples."""
     selects_groups: bool
     """Whether finished groups count only once their rewards are known, and not all of them."""
     num_chunks: int
@@ -64,6 +66,7 @@ class RunShape:
             syncs_in_flight=syncs_in_flight,
             draws_during_syncs=syncs_in_flight or schedule.partial_rollouts,
             shares_prompts=pipelined or syncs_in_flight,
+            replays_rollout=config.model.router_replay == "rollout",
             selects_groups=batch.dynamic_sampling is not None,
             num_chunks=num_chunks,
             from_pairs=algorithm.from_pairs,

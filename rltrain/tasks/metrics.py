@@ -84,6 +84,12 @@ UPDATE = (
         "tokens (prompt and response) trained on per second, in every pass, all ranks together",
     ),
     Metric("perf/train_tokens_per_gpu_s", "tokens/s", "the same per rank of the actor"),
+    Metric("train/replayed_choices", "fraction", "choices of experts that were given, with model.router_replay"),
+    Metric(
+        "train/replayed_choices_differing",
+        "fraction",
+        "of these, those that the actor's routers would not have made, before the first update",
+    ),
     *(Metric(f"train/{name}", unit, meaning) for name, unit, meaning in (*OF_EXPERTS, *OF_PAIRS)),
 )
 SCORE_EVALUATION_PAIRS = (

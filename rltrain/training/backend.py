@@ -77,6 +77,14 @@ class Model(Protocol):
         """
         ...
 
+    def evaluate_routing(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """What `evaluate` gives, and as `Experience.routed_experts` the experts that tokens visited in the layers of
+        this rank. Of a model with experts. Collective over: this replica.
+        """
+        ...
+
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,8 @@ from rltrain.training.packing import MicroBatch
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """(micro-batch, what a model makes of its rows on this rank [rows, ...]) -> (loss scalar, anything to keep)."""
+Forward = Callable[[Sequence[MicroBatch], Outputs], list[Any]]
+"""As Evaluable.forward."""
 
 
 class Evaluable(ABC):
@@ -43,11 +45,7 @@ class Evaluable(ABC):
 
     def evaluate(self, experience: Experience, *, max_tokens: int, temperature: float = 1.0) -> Tensor:
         """Collective over: this replica."""
-
-        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
-            return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
-
-        return self._evaluate(experience, max_tokens, outputs, [torch.zeros(experience.num_tokens)])[0]
+        return self._evaluate_tokens(experience, max_tokens, temperature, self.forward)
 
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
@@ -61,8 +59,16 @@ class Evaluable(ABC):
         num_tokens = experience.num_tokens
         ids = torch.zeros(num_tokens, count, dtype=torch.int64)
         empty = [torch.zeros(num_tokens), ids, torch.zeros(num_tokens, count)]
-        logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty)
+        logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty, self.forward)
         return logprobs, top_ids, top_logprobs
+
+    def _evaluate_tokens(self, experience: Experience, max_tokens: int, temperature: float, forward: Forward) -> Tensor:
+        """[tokens] on the host, the objective's first output."""
+
+        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor]:
+            return (self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0],)
+
+        return self._evaluate(experience, max_tokens, outputs, [torch.zeros(experience.num_tokens)], forward)[0]
 
     @torch.no_grad()
     def _evaluate(
@@ -71,6 +77,7 @@ class Evaluable(ABC):
         max_tokens: int,
         outputs: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
         empty: Sequence[Tensor],
+        forward: Forward,
     ) -> list[Tensor]:
         """`empty`, filled with what `outputs` gives of each micro-batch, on every rank of the replica, on the host."""
         results = [tensor.to(self.device) for tensor in empty]
@@ -81,7 +88,7 @@ class Evaluable(ABC):
         micro_batches = self.micro_batches(experience, max_tokens)
         if not micro_batches:
             return [*empty]
-        kept = self.forward(micro_batches, without_loss)
+        kept = forward(micro_batches, without_loss)
         for batch, values in zip(micro_batches, kept, strict=False):
             for result, value in zip(results, values, strict=True):
                 result[batch.token_index.to(result.device)] = value

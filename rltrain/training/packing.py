@@ -11,6 +11,9 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.training.context_slices import WHOLE, ContextShare, inverse, places_of, places_of_all, ranges
 
+LEFT_ON_HOST = frozenset({"routed_experts"})
+"""Fields that are much larger than others, and of which a rank needs those of its own layers."""
+
 
 @dataclass(frozen=True)
 class Slices:
@@ -56,7 +59,7 @@ class MicroBatch:
 
     def rows_of(self, values: Tensor) -> Tensor:
         """[rows, ...] what `values` [tokens, ...] are at the tokens that this rank computes."""
-        return values if self.slices is None else values[self.slices.token_of_row]
+        return values if self.slices is None else values[self.slices.token_of_row.to(values.device)]
 
 
 def pack(
@@ -110,6 +113,12 @@ def padding_alone(like: Experience, length: int, device: torch.device, share: Co
     return _micro_batch(like.select(nothing), nothing, (length * share.size,), share, device)
 
 
+def _on_device(samples: Experience, device: torch.device) -> Experience:
+    """All but the fields of which a model takes its own part, when it takes the micro-batch."""
+    columns = samples.columns().items()
+    return Experience(**{name: value if name in LEFT_ON_HOST else value.to(device) for name, value in columns})
+
+
 def _micro_batch(
     samples: Experience, token_index: Tensor, segments: tuple[int, ...], share: ContextShare, device: torch.device
 ) -> MicroBatch:
@@ -118,7 +127,7 @@ def _micro_batch(
     else:
         tokens, slices = _sliced(samples, segments, share, device)
     return MicroBatch(
-        experience=Experience(**{name: value.to(device) for name, value in samples.columns().items()}),
+        experience=_on_device(samples, device),
         token_index=token_index,
         padded_tokens=tokens.to(device),
         lengths=tuple(samples.lengths.tolist()),

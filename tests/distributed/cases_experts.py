@@ -88,9 +88,10 @@ def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float
 
 def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
     layout = LAYOUTS[name]
-    differences = {} if layout.distributed else _from_transformers(make_trained(path, layout, groups, {}), path)
+    experience, differences = share_of(path, layout.grid), {}
+    if not layout.distributed:
+        differences = relative_differences(make_trained(path, layout, groups, {}), path / "gradients", experience)
     model = make_trained(path, layout, groups, moe)
-    experience = share_of(path, layout.grid)
     biases = [_biases(model)]
     steps = []
     for _ in range(NUM_STEPS):
@@ -121,11 +122,10 @@ def _biases(model: TrainableModel) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in model.parameters.items() if name.endswith(ROUTER_BIAS)}
 
 
-def _from_transformers(model: TrainableModel, path: Path) -> dict[str, float]:
-    """The largest difference of each parameter's gradient, over the largest element of that gradient."""
+def relative_differences(model: TrainableModel, gradients: Path, experience: Experience) -> dict[str, float]:
+    """The largest difference of each parameter's gradient from that in a checkpoint, over the largest element there."""
     expected = {name: torch.zeros_like(parameter) for name, parameter in model.parameters.items()}
-    load_parameters(path / "gradients", model.layout, dist.get_rank(), expected)
-    experience = share_of(path, model.model.grid)
+    load_parameters(gradients, model.layout, dist.get_rank(), expected)
     model.accumulate(experience, likelihood_loss())
     model.reduction.begin_rest()
     finalize_model_grads(model.chunks, None, pg_collection=model.groups)

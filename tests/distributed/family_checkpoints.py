@@ -182,12 +182,12 @@ def make_family_checkpoint(name: str, path: Path) -> Path:
     return path
 
 
-def write_gradients(path: Path, response_mask: Tensor) -> None:
-    """`path`/gradients: a checkpoint whose tensors are the gradients of the mean negative log-likelihood of response
-    tokens, by transformers, of the checkpoint in `path`."""
+def write_gradients(path: Path, response_mask: Tensor, model: Any | None = None, gradients: Path | None = None) -> None:
+    """`gradients`, by default `path`/gradients: a checkpoint whose tensors are the gradients of the mean negative
+    log-likelihood of response tokens, by transformers, of the checkpoint in `path`, or of `model`."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = load_file(path / "expected.safetensors")["tokens"]
     loss = torch.zeros(())
     for sample, mask in zip(tokens.split(LENGTHS), response_mask.split(LENGTHS), strict=True):
@@ -195,7 +195,7 @@ def write_gradients(path: Path, response_mask: Tensor) -> None:
     (loss / response_mask.sum()).backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    model.save_pretrained(path / "gradients")
+    model.save_pretrained(gradients or path / "gradients")
 
 
 def model_logprobs(model: torch.nn.Module, sample: Tensor) -> Tensor:

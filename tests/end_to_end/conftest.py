@@ -1,11 +1,17 @@
 """The quickstart's files and its warmed-up checkpoint, for all end-to-end tests."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.jobs import REPOSITORY, run
+
+NUM_EXPERTS = 4
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +35,34 @@ def warmed_up() -> Path:
     `bash launch/quickstart.sh` makes it anew, as runs/quickstart/sft/hf.
     """
     return REPOSITORY / "tests/warmed_up"
+
+
+@pytest.fixture(scope="session")
+def upcycled(warmed_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warmed-up checkpoint with its MLP as each of four experts, of which any two are it: it draws as before."""
+    folder = tmp_path_factory.mktemp("upcycled")
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(warmed_up / file, folder)
+    config = json.loads((warmed_up / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": config["intermediate_size"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {}
+    for name, tensor in load_file(warmed_up / "model.safetensors").items():
+        layer, is_mlp, matrix = name.partition(".mlp.")
+        if not is_mlp:
+            tensors[name] = tensor
+            continue
+        tensors |= {f"{layer}.mlp.experts.{expert}.{matrix}": tensor.clone() for expert in range(NUM_EXPERTS)}
+        tensors[f"{layer}.mlp.gate.weight"] = 0.02 * torch.randn(NUM_EXPERTS, config["hidden_size"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -182,6 +182,19 @@ def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_a
     assert resumed == tuple(map(after, whole))
 
 
+@pytest.mark.slow
+def test_so_does_one_whose_actor_visits_the_experts_that_the_engine_chose(saved_and_resumed, upcycled):
+    """Of responses that were under way as of experience that was."""
+    overrides = (
+        *(APART, FEW, "data.eval=null", f"model.path={upcycled}", "model.router_replay=rollout"),
+        *("rollout.parallel.tp=2", "rollout.max_running_requests=24"),
+        "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false, partial_rollouts: true}",
+    )
+    (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], overrides, ())
+    assert rest == after(whole) and rest_ids == after(whole_ids)
+    assert min(column([*rest.values()], "train/replayed_choices")) > 0.9
+
+
 def dropped_ids(output: Path) -> dict[int, list[int]]:
     """The ids of samples whose groups did not count, by the step in which they were dropped."""
     ids: dict[int, list[int]] = {}

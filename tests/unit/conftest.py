@@ -1,7 +1,31 @@
 """How property tests run: without a limit of time per example, which a shared machine breaks at random, and with half
-of the examples that are usual."""
+of the examples that are usual. And fixtures of several files, which import what they need when they are asked for."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=50)
 settings.load_profile("shared machine")
+
+SPARSE_FAMILIES = ("qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe")
+"""The second does not normalise weights, the fourth has groups of experts and yarn."""
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models with experts, and dense ones that have what others have not, by family."""
+    from tests.distributed.family_checkpoints import OTHER_DENSE
+    from tests.rollout_models import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("families")
+    return {family: write_checkpoint(folder / family, family) for family in (*SPARSE_FAMILIES, *OTHER_DENSE)}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tiny samples have several blocks of keys and values."""
+    from rltrain.rollout.embedded.block_attention import GatheredBlocks
+
+    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)

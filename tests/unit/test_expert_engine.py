@@ -13,31 +13,19 @@ from rltrain.reshard.execute.resharding import Resharding
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.embedded import allocate_parameters
-from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.embedded.grouped_product import grouped_product
 from rltrain.rollout.embedded.routing import route
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sample import Sample
 from tests.distributed.family_checkpoints import OTHER_DENSE
-from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
+from tests.rollout_models import load_engine, ragged_requests
+from tests.unit.conftest import SPARSE_FAMILIES
 
-FAMILIES = ["qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe"]
-"""The second does not normalise weights, the fourth has groups of experts and yarn."""
-DENSE = [*OTHER_DENSE]
+pytestmark = pytest.mark.usefixtures("small_blocks")
+FAMILIES, DENSE = [*SPARSE_FAMILIES], [*OTHER_DENSE]
 GREEDY = SamplingParams(0.0, 1.0, 0, 12, ())
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sparse")
-    return {family: write_checkpoint(folder / family, family) for family in FAMILIES + DENSE}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
 
 
 def hf_model(path: Path) -> transformers.PreTrainedModel:

@@ -12,55 +12,39 @@ import transformers
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.models import read_architecture
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.rollout.embedded import EmbeddedEngine, grouped_product
-from rltrain.rollout.embedded.block_attention import GatheredBlocks
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.routing import RecordedRouting, expert_type
-from rltrain.rollout.sample import Sample
+from rltrain.rollout.routing import RecordedRouting
+from rltrain.rollout.sample import Sample, SampleGroup
+from rltrain.rollout.stream.packing import pack_groups
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("sparse")
-    return {family: write_checkpoint(folder / family, family) for family in FAMILIES}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GatheredBlocks, "block_tokens", 4)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @torch.no_grad()
-def expected_routing(path: Path, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights [tokens, layers, top_k] of transformers' routers."""
+def expected_routing(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Experts [tokens, layers, top_k] of transformers' routers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    routed: list[torch.Tensor] = []
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda module, given, found: routed.append((found[2], found[1])))
+            layer.mlp.gate.register_forward_hook(lambda module, given, found: routed.append(found[2]))
     model(torch.tensor([tokens]))
-    experts, weights = (torch.stack(parts, 1) for parts in zip(*routed, strict=True))
-    return experts, weights
+    return torch.stack(routed, 1)
 
 
 def check(path: Path, sample: Sample, first: int = 0) -> None:
     """All tokens but the last one have been fed; in the order of experts, which is nobody's."""
     routing = sample.routing
     assert routing is not None and len(routing) == len(sample.context) - 1
-    assert routing.experts.dtype == np.int8 and routing.weights.dtype == np.float32
-    expected, expected_weights = expected_routing(path, sample.context[:-1])
-    found, found_weights = torch.from_numpy(routing.experts).long(), torch.from_numpy(routing.weights)
-    (found, order), (expected, expected_order) = found.sort(-1), expected.sort(-1)
-    assert torch.equal(found[first:], expected[first:])
-    torch.testing.assert_close(
-        found_weights.gather(-1, order)[first:], expected_weights.gather(-1, expected_order)[first:], atol=1e-4, rtol=0
-    )
+    assert routing.experts.dtype == np.int8
+    found, expected = torch.from_numpy(routing.experts).long(), expected_routing(path, sample.context[:-1])
+    assert torch.equal(found.sort(-1).values[first:], expected.sort(-1).values[first:])
 
 
 def whole(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:
@@ -101,6 +85,12 @@ def test_every_fed_token_has_that_of_transformers(
     assert [sample.tokens for sample in way(without, samples)] == [sample.tokens for sample in done]
     for sample in done:
         check(path, sample)
+    shape = RoutingShape.of(read_architecture(path))
+    packed = pack_groups([SampleGroup(0, 0, tuple(done))], [0], shape)
+    of_samples = shape.unpacked(packed.routed_experts).split(packed.lengths.tolist())
+    for sample, experts in zip(done, of_samples, strict=True):
+        assert sample.routing is not None and np.array_equal(experts[:-1], sample.routing.experts)
+        assert (experts[-1] == NOT_RECORDED).all()
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 4000])
@@ -145,15 +135,11 @@ def test_it_crosses_json_and_is_cut_with_its_sample(checkpoints: dict[str, Path]
     assert replace(sample, routing=None) == Sample.of_record(replace(sample, routing=None).record())
 
 
-def test_numbers_of_experts_are_as_small_as_they_can_be() -> None:
-    assert [expert_type(count) for count in (8, 128, 129, 256)] == [np.int8, np.int8, np.int16, np.int16]
-
-
 def test_a_model_without_experts_has_nothing_to_record(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="record_routing: the model has no experts"):
+    with pytest.raises(ValueError, match="the model has no experts"):
         load_engine(write_checkpoint(tmp_path, "qwen3"), record_routing=True)
 
 
 def test_routings_follow_each_other() -> None:
-    one, two = (RecordedRouting(np.full((n, 2, 1), n, np.int8), np.ones((n, 2, 1), np.float32)) for n in (1, 2))
+    one, two = (RecordedRouting(np.full((n, 2, 1), n, np.int8)) for n in (1, 2))
     assert one.followed_by(two).experts[:, 0, 0].tolist() == [1, 2, 2]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from rltrain.checkpoint.run.files import Contents, read_contents, write_files
 from rltrain.errors import CheckpointError
+from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 from rltrain.rollout.stream.rollout_state import Consumed, EngineStart, RolloutState, share_out
 
@@ -41,7 +43,14 @@ def samples(draw: st.DrawFn, number: int, prompt: tuple[int, ...], status: Statu
         tuple(draw(st.lists(st.floats(-10, 10), max_size=len(turns)))),
         draw(st.none() | st.integers(0, 99)),
         draw(st.booleans()),
+        routing=routing_of(number, draw(st.integers(0, len(prompt) + length))),
     )
+
+
+def routing_of(number: int, num_tokens: int) -> RecordedRouting | None:
+    """In two layers, of three experts each."""
+    experts = np.arange(number, number + num_tokens * 6).reshape(-1, 2, 3) % 128
+    return RecordedRouting(experts.astype(np.int8)) if num_tokens else None
 
 
 @st.composite
@@ -97,14 +106,16 @@ def test_a_file_holds_all_of_it(saved):
     for state in saved:
         contents = state.contents()
         assert all(
-            values.dtype in (torch.int64, torch.float64, torch.bool, torch.uint8)
+            values.dtype in (torch.int64, torch.float64, torch.bool, torch.uint8, torch.int8)
             for values in contents.tensors.values()
         )
         assert RolloutState.from_contents(contents) == state
 
 
-def test_a_file_holds_it_on_the_disk_too(tmp_path: Path):
-    group = SampleGroup(7, 3, (Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)),))
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
+def test_a_file_holds_it_on_the_disk_too(tmp_path: Path, dtype: type[np.signedinteger]):
+    sample = Sample(7, (5,), seed=2**63 - 1).drawn((1,), (-0.1,), (4,)).routed(np.full((1, 3, 2), 99, dtype))
+    group = SampleGroup(7, 3, (sample,))
     for name, state in {"empty": RolloutState(), "full": RolloutState(Consumed(4, frozenset({6})), (group,))}.items():
         write_files(tmp_path, {name: state.contents()})
         assert RolloutState.from_contents(read_contents(tmp_path / name)) == state
@@ -160,5 +171,5 @@ def test_files_of_different_checkpoints_are_refused():
 
 def test_another_format_is_refused():
     contents = RolloutState().contents()
-    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 4'"):
+    with pytest.raises(CheckpointError, match="format 'rollout 2'; expected 'rollout 5'"):
         RolloutState.from_contents(Contents(contents.tensors, {"format": "rollout 2"}))

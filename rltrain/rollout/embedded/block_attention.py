@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rltrain.models.attention import attend
 from rltrain.rollout.embedded.kv_cache import AttentionShape, rounded, unseen_bias, window_biases
-from rltrain.rollout.embedded.routing import Routing
 
 _RECORDED_SIZES = 4
 """Of numbers of blocks read, from each power of two up to the next."""
@@ -25,7 +24,7 @@ class Blocks(Protocol):
     """Keys and values of each layer [blocks, block_tokens, kv_heads, head_dim or value_dim]; with latent attention
     values are views of keys."""
     routing: tuple[Tensor, ...]
-    """Experts and weights [layers, blocks, block_tokens, top_k], where they are kept."""
+    """Experts [layers, blocks, block_tokens, top_k], where they are kept."""
     table: Tensor
     """[slots, capacity / block_tokens] int32: the blocks of each slot."""
     offsets: Tensor
@@ -57,10 +56,10 @@ class BlockAttention:
             stored_values.flatten(0, 1).index_copy_(0, self._written, values)
         return self._attend(stored_keys, stored_values, queries, self._shape.window(layer))
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
         """As DecodeAttention says."""
-        for buffer, new in zip(self._routing, routing, strict=True):
-            buffer[layer].flatten(0, 1).index_copy_(0, self._written, new.to(buffer.dtype))
+        (buffer,) = self._routing
+        buffer[layer].flatten(0, 1).index_copy_(0, self._written, experts.to(buffer.dtype))
 
     def _attend(self, keys: Tensor, values: Tensor, queries: Tensor, window: int | None) -> Tensor:
         """[tokens, heads * value_dim] from a layer's blocks and queries [tokens, heads, head_dim]."""

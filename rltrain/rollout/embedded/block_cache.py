@@ -21,7 +21,6 @@ from rltrain.rollout.embedded.kv_cache import (
     SuffixAttention,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
-from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 
@@ -116,11 +115,9 @@ class BlockCache:
     def park(self, slot: int, sample: Sample) -> None:
         self._taken().park(slot, sample)
 
-    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
-        if not self.routing:
-            return ()
+    def routed(self, slot: int, first: int, end: int) -> Tensor:
         rows = torch.from_numpy(self._rows(slot, np.arange(first, end))).to(self.table.device)
-        return tuple(buffer.flatten(1, 2).index_select(1, rows).transpose(0, 1) for buffer in self.routing)
+        return self.routing[0].flatten(1, 2).index_select(1, rows).transpose(0, 1)
 
     @property
     def parked(self) -> ParkedSamples[Any]:
@@ -209,7 +206,7 @@ class BlockCache:
         self.kept = (self._keys,) if shape.latent else (self._keys, self._values)
         self.routing: tuple[Tensor, ...] = ()
         if self._routing_shape is not None:
-            self.routing = self._routing_shape.new_buffers(num_blocks, self.block_tokens, device=like.device)
+            self.routing = (self._routing_shape.new_buffer(num_blocks, self.block_tokens, device=like.device),)
         self.layers = list(zip(self._keys.unbind(), self._values.unbind(), strict=True))
 
 
@@ -223,8 +220,8 @@ class _PrefillAttention(PrefillAttention):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         _store(self._cache.kept, layer, self._moved, (keys, values))
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
-        _store(self._cache.routing, layer, self._moved, routing)
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
+        _store(self._cache.routing, layer, self._moved, (experts,))
 
 
 class _SuffixAttention(SuffixAttention):
@@ -240,8 +237,8 @@ class _SuffixAttention(SuffixAttention):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         _store(self._cache.kept, layer, self._moved, (keys, values))
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
-        _store(self._cache.routing, layer, self._moved, routing)
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
+        _store(self._cache.routing, layer, self._moved, (experts,))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.layers[layer]

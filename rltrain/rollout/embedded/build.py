@@ -37,6 +37,7 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         cache_returns=lambda: keeps_recordings(site, kv_cache),
         residual_dtype=getattr(torch, config.model.residual),
         head_dtype=getattr(torch, config.model.head),
+        record_routing=config.model.router_replay == "rollout" and site.role == "rollout",
     )
     kv_cache = MemoryPart(engine.cache_tensors, forget=leave)
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):

@@ -74,7 +74,7 @@ class Experts:
         """Of the normed tokens [tokens, hidden]; equal on all ranks."""
         routing = route(inner, self._router, self._router_bias, self._moe)
         if self._kept_as is not None:
-            attention.keep_routing(self._kept_as, routing)
+            attention.keep_routing(self._kept_as, routing.experts)
         return routing
 
     def _visited(self, inner: Tensor, routing: Routing) -> Tensor:

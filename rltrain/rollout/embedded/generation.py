@@ -37,8 +37,8 @@ class _Running:
     """The first decode step that draws for it."""
     recent: deque[int] | None
     """The last tokens of its turn, where stop strings are looked for."""
-    routed: tuple[Tensor, ...] = ()
-    """Experts and weights of what was fed and is not in the sample's routing yet, once it has been asked for."""
+    routed: Tensor | None = None
+    """Experts of what was fed and is not in the sample's routing yet, once it has been asked for."""
     end_step: int | None = None
     """The first decode step that draws for it no more; None while it runs."""
     status: Status = Status.PENDING
@@ -330,7 +330,7 @@ class Generation:
                     "have diverged or were never loaded. Lower actor.optimizer.lr, or check model.path."
                 )
             sample = running.sample.drawn(tokens, logprobs, versions, running.status)
-            yield sample.routed(*(part.cpu().numpy() for part in running.routed)) if running.routed else sample
+            yield sample if running.routed is None else sample.routed(running.routed.cpu().numpy())
 
     def _policy_versions(self, first_step: int, end_step: int) -> list[int]:
         """Of every decode step from `first_step` up to `end_step`."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rltrain.models import Windows
 from rltrain.models.attention import attend, sees
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.embedded.parked import ParkedSamples
-from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 Head = tuple[int, ...]
@@ -63,26 +63,6 @@ class AttentionShape(NamedTuple):
     def token_elements(self) -> int:
         """That are kept of a token in each layer."""
         return self.num_kv_heads * (self.head_dim if self.latent else self.head_dim + self.value_dim)
-
-
-class RoutingShape(NamedTuple):
-    """What is kept of a token beside keys and values: in each of `num_layers` the `top_k` experts that it visits, and
-    their weights in float32."""
-
-    num_layers: int
-    top_k: int
-    experts: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.num_layers * self.top_k * (self.experts.itemsize + torch.float32.itemsize)
-
-    def new_buffers(self, *sizes: int, device: torch.device) -> tuple[Tensor, ...]:
-        """[layers, *sizes, top_k] of experts and of weights."""
-        return tuple(
-            torch.zeros(self.num_layers, *sizes, self.top_k, dtype=dtype, device=device)
-            for dtype in (self.experts, torch.float32)
-        )
 
 
 class CacheShape(NamedTuple):
@@ -141,7 +121,7 @@ class PrefillAttention:
         """Keep keys and values [tokens, kv_heads, head_dim] of the heads."""
         raise NotImplementedError
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
         """As DecodeAttention."""
         raise NotImplementedError
 
@@ -190,8 +170,8 @@ class DecodeAttention(Protocol):
         values [tokens, kv_heads, value_dim]."""
         ...
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
-        """Keep the tokens' routing in one of the layers that have experts, numbered by itself."""
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
+        """Keep the tokens' experts [tokens, top_k] in one of the layers that have experts, numbered by itself."""
         ...
 
 
@@ -247,9 +227,8 @@ class KvCache(Protocol):
         any more."""
         ...
 
-    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """What is kept of the routing of positions `first` up to `end`: experts and weights, copies [positions, layers,
-        top_k]; empty where none is kept."""
+    def routed(self, slot: int, first: int, end: int) -> Tensor:
+        """The experts that are kept of positions `first` up to `end`: a copy [positions, layers, top_k]."""
         ...
 
     @property

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +10,17 @@ from torch import Tensor
 from rltrain.models import Architecture
 from rltrain.models.projection import wide_product
 from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, stages_of_layer
 from rltrain.rollout.embedded.attention_layer import Attention, AttentionLayer, GroupedAttention
 from rltrain.rollout.embedded.experts import Experts
 from rltrain.rollout.embedded.feed_forward import DenseFeedForward, FeedForward
-from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention, RoutingShape
+from rltrain.rollout.embedded.kv_cache import DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.latent_attention import LatentAttention
 from rltrain.rollout.embedded.parallel import TensorParallel, local_token_ids
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
 from rltrain.rollout.embedded.residual import Norm
 from rltrain.rollout.embedded.rotary import RotaryEmbedding, Rotation
-from rltrain.rollout.routing import expert_type
 
 
 class _Layer(NamedTuple):
@@ -59,8 +58,8 @@ class EngineModel:
         """What of a token each layer keeps, and attends to."""
         self._parameters = tuple(parameters.values())
         self._embedding = parameters["model.embed_tokens.weight"]
-        self.routing_shape = routing_shape(architecture) if record_routing else None
         magnitude = rotation_magnitude(architecture)
+        self.routing_shape = RoutingShape.of(architecture) if record_routing else None
         layers: list[_Layer] = []
         num_sparse = 0
         for index, sparse in enumerate(architecture.sparse_layers):
@@ -159,11 +158,3 @@ class EngineModel:
         num_rows = len(self._embedding)
         local, outside = local_token_ids(tokens, self._tp.rank * num_rows, num_rows)
         return self._tp.all_reduce(F.embedding(local, self._embedding).masked_fill_(outside[:, None], 0))
-
-
-def routing_shape(architecture: Architecture) -> RoutingShape:
-    """What is kept of a token's routing. ValueError where the model has no experts."""
-    if architecture.moe is None:
-        raise ValueError("record_routing: the model has no experts, so there is nothing to record")
-    experts = torch.from_numpy(np.empty(0, expert_type(architecture.num_experts))).dtype
-    return RoutingShape(sum(architecture.sparse_layers), architecture.moe.top_k, experts)

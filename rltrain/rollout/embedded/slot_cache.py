@@ -19,7 +19,6 @@ from rltrain.rollout.embedded.kv_cache import (
     window_biases,
 )
 from rltrain.rollout.embedded.parked import ParkedSamples
-from rltrain.rollout.embedded.routing import Routing
 from rltrain.rollout.sample import Sample
 
 _LENGTH_MULTIPLE = 8
@@ -123,14 +122,14 @@ class SlotCache:
         while self.parked.num_tokens > self.num_slots * self.capacity:
             self.parked.evict()
 
-    def routed(self, slot: int, first: int, end: int) -> tuple[Tensor, ...]:
-        return tuple(buffer[:, slot, 0, first:end].transpose(0, 1).clone() for buffer in self.routing)
+    def routed(self, slot: int, first: int, end: int) -> Tensor:
+        return self.routing[0][:, slot, 0, first:end].transpose(0, 1).clone()
 
-    def keep_routing(self, layer: int, routing: Routing, slots: Tensor, positions: Tensor) -> None:
+    def keep_routing(self, layer: int, experts: Tensor, slots: Tensor, positions: Tensor) -> None:
         """Of one token in each of these places."""
+        (buffer,) = self.routing
         rows = slots * self.capacity + positions
-        for buffer, new in zip(self.routing, routing, strict=True):
-            buffer[layer].view(-1, new.shape[-1]).index_copy_(0, rows, new.to(buffer.dtype))
+        buffer[layer].view(-1, experts.shape[-1]).index_copy_(0, rows, experts.to(buffer.dtype))
 
     @property
     def parked(self) -> ParkedSamples[tuple[Tensor, ...]]:
@@ -165,7 +164,7 @@ class SlotCache:
         self.kept = (self.keys,) if shape.latent else (self.keys, self.values)
         self.routing: tuple[Tensor, ...] = ()
         if self._routing_shape is not None:
-            self.routing = self._routing_shape.new_buffers(num_slots, 1, capacity, device=self.keys.device)
+            self.routing = (self._routing_shape.new_buffer(num_slots, 1, capacity, device=self.keys.device),)
         rows = torch.arange(num_slots * num_kv_heads, device=self.keys.device)
         self.first_positions = rows.view(num_slots, num_kv_heads) * capacity
         """[slots, kv_heads] where each slot's and head's positions start when the first three axes are flattened."""
@@ -198,8 +197,8 @@ class _PrefillAttention(PrefillAttention):
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._store(self._cache.kept, layer, (keys, values))
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
-        self._store(self._cache.routing, layer, [new[:, None] for new in routing])
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
+        self._store(self._cache.routing, layer, [experts[:, None]])
 
     def _store(self, buffers: Sequence[Tensor], layer: int, new: Sequence[Tensor]) -> None:
         for buffer, tokens in zip(buffers, new, strict=False):  # of latents there is one
@@ -219,9 +218,8 @@ class _SuffixAttention(SuffixAttention):
         slots, positions = self._places
         self._written = (cache.first_positions[slots] + positions[:, None]).view(-1)
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
-        stored = Routing(*(new.index_select(0, self._tokens) for new in routing))
-        self._cache.keep_routing(layer, stored, *self._places)
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
+        self._cache.keep_routing(layer, experts.index_select(0, self._tokens), *self._places)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for rows, new in zip(self._cache.rows, (keys, values), strict=False):
@@ -266,9 +264,9 @@ class _DecodeAttention:
             bias = bias.masked_fill(before[:, None], -torch.inf)
         return bias.flatten(0, 1)
 
-    def keep_routing(self, layer: int, routing: Routing) -> None:
+    def keep_routing(self, layer: int, experts: Tensor) -> None:
         slots = torch.arange(len(self._positions), device=self._positions.device)
-        self._cache.keep_routing(layer, routing, slots, self._positions)
+        self._cache.keep_routing(layer, experts, slots, self._positions)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape) -> Tensor:

@@ -7,15 +7,20 @@ import torch
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
 
-def pack_groups(groups: Sequence[SampleGroup], of_chunk: Sequence[int]) -> Experience:
+def pack_groups(
+    groups: Sequence[SampleGroup], of_chunk: Sequence[int], routing: RoutingShape | None = None
+) -> Experience:
     """The samples of `groups`, which are some of those at the positions `of_chunk`, where their group ids are their
-    places. No groups give an experience of no samples."""
+    places; with `routing` the experts that an engine has recorded, too. No groups give an experience of no samples."""
     place = {position: index for index, position in enumerate(of_chunk)}
     samples = [sample for group in groups for sample in group.samples]
+    routed = {} if routing is None else {"routed_experts": routing.packed(_routed_experts(samples, routing))}
     return Experience(
+        **routed,
         sample_ids=_integers(sample.id for sample in samples),
         group_ids=_integers(place[group.position] for group in groups for _ in group.samples),
         prompt_ids=_integers(group.row for group in groups for _ in group.samples),
@@ -41,6 +46,18 @@ def _turn_rewards(sample: Sample) -> Sequence[float]:
     for end, reward in zip(sample.turns, sample.turn_rewards, strict=False):
         rewards[end - 1] += reward
     return rewards
+
+
+def _routed_experts(samples: Sequence[Sample], shape: RoutingShape) -> Tensor:
+    """[tokens, layers, top_k]; nothing was recorded of tokens that the engine has not fed, as the last one."""
+    experts = shape.unknown(sum(len(sample.context) for sample in samples))
+    first = 0
+    for sample in samples:
+        if sample.routing is not None:
+            found = torch.from_numpy(sample.routing.experts)
+            experts[first : first + len(found)] = found
+        first += len(sample.context)
+    return experts
 
 
 def _integers(values: Iterable[int]) -> Tensor:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.errors import CheckpointError
+from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup, Status
 
-FORMAT = "rollout 4"
+FORMAT = "rollout 5"
 TOKEN_FIELDS = {
     "tokens": torch.int64,
     "logprobs": torch.float64,
@@ -26,9 +28,10 @@ PROMPT_FIELDS = {"prompt": torch.int64}
 """Of a sample: environments may begin those of one row in different words."""
 TURN_FIELDS = {"turns": torch.int64, "turn_rewards": torch.float64}
 """Of a sample, with an entry per turn."""
-NUM_NUMBERS = 10
+NUM_NUMBERS = 11
 """Of a sample that stand in one row."""
 NO_LIMIT = NO_PARENT = -1
+ROUTING = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class RolloutState:
         }
         for name, dtype in (PROMPT_FIELDS | TOKEN_FIELDS | TURN_FIELDS).items():
             tensors[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
+        tensors |= _routing_tensors(samples)
         return Contents(tensors, {"format": FORMAT})
 
     @classmethod
@@ -167,12 +171,13 @@ def _numbers(sample: Sample) -> tuple[int, ...]:
     limit = NO_LIMIT if sample.turn_limit is None else sample.turn_limit
     lengths = (len(sample.prompt), len(sample.tokens), len(sample.turns), len(sample.turn_rewards))
     parent = NO_PARENT if sample.parent is None else sample.parent
-    return sample.id, sample.seed, sample.status, limit, sample.goes_on, parent, *lengths
+    routed = len(sample.routing) if sample.routing else 0
+    return sample.id, sample.seed, sample.status, limit, sample.goes_on, parent, routed, *lengths
 
 
 def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sample:
     """`values` are those of each field from this sample's on."""
-    number, seed, status, limit, goes_on, parent, num_prompt, num_tokens, *num_turns = row
+    number, seed, status, limit, goes_on, parent, routed, num_prompt, num_tokens, *num_turns = row
     lengths = {"prompt": num_prompt} | dict.fromkeys(TOKEN_FIELDS, num_tokens)
     lengths |= dict(zip(TURN_FIELDS, num_turns, strict=True))
     fields: dict[str, Any] = {name: tuple(islice(values[name], length)) for name, length in lengths.items()}
@@ -183,16 +188,24 @@ def _read_sample(row: Sequence[int], values: Mapping[str, Iterator[Any]]) -> Sam
         turn_limit=None if limit == NO_LIMIT else limit,
         goes_on=bool(goes_on),
         parent=None if parent == NO_PARENT else parent,
+        routing=RecordedRouting(np.stack([*islice(values[ROUTING], routed)])) if routed else None,
         **fields,
     )
 
 
 def _read_groups(tensors: Mapping[str, Tensor]) -> Iterator[SampleGroup]:
     values = {name: iter(tensors[name].tolist()) for name in (*PROMPT_FIELDS, *TOKEN_FIELDS, *TURN_FIELDS)}
+    values[ROUTING] = iter(tensors[ROUTING].numpy())
     rows = iter(tensors["samples"].view(-1, NUM_NUMBERS).tolist())
     for position, row, num_samples in tensors["groups"].view(-1, 3).tolist():
         samples = tuple(_read_sample(numbers, values) for numbers in islice(rows, num_samples))
         yield SampleGroup(position, row, samples)
+
+
+def _routing_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The experts of all samples' tokens that have any, [tokens, layers, top_k], end to end."""
+    found = [sample.routing.experts for sample in samples if sample.routing]
+    return {ROUTING: torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, 0, 0, dtype=torch.int8)}
 
 
 def _integers(values: Iterable[int]) -> Tensor:

@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.models.routing_shape import RoutingShape
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.evaluable import Evaluable, Outputs
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, local_parameters
+from rltrain.training.megatron.replayed_batch import found_choices
 from rltrain.training.packing import MicroBatch
 
 
@@ -30,10 +32,31 @@ class EvaluableModel(Evaluable):
     def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(self.model, experience, max_tokens)
 
+    def evaluate_routing(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over: this replica."""
+        shape = RoutingShape.of(self.model.architecture)
+        routed = shape.packed(shape.unknown(experience.num_tokens))
+
+        def forward(micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+            found: list[dict[int, Tensor]] = [{} for _ in micro_batches]
+            kept = self._forward(micro_batches, outputs, found)
+            for batch, of_layers in zip(micro_batches, found, strict=True):
+                routed[batch.token_index] = found_choices(self.model, batch, of_layers).cpu()
+            return kept
+
+        return self._evaluate_tokens(experience, max_tokens, temperature, forward), routed
+
     def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+        return self._forward(micro_batches, outputs, None)
+
+    def _forward(
+        self, micro_batches: Sequence[MicroBatch], outputs: Outputs, found: Sequence[dict[int, Tensor]] | None
+    ) -> list[Any]:
         was_training = self.model.training
         self.model.eval()
-        kept = run_schedule(self.model, micro_batches, outputs, backward=False)
+        kept = run_schedule(self.model, micro_batches, outputs, backward=False, found=found)
         self.model.train(was_training)
         return kept
 
@@ -46,8 +69,10 @@ class EvaluableModel(Evaluable):
 class BaseModel(EvaluableModel):
     """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
 
-    def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+    def _forward(
+        self, micro_batches: Sequence[MicroBatch], outputs: Outputs, found: Sequence[dict[int, Tensor]] | None
+    ) -> list[Any]:
         adapters = self.model.adapters
         assert adapters is not None, "a model without adapters is its own base"
         with adapters.off():
-            return super().forward(micro_batches, outputs)
+            return super()._forward(micro_batches, outputs, found)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
@@ -18,6 +19,8 @@ from rltrain.data.experience import Experience
 from rltrain.training.evaluable import Outputs
 from rltrain.training.megatron.linear import rows_multiple
 from rltrain.training.megatron.model import LanguageModel
+from rltrain.training.megatron.replayed_batch import given_choices
+from rltrain.training.megatron.router_replay import Choices, tell_choices
 from rltrain.training.megatron.routing import routed_samples, tell_routers
 from rltrain.training.megatron.stage_messages import stage_messages
 from rltrain.training.packing import MicroBatch, pack, padded_to, padding_alone
@@ -81,24 +84,26 @@ def run_schedule(
     chunks: Sequence[torch.nn.Module] | None = None,
     backward: bool,
     shares: Callable[[Experience], Tensor] | None = None,
+    found: Sequence[dict[int, Tensor]] | None = None,
 ) -> list[Any]:
     """Run forward (and backward) over the micro-batches; what `outputs` kept of each that has samples, on the last
     pipeline stage only.
 
     `chunks` are the model's, or their data-parallel wrappers. `shares` gives [samples] what each counts for, in losses
-    that layers add to the gradients, and in their statistics; None: there is nothing of that. Losses are summed:
-    nothing is divided by the number of micro-batches, and no gradient is reduced. Collective over: this replica, and
-    where replicas hold experts for each other all of them.
+    that layers add to the gradients, and in their statistics; None: there is nothing of that. `found` takes, for every
+    micro-batch, what routers choose in this rank's layers. Losses are summed: nothing is divided by the number of
+    micro-batches, and no gradient is reduced. Collective over: this replica, and where replicas hold experts for each
+    other all of them.
     """
     groups, config, chunks = model.pg_collection, model.config, list(chunks or model.chunks)
 
-    def step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch = next(batches)
+    def step(
+        batches: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number, batch = next(batches)
         if chunk is chunks[0]:
             model.on_micro_batch(batch.lengths, backward)
-        sequences = model.sequences(batch.segments)
-        if shares is not None and model.architecture.moe:
-            tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
+        sequences = _described(model, batch, shares, None if found is None else found[number])
         hidden_or_logits = chunk(
             input_ids=batch.padded_tokens[None],
             position_ids=None,
@@ -117,7 +122,7 @@ def run_schedule(
 
     arguments: dict[str, Any] = {
         "forward_step_func": step,
-        "data_iterator": [iter(micro_batches) for _ in chunks],
+        "data_iterator": [iter(enumerate(micro_batches)) for _ in chunks],
         "model": chunks,
         "num_microbatches": len(micro_batches),
         "seq_length": sum(micro_batches[0].segments),
@@ -131,3 +136,19 @@ def run_schedule(
         arguments["p2p_communicator"] = stage_messages(plain_group(groups.pp), config)
     kept = schedule(**arguments)
     return [of_batch for of_batch, batch in zip(kept, micro_batches, strict=False) if batch.num_tokens]
+
+
+def _described(
+    model: LanguageModel,
+    batch: MicroBatch,
+    shares: Callable[[Experience], Tensor] | None,
+    found: dict[int, Tensor] | None,
+) -> PackedSeqParams:
+    """The packed sequences, with what routers are to know of them."""
+    sequences = model.sequences(batch.segments)
+    if shares is not None and model.architecture.moe:
+        tell_routers(sequences, routed_samples(batch, shares(batch.experience)))
+    given = given_choices(model, batch)
+    if given or found is not None:
+        tell_choices(sequences, Choices(given, found))
+    return sequences

@@ -1,5 +1,6 @@
 """Routers that know which tokens are whose: losses that balance experts, their loads, and biases that follow these."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from rltrain.config import schema
 from rltrain.models import Architecture
+from rltrain.training.megatron.router_replay import Choices, ReplayedChoice, choices_told
 from rltrain.training.packing import MicroBatch
 
 NAMES_OF_LOSSES = ("moe_aux_loss", "moe_z_loss")
+REPLAYED, DIFFERING = "replayed_choices", "replayed_choices_differing"
+"""Metrics of an optimizer step in which choices were given."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class SparseLayer(TransformerLayer):
     """A layer with experts."""
 
     def forward(self, *arguments: Any, **settings: Any) -> Any:
-        self.mlp.router.samples = vars(settings["packed_seq_params"]).get("routed_samples")
+        sequences, router = settings["packed_seq_params"], self.mlp.router
+        router.samples = vars(sequences).get("routed_samples")
+        router.replayed.choices = choices_told(sequences)
         return super().forward(*arguments, **settings)
 
 
@@ -71,10 +77,27 @@ class SampleRouter(TopKRouter):
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=device))
         self.samples: RoutedSamples | None = None
+        self.is_recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        self.waiting: deque[tuple[RoutedSamples | None, Choices | None]] = deque()
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         """[experts] tokens of samples that this rank's part of the mini-batch sent to each, since the last step."""
+        self.replayed = self.router_replay = ReplayedChoice(device)
         self.losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
         """NAMES_OF_LOSSES for this rank's tokens since then, undivided and before the coefficients."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        super().set_layer_number(layer_number)
+        self.replayed.layer = layer_number - 1
+
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        """Where all of a layer's experts are computed anew, later micro-batches may have been on their way before: what
+        was told of those that wait for it is taken in their order, which is that of backward."""
+        if self.is_recomputed and self.training:
+            if torch.is_grad_enabled():
+                self.samples, self.replayed.choices = self.waiting.popleft()
+            else:
+                self.waiting.append((self.samples, self.replayed.choices))
+        return super().forward(*arguments, **settings)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights and choice of experts [tokens, experts], of `logits` [tokens, 1, experts].
@@ -152,16 +175,18 @@ class Routers:
         """What was counted since the last call; losses over `divisor`. Collective over: the role's ranks."""
         tokens = torch.zeros(len(self._has_experts), self._num_experts, dtype=torch.int64, device=device)
         losses = torch.zeros(len(NAMES_OF_LOSSES), dtype=torch.float64, device=device)
+        replayed = torch.zeros(2, dtype=torch.int64, device=device)
         for layer, router in self._routers.items():
             tokens[layer] = router.load
             losses += router.losses
-            router.load.zero_()
-            router.losses.zero_()
+            replayed += router.replayed.counts
+            for counted in (router.load, router.losses, router.replayed.counts):
+                counted.zero_()
         for group in (self._groups.tp_dp_cp, self._groups.pp):
-            dist.all_reduce(tokens, group=group)
-            dist.all_reduce(losses, group=group)
+            for counted in (tokens, losses, replayed):
+                dist.all_reduce(counted, group=group)
         of_layers = tokens.cpu()[self._has_experts].double()
-        metrics = load_metrics(of_layers)
+        metrics = load_metrics(of_layers) | replay_metrics(*replayed.tolist(), num_choices=int(of_layers.sum()))
         for name, loss, coefficient in zip(
             NAMES_OF_LOSSES, losses.tolist(), (self._settings.aux_loss_coef, self._settings.z_loss_coef), strict=True
         ):
@@ -193,6 +218,13 @@ def load_metrics(tokens: Tensor) -> dict[str, float]:
         "moe_load_min": float(relative.min()),
         "moe_idle_experts": float((tokens == 0).sum()),
     }
+
+
+def replay_metrics(num_given: int, num_differing: int, *, num_choices: int) -> dict[str, float]:
+    """Of the choices that routers made for tokens of samples; none where none was given."""
+    if not num_given:
+        return {}
+    return {REPLAYED: num_given / num_choices, DIFFERING: num_differing / num_given}
 
 
 def _relative(tokens: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""What ranks do in test_router_replay: choices of experts that are given, cut as layouts cut tokens and layers, and
+those of an engine."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.data.experience import Experience
+from rltrain.models import read_architecture
+from rltrain.models.routing_shape import RoutingShape
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sample import SampleGroup
+from rltrain.rollout.stream.packing import pack_groups
+from rltrain.training.megatron.model import build_model, local_parameters
+from rltrain.training.megatron.trainable import TrainableModel
+from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
+from tests.rollout_models import load_engine, ragged_requests
+
+SELECTIVE = {"granularity": "selective", "modules": ["moe"]}
+LAYOUTS = {
+    "one_rank": Layout(Grid((0,)), distributed=False),
+    "tp2_ep2": Layout(Grid(ALL, tp=2, ep=2)),
+    "pp2_ep2_recomputed": Layout(Grid(ALL, pp=2, ep=2), recompute="full"),
+    "pp4_moe_recomputed": Layout(Grid(ALL, pp=4), recompute=SELECTIVE),  # type: ignore[arg-type]
+    "tp2_pp2_ep2_etp1": Layout(Grid(ALL, tp=2, pp=2, ep=2, etp=1)),
+    "interleaved": Layout(Grid(ALL, pp=4, vpp=2, layers_per_stage=(1, 0, 1, 0, 1, 0, 1, 0))),
+}
+
+
+def all_cases(folder: str, layouts: list[str], close: dict[str, str]) -> dict[str, Any]:
+    grids = {LAYOUTS[layout].grid for layout in layouts}
+    groups = ProcessGroups(
+        sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})}), backend="gloo", timeout_s=60
+    )
+    ranks = {layout: LAYOUTS[layout].grid.ranks for layout in layouts}
+    results: dict[str, Any] = {
+        layout: _replayed(Path(folder), LAYOUTS[layout], groups)
+        for layout in layouts
+        if dist.get_rank() in ranks[layout]
+    }
+    if dist.get_rank() == 0:
+        results["engine"] = {dtype: _beside_engine(Path(path), dtype, groups) for dtype, path in close.items()}
+    return results
+
+
+def given_experts(shape: RoutingShape, experience: Experience, num_experts: int) -> Tensor:
+    """[tokens, layers, top_k] drawn at random, whatever routers find best; none for some tokens. Of a sample always the
+    same."""
+    given = []
+    for sample, length in zip(experience.sample_ids.tolist(), experience.lengths.tolist(), strict=True):
+        generator = torch.Generator().manual_seed(sample)
+        order = torch.rand(length, shape.num_layers, num_experts, generator=generator).argsort(-1)
+        experts = order[..., : shape.top_k].to(shape.experts)
+        experts[::5] = shape.unknown(length)[::5]
+        given.append(experts)
+    return torch.cat([shape.unknown(0), *given])
+
+
+def _replayed(path: Path, layout: Layout, groups: ProcessGroups) -> dict[str, Any]:
+    """With given choices: an optimizer step and log-probs before it, and where there is one rank gradients. What is
+    found is asked before."""
+    architecture = read_architecture(path)
+    shape, experience = RoutingShape.of(architecture), share_of(path, layout.grid)
+    packed = shape.packed(given_experts(shape, experience, architecture.num_experts))
+    differences = {}
+    if not layout.distributed:
+        model = make_trained(path, layout, groups, {})
+        differences = relative_differences(model, path / "replayed", experience.with_fields(routed_experts=packed))
+    model = make_trained(path, layout, groups, {})
+    own, found = model.evaluate_routing(experience, max_tokens=MAX_TOKENS)
+    again = model.evaluate(experience.with_fields(routed_experts=found), max_tokens=MAX_TOKENS)
+    replayed = experience.with_fields(routed_experts=packed)
+    logprobs = model.evaluate(replayed, max_tokens=MAX_TOKENS)
+    return {
+        "differences": differences,
+        "sample_ids": experience.sample_ids.tolist(),
+        "found": shape.unpacked(found).tolist(),
+        "own": own.tolist(),
+        "again": again.tolist(),
+        "logprobs": logprobs.tolist(),
+        "step": model.train_batch(replayed, likelihood_loss()),
+    }
+
+
+def _beside_engine(path: Path, dtype: str, groups: ProcessGroups) -> dict[str, Any]:
+    """How far the trainer's log-probs are from those of an engine that drew, with and without its choices."""
+    engine, _ = load_engine(path, dtype=getattr(torch, dtype), record_routing=True)
+    requests = [replace(sample, id=number) for number, sample in enumerate(ragged_requests(8))]
+    drawn = engine.generate(requests, SamplingParams(1.0, 1.0, 0, 24, ()))
+    architecture, grid = read_architecture(path), Grid((0,))
+    groups_of_samples = [SampleGroup(sample.id, 0, (sample,)) for sample in drawn]
+    experience = pack_groups(groups_of_samples, range(len(drawn)), RoutingShape.of(architecture))
+    language_model = build_model(
+        architecture,
+        grid,
+        groups,
+        model=schema.Model(path=str(path), dtype=dtype),  # type: ignore[arg-type]
+        parallel=schema.Parallel(),
+        device=torch.device("cpu"),
+    )
+    load_parameters(path, language_model.layout, 0, local_parameters(language_model))
+    model = TrainableModel(language_model, schema.Actor(distributed_optimizer=False), total_updates=1)
+    columns = experience.columns()
+    del columns["routed_experts"]
+    response = experience.response_mask
+
+    def difference(of: Experience) -> tuple[float, float]:
+        apart = (model.evaluate(of, max_tokens=500) - of.rollout_logprobs)[response].abs()
+        return float(apart.mean()), float(apart.max())
+
+    without, replayed = difference(Experience(**columns)), difference(experience)
+    step = model.train_batch(experience, likelihood_loss())
+    return {"without": without, "replayed": replayed, "step": step}

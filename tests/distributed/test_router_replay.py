@@ -1,0 +1,132 @@
+"""Choices of experts that are given: alike in every layout, with transformers' gradients, and as close to the engine's
+log-probs as a dense model's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from rltrain.data.experience import Experience
+from rltrain.models import read_architecture
+from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
+from tests.distributed.cases_experts import response_mask
+from tests.distributed.cases_router_replay import LAYOUTS, given_experts
+from tests.distributed.family_checkpoints import LENGTHS, make_family_checkpoint, write_gradients
+from tests.distributed.torchrun import run_distributed
+from tests.rollout_models import write_checkpoint
+
+RELATIVE = 1e-4
+FEW = ("tp2_ep2", "pp4_moe_recomputed")
+MODEL = "qwen3_moe"
+Reports = dict[str, list[dict[str, Any]]]
+
+
+def write_replayed_gradients(path: Path) -> None:
+    """As `write_gradients`, of transformers' model with routers that choose what is given."""
+    architecture = read_architecture(path)
+    lengths, numbers = torch.tensor(LENGTHS), torch.arange(len(LENGTHS))
+    experience = Experience(group_ids=numbers, sample_ids=numbers, lengths=lengths)
+    given = given_experts(RoutingShape.of(architecture), experience, architecture.num_experts).long().split(LENGTHS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    sparse = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for place, mlp in enumerate(sparse):
+        samples = iter(given)
+
+        def choose(gate: Any, inputs: Any, output: Any, samples: Any = samples, place: int = place) -> Any:
+            wanted = next(samples)[:, place]
+            experts = torch.where(wanted == NOT_RECORDED, output[2], wanted)
+            scores = torch.nn.functional.linear(inputs[0].flatten(0, -2), gate.weight).softmax(-1).gather(1, experts)
+            return output[0], scores / scores.sum(-1, keepdim=True), experts
+
+        mlp.gate.register_forward_hook(choose)
+    write_gradients(path, response_mask(), model, path / "replayed")
+
+
+SPREAD = {"float32": 1e-7, "bfloat16": 2e-2}
+
+
+def close_scores(folder: Path, spread: float) -> Path:
+    """A checkpoint of two kinds of experts, of which every token takes two of one kind, and rounding decides which."""
+    path = write_checkpoint(folder, MODEL, num_hidden_layers=4, mlp_only_layers=[])
+    weights = load_file(path / "model.safetensors")
+    for name, gate in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            kinds = gate.view(2, -1, gate.shape[1])
+            kinds[:, 1:] = kinds[:, :1] * (1 + spread * torch.randn_like(kinds[:, 1:]))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def replay(folder: Path, layouts: list[str], close: dict[str, str]) -> Reports:
+    path = make_family_checkpoint(MODEL, folder / MODEL)
+    write_replayed_gradients(path)
+    arguments = {"folder": str(path), "layouts": layouts, "close": close}
+    ranks = run_distributed("tests.distributed.cases_router_replay:all_cases", 4, arguments, timeout_s=300)
+    return {name: [rank[name] for rank in ranks if name in rank] for name in (*layouts, "engine")}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    folder = tmp_path_factory.mktemp("replay")
+    close = {dtype: str(close_scores(folder / dtype, spread)) for dtype, spread in SPREAD.items()}
+    return replay(folder, ["one_rank", *FEW], close)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    return replay(tmp_path_factory.mktemp("others"), [layout for layout in LAYOUTS if layout not in FEW], {})
+
+
+def test_gradients_are_those_of_transformers_with_the_same_choices(reports: Reports) -> None:
+    """The gates' among them: weights are the routers' own scores."""
+    differences = reports["one_rank"][0]["differences"]
+    assert sum(name.endswith("router.weight") for name in differences) == 3
+    assert max(differences.values()) < RELATIVE, differences
+
+
+@pytest.mark.parametrize("layout", FEW)
+def test_layouts_replay_alike(reports: Reports, layout: str) -> None:
+    check_alike(reports, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("one_rank", *FEW)])
+def test_all_other_layouts_do(others: Reports, layout: str) -> None:
+    check_alike(others, layout)
+
+
+def check_alike(reports: Reports, layout: str) -> None:
+    """Log-probs, the optimizer step's report, and what each rank's routers choose by themselves in its layers."""
+    (expected,) = reports["one_rank"]
+    assert expected["step"]["replayed_choices"] == pytest.approx(0.75, abs=0.1)
+    assert expected["step"]["replayed_choices_differing"] > 0.5
+    starts = dict(zip(expected["sample_ids"], torch.tensor(LENGTHS).cumsum(0).tolist(), strict=True))
+    for report in reports[layout]:
+        assert report["step"] == pytest.approx(expected["step"], rel=RELATIVE)
+        places = [range(starts[sample] - LENGTHS[sample], starts[sample]) for sample in report["sample_ids"]]
+        index = [place for of_sample in places for place in of_sample]
+        for name in ("own", "logprobs"):
+            assert report[name] == pytest.approx([expected[name][place] for place in index], abs=RELATIVE)
+        assert report["again"] == pytest.approx(report["own"], abs=1e-6)
+        found, of_one = torch.tensor(report["found"]), torch.tensor(expected["found"])[index]
+        if len(index):
+            own_layers = (found != NOT_RECORDED).all(-1).all(0)
+            assert torch.equal(found[:, own_layers].sort(-1).values, of_one[:, own_layers].sort(-1).values)
+            assert ((found == NOT_RECORDED).all(-1).all(0) | own_layers).all()
+    together = [torch.tensor(report["found"]).amax() for report in reports[layout] if report["found"]]
+    assert max(together) >= 0
+
+
+@pytest.mark.parametrize("dtype", SPREAD)
+def test_close_scores_part_trainer_and_engine_unless_choices_are_replayed(reports: Reports, dtype: str) -> None:
+    """In bfloat16 what is left is rounding, as of a dense model."""
+    found = reports["engine"][0][dtype]
+    (mean, largest), (replayed_mean, replayed_largest) = found["without"], found["replayed"]
+    assert found["step"]["replayed_choices_differing"] > 1e-3
+    if dtype == "float32":
+        assert mean > 0.01 and replayed_largest < 1e-4
+    else:
+        assert replayed_mean < mean / 1.5 and replayed_largest < largest / 5
