@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (*BASE, "data"),
     "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
+    "importing": (*BASE, "data", "legality"),
     "folders": BASE,
     "roles": (
         *BASE,
