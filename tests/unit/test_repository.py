@@ -108,6 +108,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "command": (*BASE, "job", "dry_run"),
     "evaluating": (*BASE, "job", "command", "hub"),
+    "commands": BASE,
     "tools": (
         *BASE,
         *("checkpoint", "schedule", "reshard", "observability", "cluster", "models", "rollout", "training"),
