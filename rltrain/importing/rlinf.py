@@ -7,7 +7,7 @@ from rltrain.importing.conversions import NOTHING, count, estimator, interval, n
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
 from rltrain.importing.steps import Rows, set_steps
-from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
+from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
 SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
 PLACED = "cluster.component_placement."
@@ -122,23 +122,24 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     """The ranks as RLinf writes them: `placement` here takes all of its forms."""
     nodes = count(keys.get("cluster.num_nodes", 1))
     largest = 0
-    for components, given in keys.under(PLACED).items():
-        value = given
-        if components.endswith((".placement", ".node_group")):
-            components, _, what = components.rpartition(".")
-            if what == "node_group":
-                out.notes.append(
-                    f"{components} is placed in the node group {given}: its nodes are written as node: ranges"
-                )
-                continue
+    placed_in, groups = keys.under(PLACED), _node_groups(keys.get("cluster.node_groups") or [])
+    for name, given in placed_in.items():
+        if name.endswith(".node_group"):
+            continue
+        components, value = name.removesuffix(".placement"), str(given)
+        group = str(placed_in.get(f"{components}.node_group", "cluster"))
+        if group in groups:
+            value = _on_nodes(value, groups[group])
+        elif group not in ("cluster", "node"):
+            out.differs(PLACED + components, group, "no node group is called so")
         roles = [component.strip() for component in components.split(",")]
         unknown = [role for role in roles if role not in ROLES]
         if unknown:
             out.differs(PLACED + components, given, f"{', '.join(unknown)} is no role here")
         known = list(dict.fromkeys(ROLES[role] for role in roles if role in ROLES))
         if known:
-            out.place(known, value if isinstance(value, str) else str(value), PLACED + components)
-            largest = max([largest, *(int(one) + 1 for one in _numbers(str(value)))])
+            out.place(known, value, PLACED + components)
+            largest = max([largest, *(int(one) + 1 for one in _numbers(value))])
     placed = [path.removeprefix("placement.").split(", ") for path in out.settings if path.startswith("placement.")]
     names = {role for roles in placed for role in roles}
     if "reward" not in names and "rollout" in names:
@@ -146,6 +147,36 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in names:
         _beside(out, "actor", "reference", "algorithm.kl_beta")
     out.world_size = max(largest, 8 * nodes if largest == 0 or nodes > 1 else largest)
+
+
+RANKS_OF_NODE = 8
+
+
+def _node_groups(given: Any) -> dict[str, list[int]]:
+    """The nodes of each group, by its label."""
+    groups = {}
+    for group in given if isinstance(given, list) else []:
+        nodes = [int(one) for one in _listed(str(group.get("node_ranks", "")))]
+        groups[str(group.get("label"))] = sorted(nodes)
+    return groups
+
+
+def _listed(text: str) -> list[int]:
+    items = [item.strip().partition("-") for item in text.split(",") if item.strip()]
+    return [number for first, _, last in items for number in range(count(first), count(last or first) + 1)]
+
+
+def _on_nodes(value: str, nodes: list[int]) -> str:
+    """Ranks that are counted within a group of nodes, as ranks of the job; all of them: its nodes."""
+    if nodes != [*range(nodes[0], nodes[0] + len(nodes))]:
+        raise UntranslatableError(f"the nodes {nodes} of a group do not follow one another, as a range needs")
+    if value == "all":
+        return f"node:{nodes[0]}-{nodes[-1]}" if len(nodes) > 1 else f"node:{nodes[0]}"
+    moved = [
+        number + nodes[0] * RANKS_OF_NODE
+        for number in _listed(",".join(one.partition(":")[0] for one in value.split(",")))
+    ]
+    return ",".join(map(str, moved)) if moved != [*range(moved[0], moved[-1] + 1)] else f"{moved[0]}-{moved[-1]}"
 
 
 def _beside(out: Translation, role: str, other: str, origin: str) -> None:

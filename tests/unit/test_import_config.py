@@ -201,3 +201,26 @@ def test_rows_are_counted_where_the_file_is_there(tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a", "reward_model": {"ground_truth": "1"}}\n' * 2500)
     text = VERL.replace("$HOME/data/gsm8k/train.parquet", str(rows), 1)
     assert imported_text("verl", text, tmp_path).get("steps") == 15 * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"actor": "0-7", "rollout": {"node_group": "draw", "placement": "0-7"}}, {"actor": "0-7", "rollout": "8-15"}),
+        ({"actor": "0-7:0-7", "rollout": {"node_group": "draw", "placement": "all"}}, {"rollout": "node:1"}),
+        ({"actor,rollout": "0-3,5,7"}, {"actor": "0-3,5,7", "rollout": "0-3,5,7"}),
+    ],
+)
+def test_placements_of_rlinf_become_ranks(given: dict[str, Any], expected: dict[str, str], tmp_path: Path) -> None:
+    groups = [{"label": "train", "node_ranks": "0"}, {"label": "draw", "node_ranks": "1"}]
+    cluster = {"num_nodes": 2, "component_placement": given, "node_groups": groups}
+    data = {**RLINF["data"], "rollout_batch_size": 128}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RLINF, "defaults": [], "cluster": cluster, "data": data}))
+    found = imported("rlinf", [str(tmp_path / "run.yaml")])
+    placed = {
+        role: setting.value
+        for path, setting in found.settings.items()
+        if path.startswith("placement.")
+        for role in path.removeprefix("placement.").split(", ")
+    }
+    assert expected.items() <= placed.items() and placed["reward"] == placed["rollout"]
