@@ -1,4 +1,4 @@
-"""The command line of launch/train.py."""
+"""The command line of launch/train.py, `rltrain train` and `rltrain dry-run`."""
 
 import argparse
 import os

@@ -16,7 +16,10 @@ Mode = Literal["colocated", "disaggregated", "hybrid"]
 
 NODE_PREFIX = "node:"
 RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
-GRAMMAR = 'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", or "all"'
+GRAMMAR = (
+    'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", or "all"; with '
+    'RLinf\'s processes behind a colon: "0-3:0-3"'
+)
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,16 @@ def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_p
 
 
 def parse_ranks(text: str, world_size: int, ranks_per_node: int, where: str = "placement") -> tuple[int, ...]:
-    """The world ranks that `text` names, sorted; PlacementError, starting with `where`, if they are no ranks."""
+    """The world ranks that `text` names, sorted; PlacementError, starting with `where`, if they are no ranks.
+
+    `a-b:c-d`, as RLinf writes it, says besides which processes of the role are on these ranks. A rank is a process
+    here, or one of several that make a process together, as of an engine; so there may be no more processes than ranks.
+    """
     ranges = text.strip()
     if ranges == "all":
         return tuple(range(world_size))
     if not ranges.startswith(NODE_PREFIX):
-        return _parse_ranges(ranges, "rank", world_size, where)
+        return _parse_ranges(_without_processes(ranges, world_size, where), "rank", world_size, where)
     num_nodes = -(-world_size // ranks_per_node)
     nodes = _parse_ranges(ranges.removeprefix(NODE_PREFIX), "node", num_nodes, where)
     first_ranks = (node * ranks_per_node for node in nodes)
@@ -188,6 +195,40 @@ def _refuse_expert_shares(grid: Grid, key: str, who: str) -> None:
         f"{who} has {stage} ranks in a pipeline stage, but {key} shares out experts over ep {grid.ep} x {given} = "
         f"{grid.ep * etp}; expected a divisor of {stage}. The nearest that works is {nearest}"
     )
+
+
+def _without_processes(text: str, world_size: int, where: str) -> str:
+    """`text` without the processes behind colons, which are counted from 0 in the order of the ranks."""
+    items, first = [], 0
+    for item in text.split(","):
+        ranks, colon, processes = (part.strip() for part in item.partition(":"))
+        items.append(f"0-{world_size - 1}" if ranks == "all" and colon else ranks)
+        if not colon:
+            continue
+        named = RANGE.fullmatch(processes)
+        if named is None:
+            raise PlacementError(
+                f"{where}: {processes!r} behind the colon is no range of processes; expected {GRAMMAR}"
+            )
+        number = len(_parse_ranges(items[-1], "rank", world_size, where))
+        count = int(named[2] or named[1]) - int(named[1]) + 1
+        if int(named[1]) != first:
+            raise PlacementError(
+                f"{where}: the processes of {item.strip()!r} begin with {named[1]}; expected {first}: here the "
+                "processes of a role are numbered by its ranks"
+            )
+        if count > number:
+            raise PlacementError(
+                f"{where}: {item.strip()!r} puts {count} processes on {number} ranks; expected at most as many: a rank "
+                "is one process of torchrun's, and no role has several on it"
+            )
+        if number % max(count, 1):
+            raise PlacementError(
+                f"{where}: {item.strip()!r} shares {number} ranks out among {count} processes; expected a divisor of "
+                f"{number}: ranks of one process are an engine, or a copy of a model, of parallel.tp ranks"
+            )
+        first += count
+    return ",".join(items)
 
 
 def _parse_ranges(text: str, unit: str, count: int, where: str) -> tuple[int, ...]:

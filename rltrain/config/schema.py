@@ -93,7 +93,7 @@ class Schedule(Section):
     oversampling: Positive = 0.25
     """With partial_rollouts: prompt groups in flight beyond those of a step, as a fraction of these."""
     sync_every: Count = 1
-    """Steps from one weight sync to the next."""
+    """Steps from one weight sync to the next; max_staleness is then at least one less."""
     in_flight_sync: bool = True
     """asynchronous: engines take new weights between two decode steps; false: between two generate tasks."""
 

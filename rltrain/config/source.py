@@ -20,16 +20,18 @@ OVERRIDE = "override"
 PLAIN_COLLECTIONS = (yaml.resolver.Resolver.DEFAULT_MAPPING_TAG, yaml.resolver.Resolver.DEFAULT_SEQUENCE_TAG)
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Safe YAML whose numbers are those that people write: 1e-3 is one, while 1:30, 010 and 2026-11-21 are text."""
 
 
-_Loader.yaml_implicit_resolvers = {
+PlainLoader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":int", ":float", ":timestamp"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
+PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+PlainLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
     list("-+.0123456789"),
@@ -125,7 +127,7 @@ class _Reader:
     """Turns the YAML node tree into plain data, noting the line of every value and every repeated key."""
 
     def __init__(self, text: str, name: str) -> None:
-        self.loader = _Loader(text)
+        self.loader = PlainLoader(text)
         self.name = name
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []

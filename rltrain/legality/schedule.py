@@ -71,15 +71,18 @@ def _without_staleness(config: Config) -> str:
 
 def _staleness_problems(config: Config) -> Iterator[str]:
     schedule = config.schedule
-    if RunShape.of(config).lead < 0 or (schedule.mode != "asynchronous" and schedule.sync_every > 1):
-        limit = schedule.max_staleness if schedule.mode == "asynchronous" else 0
+    limit = 0 if schedule.mode == "pipelined" else schedule.max_staleness
+    if schedule.sync_every > limit + 1:
+        nearest = f"schedule.mode: asynchronous with schedule.max_staleness: {schedule.sync_every - 1} or more"
+        if schedule.mode == "sequential":
+            nearest = f"schedule.max_staleness: {schedule.sync_every - 1}"
         yield (
             f"schedule.sync_every: got {schedule.sync_every}: weights would be {schedule.sync_every - 1} steps old, "
             f"and schedule.mode {schedule.mode} with schedule.max_staleness {schedule.max_staleness} allows {limit}. "
-            f"The nearest that works is schedule.sync_every: {limit + 1}; or schedule.mode: asynchronous with "
-            f"schedule.max_staleness: {schedule.sync_every - 1} or more"
+            f"The nearest that works is schedule.sync_every: {limit + 1}; or {nearest}"
         )
-    if schedule.max_staleness and schedule.mode != "asynchronous" and not schedule.partial_rollouts:
+    seldom = schedule.mode == "sequential" and schedule.sync_every > 1
+    if schedule.max_staleness and schedule.mode != "asynchronous" and not schedule.partial_rollouts and not seldom:
         yield (
             f"schedule.max_staleness: got {schedule.max_staleness} with schedule.mode {schedule.mode}, in which no "
             "sample is older than its step; expected 0, or schedule.mode: asynchronous"

@@ -10,7 +10,7 @@ from rltrain.dry_run.options import DryRunOptions
 from rltrain.dry_run.sizes import seconds, size, sizes
 from rltrain.errors import ConfigError
 from rltrain.estimate.hardware import GPUS
-from tools.make_tiny_model import Size, qwen3_config
+from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOST_LINES = 125

@@ -18,9 +18,9 @@ from rltrain.estimate.sync_time import PlannedSync, least_sync_s
 from rltrain.estimate.training_time import TrainingTime
 from rltrain.estimate.workload import Workload
 from rltrain.observability.run_logs import write_job
+from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
 from tests.unit.test_estimated_memory import anything, job_of
 from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
-from tools.make_tiny_model import Size, qwen3_config
 
 H100 = GPUS["h100"]
 WORKLOAD = Workload(prompt=500, response=1000, longest_response=2000)

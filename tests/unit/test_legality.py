@@ -43,6 +43,7 @@ REWARD_WITH_ROLLOUT = {"actor,reference": 0, "rollout,reward": 1}
         {"schedule": {"mode": "pipelined", "chunks": 8}, "batch": {"mini_batches": 2}},
         {"schedule": {"mode": "asynchronous"}},
         {"schedule": {"mode": "asynchronous", "max_staleness": 4, "sync_every": 5}},
+        {"schedule": {"max_staleness": 2, "sync_every": 3}, "placement": COLOCATED},
         {"schedule": {"mode": "asynchronous", "max_staleness": 1}, "placement": REWARD_WITH_ROLLOUT},
         {"schedule": {"mode": "asynchronous", "max_staleness": 2, "chunks": 2}, "algorithm": "ppo", "placement": PPO},
         {"schedule": {"max_staleness": 1, "partial_rollouts": True}, "placement": COLOCATED},
@@ -104,6 +105,12 @@ REFUSED = {
         "schedule.sync_every: got 2: weights would be 1 steps old, and schedule.mode pipelined with "
         "schedule.max_staleness 0 allows 0",
         ["schedule.sync_every: 1"],
+    ),
+    "rare syncs without a limit that allows them": (
+        {"schedule": {"sync_every": 3}},
+        "schedule.sync_every: got 3: weights would be 2 steps old, and schedule.mode sequential with "
+        "schedule.max_staleness 0 allows 0",
+        ["schedule.max_staleness: 2"],
     ),
     "staleness that cannot come up": (
         {"schedule": {"max_staleness": 2}},

@@ -36,6 +36,10 @@ def make_config(placement=None, **sections) -> Config:
         ("node:1-2", range(4, 12)),
         ("node:0,2", [0, 1, 2, 3, 8, 9, 10, 11]),
         ("node: 0, 3", [0, 1, 2, 3, 12, 13, 14, 15]),
+        ("0-3:0-3", [0, 1, 2, 3]),
+        ("0-3:0", [0, 1, 2, 3]),
+        ("0-3:0-1,8-11:2-3", [0, 1, 2, 3, 8, 9, 10, 11]),
+        ("all:0-15", range(16)),
     ],
 )
 def test_every_form_of_the_grammar(value, ranks):
@@ -68,6 +72,10 @@ def test_formatted_ranges_are_the_shortest(ranks):
         ("actor", "0-99999999999999", "rank 99999999999999 does not exist"),
         ("actor", "node:2", "node 2 does not exist; expected nodes in 0-1"),
         ("actor", "3-1", "range '3-1' is reversed; expected 1-3"),
+        ("actor", "0-1:0-3", "puts 4 processes on 2 ranks; expected at most as many"),
+        ("actor", "0-2:0-1", "shares 3 ranks out among 2 processes; expected a divisor of 3"),
+        ("actor", "0-1:4-5", "begin with 4; expected 0"),
+        ("actor", "0-1:x", "'x' behind the colon is no range of processes"),
         ("actor", "", "a rank or range of ranks is missing; expected inclusive ranks"),
         ("actor", "0,,1", "a rank or range of ranks is missing"),
         ("actor", "node:", "a node or range of nodes is missing"),

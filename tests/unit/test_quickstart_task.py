@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
+from rltrain.tools.quickstart import additions as make_quickstart
+from rltrain.tools.quickstart.tiny_model import Size, qwen3_weights
 
-import make_quickstart  # noqa: E402
-from make_tiny_model import Size, qwen3_weights  # noqa: E402
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")

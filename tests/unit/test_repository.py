@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (*BASE, "data"),
     "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
+    "importing": (*BASE, "data", "legality"),
     "folders": BASE,
     "roles": (
         *BASE,
@@ -107,6 +108,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "command": (*BASE, "job", "dry_run"),
     "evaluating": (*BASE, "job", "command", "hub"),
+    "commands": BASE,
     "tools": (
         *BASE,
         *("checkpoint", "schedule", "reshard", "observability", "cluster", "models", "rollout", "training"),

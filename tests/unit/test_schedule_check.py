@@ -32,7 +32,7 @@ def runs(draw: st.DrawFn):
     roles += [role for role in ("reference", "evaluation") if draw(st.booleans())]
     mode = draw(st.sampled_from(["sequential", "pipelined", "asynchronous"]))
     schedule = {"mode": mode, "chunks": 1 if mode == "sequential" else draw(st.sampled_from([1, 2, 4]))}
-    if mode == "asynchronous":
+    if mode != "pipelined":
         schedule |= {"max_staleness": (staleness := draw(st.integers(0, 4)))}
         schedule |= {"sync_every": draw(st.integers(1, staleness + 1))}
     config = make_config(

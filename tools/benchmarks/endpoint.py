@@ -22,7 +22,6 @@ from typing import Any
 
 import httpx
 import torch
-from make_tiny_model import CHAT_TEMPLATE, PAD, TURN_END, Size, SpecialTokens, byte_level_tokenizer, write_checkpoint
 
 from rltrain.chat.chat_format import ChatFormat
 from rltrain.data.tokenizer import TextDecoder, load_tokenizer
@@ -37,6 +36,15 @@ from rltrain.rollout.sample import Sample
 from rltrain.serving.command import draw_turns
 from rltrain.serving.engine import EngineSettings, load_engine
 from rltrain.system.threads import JobThread
+from rltrain.tools.quickstart.tiny_model import (
+    CHAT_TEMPLATE,
+    PAD,
+    TURN_END,
+    Size,
+    SpecialTokens,
+    byte_level_tokenizer,
+    write_checkpoint,
+)
 
 CONTEXT_TOKENS = 2048
 OBSERVATION = "The tool says: 42. Go on."

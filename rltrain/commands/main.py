@@ -1,0 +1,64 @@
+"""The command `rltrain`: one name for everything that launch/ and tools/ do."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """`module` has main(argv), and is imported when it is asked for. `before` are arguments that it is given first."""
+
+    module: str
+    help: str
+    before: tuple[str, ...] = ()
+    starts_ranks: bool = False
+    """Whether it is a job of ranks, which are started where torchrun has not."""
+
+
+SUBCOMMANDS = {
+    "train": Subcommand("rltrain.command", "train a model: --config FILE [key=value ...]", starts_ranks=True),
+    "dry-run": Subcommand("rltrain.command", "what a job would do, without a GPU: --config FILE", ("--dry-run",)),
+    "import-config": Subcommand("rltrain.importing.command", "a config or launch script of another trainer as ours"),
+    "convert": Subcommand("rltrain.tools.convert_command", "checkpoints between Hugging Face and Megatron"),
+    "evaluate": Subcommand("rltrain.evaluating.command", "evaluate a checkpoint", starts_ranks=True),
+    "serve": Subcommand("rltrain.serving.command", "serve a checkpoint by HTTP"),
+    "report": Subcommand("rltrain.tools.report.command", "a page and a trace of what became of a run"),
+    "doctor": Subcommand("rltrain.commands.doctor", "what is installed here, and what is missing"),
+    "make-quickstart": Subcommand("rltrain.tools.quickstart.additions", "a tiny model and its problems"),
+    "schema": Subcommand("rltrain.config.json_schema", "the JSON schema of config files"),
+    "completion": Subcommand("rltrain.commands.completion", "completion for bash, zsh or fish"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 a mistake the user can mend, 1 anything else."""
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else EXIT_USER_ERROR
+    name, rest = arguments[0], arguments[1:]
+    subcommand = SUBCOMMANDS.get(name)
+    if subcommand is None:
+        print(f"rltrain: got {name!r}; expected one of {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if subcommand.starts_ranks:
+        from rltrain.commands.ranks import start_ranks, wants_ranks
+
+        if wants_ranks(rest):
+            return start_ranks(name, rest)
+    status: int = importlib.import_module(subcommand.module).main([*subcommand.before, *rest])
+    return status
+
+
+def usage() -> str:
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:{width}}  {subcommand.help}" for name, subcommand in SUBCOMMANDS.items()]
+    return "\n".join(["usage: rltrain COMMAND [--help] ...", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

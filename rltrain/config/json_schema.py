@@ -1,0 +1,62 @@
+"""The JSON schema of config files, for editors: made from the sections and their docstrings."""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from rltrain.config.explain import section_of
+from rltrain.config.schema import Config
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Print it. Exit status: 0."""
+    print(text(), end="")
+    return 0
+
+
+def text() -> str:
+    """What configs/schema.json holds."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """With the docstring of every key as its description."""
+    schema = Config.model_json_schema()
+    schema["title"] = "rltrain"
+    definitions = schema.get("$defs", {})
+    for section in sections_of(Config):
+        own = schema if section is Config else definitions.get(section.__name__, {})
+        for key, words in docstrings(section).items():
+            if key in own.get("properties", {}):
+                own["properties"][key]["description"] = words
+    return schema
+
+
+def sections_of(section: type[BaseModel]) -> list[type[BaseModel]]:
+    """It and all that stand in it, each once."""
+    found = [section]
+    for one in found:
+        inner = [section_of(field.annotation) for field in one.model_fields.values()]
+        found += [other for other in inner if other is not None and other not in found]
+    return found
+
+
+def docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """What stands below the keys of a section and of those that it derives from."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, BaseModel) or kind is BaseModel:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                found[statement.target.id] = " ".join(str(following.value.value).split())
+    return found

@@ -1,0 +1,95 @@
+"""The command `rltrain import-config`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rltrain.config.schema import Config
+from rltrain.config.source import Source
+from rltrain.errors import ConfigError, UserError
+from rltrain.importing.sources import FRAMEWORKS, read, translated
+from rltrain.importing.steps import Rows
+from rltrain.importing.translation import Translation, keys_of, refuse_differences
+from rltrain.importing.writing import written
+from rltrain.legality.config import check_config
+
+EXIT_USER_ERROR = 2
+UNKNOWN_ROWS = Rows()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0 done, 2 a mistake the user can mend."""
+    arguments = parser().parse_args(argv)
+    try:
+        found = imported(
+            arguments.framework,
+            arguments.source,
+            rows=Rows(arguments.rows, arguments.steps),
+            settings=arguments.set,
+            allow_differences=arguments.allow_differences,
+        )
+        text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
+        if arguments.output is None:
+            print(text, end="")
+        else:
+            arguments.output.write_text(text, encoding="utf-8")
+    except UserError as error:
+        print(f"rltrain: refused: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def imported(
+    framework: str,
+    source: Sequence[str],
+    *,
+    rows: Rows = UNKNOWN_ROWS,
+    settings: Sequence[str] = (),
+    allow_differences: bool = False,
+) -> Translation:
+    """What a config or a command of `framework` becomes. ConfigError where it cannot be read, where it changes what is
+    computed by keys that have no counterpart, unless these are allowed, and where the result is no legal config."""
+    named = FRAMEWORKS[framework]
+    out = translated(named, read(named, source, os.environ), rows)
+    for text in settings:
+        own = Source(out.data, "the import")
+        own.override(text)
+        path = text.partition("=")[0].strip()
+        value = own.data
+        for key in keys_of(path):
+            value = value[key]
+        out.set(path, value, "--set")
+    if not allow_differences:
+        refuse_differences(out)
+    try:
+        check_config(Config.model_validate(out.data))
+    except ValidationError as error:
+        problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
+    return out
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="rltrain import-config",
+        description="Print a config of rltrain that does what a config or a launch script of another trainer does.",
+    )
+    made.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], required=True)
+    made.add_argument("--rows", type=int, help="rows of the training files, where steps follow from epochs")
+    made.add_argument("--steps", type=int, help="steps of the run, in the place of what the source says")
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a config key of rltrain to set")
+    made.add_argument(
+        "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
+    )
+    made.add_argument("--output", type=Path, help="write to this file")
+    made.add_argument(
+        "source",
+        nargs=argparse.REMAINDER,
+        metavar="FILE_OR_COMMAND",
+        help="a shell script with its arguments, a YAML file with overrides, or a command line",
+    )
+    return made

@@ -1,0 +1,30 @@
+"""Which engine takes the place of a source's."""
+
+from typing import Any
+
+from rltrain.importing.model_file import has_latent_attention
+from rltrain.importing.translation import Translation
+
+SERVED_APART = ("sglang", "vllm")
+
+
+def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
+    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or attention is latent, which the
+    embedded engine alone serves. `arguments` are SGLang's."""
+    latent = has_latent_attention(out.get("model.path"))
+    ep = ep if isinstance(ep, int) else 1
+    if named in SERVED_APART and ep == 1 and not latent:
+        out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
+        if arguments:
+            out.set("rollout.sglang.args", arguments, origin)
+        return
+    why = "it deals out whole experts" if ep > 1 else "it serves latent attention" if latent else "it is always there"
+    out.set("rollout.engine", "embedded", f"{named}: rltrain's own in its place, as {why}")
+    if ep > 1:
+        tp = out.get("rollout.parallel.tp")
+        if tp % ep:
+            out.leave("expert parallel size", ep, f"no divisor of the engine's {tp} ranks; experts are cut over all")
+        else:
+            out.set("rollout.parallel.ep", ep, "expert parallel size")
+    for name, value in arguments.items():
+        out.leave(name, value, "an argument of SGLang's server")

@@ -1,0 +1,18 @@
+"""What a model's config.json says, where it is at hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def model_config(path: object) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    try:
+        found = json.loads(Path(str(path), "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def has_latent_attention(path: object) -> bool:
+    return "kv_lora_rank" in model_config(path)

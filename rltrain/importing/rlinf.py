@@ -1,0 +1,291 @@
+"""RLinf's keys, of its configs for language models. They are complete: defaults seldom matter."""
+
+from typing import Any
+
+from rltrain.importing.batches import ALGORITHMS, set_context, set_evaluation
+from rltrain.importing.conversions import NOTHING, count, estimator, interval, number, one_of, paths, real, text, truth
+from rltrain.importing.conversions import top_k as top_k_of
+from rltrain.importing.engine import choose_engine
+from rltrain.importing.steps import Rows, set_steps
+from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
+
+SECTIONS = ("cluster", "runner", "algorithm", "actor", "rollout", "data", "reward", "critic", "env", "inference")
+PLACED = "cluster.component_placement."
+ROLES = {
+    "actor": "actor",
+    "rollout": "rollout",
+    "reward": "reward",
+    "critic": "critic",
+    "inference": "inference",
+    "actor_inference": "inference",
+    "env": "env",
+    "agent": "env",
+}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "bf16-mixed": "bfloat16", "16": "float16"}
+MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+RULES = (
+    Rule("rollout.model.model_path", "model.path", None, text),
+    Rule("actor.model.precision", "model.dtype", None, one_of(PRECISIONS, "precisions")),
+    Rule("actor.model.tensor_model_parallel_size", "actor.parallel.tp", 1, count),
+    Rule("actor.model.pipeline_model_parallel_size", "actor.parallel.pp", 1, count),
+    Rule("actor.model.context_parallel_size", "actor.parallel.cp", 1, count),
+    Rule("actor.model.expert_model_parallel_size", "actor.parallel.ep", 1, count),
+    Rule("actor.model.expert_tensor_parallel_size", "actor.parallel.etp", None, count),
+    Rule("actor.optim.lr", "actor.optimizer.lr", None, real),
+    Rule("actor.optim.min_lr", "actor.optimizer.min_lr", None, real),
+    Rule("actor.optim.adam_beta1", "actor.optimizer.beta1", 0.9, real),
+    Rule("actor.optim.adam_beta2", "actor.optimizer.beta2", 0.999, real),
+    Rule("actor.optim.adam_eps", "actor.optimizer.eps", 1e-8, real),
+    Rule("actor.optim.weight_decay", "actor.optimizer.weight_decay", None, real),
+    Rule("actor.optim.clip_grad", "actor.optimizer.clip_grad", None, real),
+    Rule("actor.optim.use_distributed_optimizer", "actor.distributed_optimizer", None, truth),
+    Rule("actor.lr_sched.lr_warmup_iters", "actor.optimizer.warmup_steps", None, count),
+    Rule(
+        "actor.lr_sched.lr_decay_style",
+        "actor.optimizer.decay",
+        None,
+        one_of({"constant": "constant", "cosine": "cosine", "linear": "linear"}, "learning rates"),
+    ),
+    Rule("rollout.tensor_parallel_size", "rollout.parallel.tp", 1, count),
+    Rule("rollout.max_running_requests", "rollout.max_running_requests", None, count),
+    Rule("data.rollout_batch_size", "batch.prompts_per_step", None, count),
+    Rule("algorithm.group_size", "batch.samples_per_prompt", 1, count),
+    Rule("algorithm.n_minibatches", "batch.mini_batches", 1, count),
+    Rule("data.max_prompt_length", "data.max_prompt_tokens", None, count),
+    Rule("data.prompt_key", "data.train.prompt_key", None, text),
+    Rule("data.answer_key", "data.train.label_key", None, text),
+    Rule("data.train_data_paths", "data.train.path", None, paths),
+    Rule("data.shuffle", "data.shuffle", True, truth),
+    Rule("data.seed", "seed", None, count),
+    Rule("algorithm.sampling_params.temperature", "rollout.sampling.temperature", 1.0, real),
+    Rule("algorithm.sampling_params.top_p", "rollout.sampling.top_p", 1.0, real),
+    Rule("algorithm.sampling_params.top_k", "rollout.sampling.top_k", -1, top_k_of),
+    Rule("algorithm.sampling_params.max_new_tokens", "rollout.sampling.max_response_tokens", None, count),
+    Rule("algorithm.entropy_bonus", "loss.entropy_coef", 0.0, real),
+    Rule("algorithm.gamma", "advantages.gamma", None, real),
+    Rule("runner.val_check_interval", "evaluation.interval", None, interval),
+    Rule("runner.save_interval", "checkpoint.save_interval", None, interval),
+    Rule("runner.output_dir", "output_dir", None, text),
+    Rule("runner.logger.project_name", "logging.wandb.project", None, text),
+    Rule("runner.experiment_name", "logging.wandb.name", None, text),
+)
+SPEED = "of speed or memory alone"
+HARMLESS = {
+    "runner.*": "of logs and checkpoint files",
+    "cluster.*": "torchrun starts the ranks",
+    "data.*": "of reading rows",
+    "rollout.*": "of the engine's speed or memory",
+    "actor.megatron.*": SPEED,
+    "actor.fsdp_config.*": "of FSDP",
+    "actor.optim.*": SPEED,
+    "actor.lr_sched.*": "the whole run",
+    "actor.tokenizer.*": "the checkpoint's",
+    "actor.model.*": "of the model's shape, which config.json tells, or of speed",
+    "actor.*": SPEED,
+    "inference.*": SPEED,
+    "reward.*": "of the reward's processes",
+    "critic.*": "no critic",
+    "algorithm.sampling_params.*": "of sampling",
+    "algorithm.logprob_forward_micro_batch_size": SPEED,
+    "algorithm.training_batch_size_per_gpu": SPEED,
+    "algorithm.rollout_batch_size_per_gpu": SPEED,
+    "hydra.*": "of Hydra",
+    "--*": "of Hydra",
+    "profiler.*": "of logs alone",
+    "megatron.*": SPEED,
+}
+
+
+def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    apply(RULES, keys, out)
+    _placement(keys, out)
+    _trainer(keys, out)
+    _algorithm(keys, out)
+    _data(keys, out)
+    _reward(keys, out)
+    arguments: dict[str, Any] = {}
+    if "rollout.gpu_memory_utilization" in keys:
+        arguments["mem_fraction_static"] = real(keys.get("rollout.gpu_memory_utilization"))
+    if truth(keys.get("rollout.enforce_eager", False)):
+        arguments["disable_cuda_graph"] = True
+    attention = keys.get("rollout.sglang.attention_backend")
+    if attention not in NOTHING:
+        arguments["attention_backend"] = str(attention)
+    choose_engine(out, str(keys.get("rollout.rollout_backend", "sglang")), 1, arguments, "rollout.sglang.*, ...")
+    steps = keys.get("runner.max_steps")
+    named = ("runner.max_steps", "runner.max_epochs")
+    set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
+    sort_out(keys, HARMLESS, out)
+
+
+def _placement(keys: SourceKeys, out: Translation) -> None:
+    """The ranks as RLinf writes them: `placement` here takes all of its forms."""
+    nodes = count(keys.get("cluster.num_nodes", 1))
+    largest = 0
+    placed_in, groups = keys.under(PLACED), _node_groups(keys.get("cluster.node_groups") or [])
+    for name, given in placed_in.items():
+        if name.endswith(".node_group"):
+            continue
+        components, value = name.removesuffix(".placement"), str(given)
+        group = str(placed_in.get(f"{components}.node_group", "cluster"))
+        if group in groups:
+            value = _on_nodes(value, groups[group])
+        elif group not in ("cluster", "node"):
+            out.differs(PLACED + components, group, "no node group is called so")
+        roles = [component.strip() for component in components.split(",")]
+        unknown = [role for role in roles if role not in ROLES]
+        if unknown:
+            out.differs(PLACED + components, given, f"{', '.join(unknown)} is no role here")
+        known = list(dict.fromkeys(ROLES[role] for role in roles if role in ROLES))
+        if known:
+            out.place(known, value, PLACED + components)
+            largest = max([largest, *(int(one) + 1 for one in _numbers(value))])
+    placed = [path.removeprefix("placement.").split(", ") for path in out.settings if path.startswith("placement.")]
+    names = {role for roles in placed for role in roles}
+    if "reward" not in names and "rollout" in names:
+        _beside(out, "rollout", "reward", "beside the engines")
+    if real(keys.get("algorithm.kl_beta", 0) or 0) and "reference" not in names:
+        _beside(out, "actor", "reference", "algorithm.kl_beta")
+    out.world_size = max(largest, 8 * nodes if largest == 0 or nodes > 1 else largest)
+
+
+RANKS_OF_NODE = 8
+
+
+def _node_groups(given: Any) -> dict[str, list[int]]:
+    """The nodes of each group, by its label."""
+    groups = {}
+    for group in given if isinstance(given, list) else []:
+        nodes = [int(one) for one in _listed(str(group.get("node_ranks", "")))]
+        groups[str(group.get("label"))] = sorted(nodes)
+    return groups
+
+
+def _listed(text: str) -> list[int]:
+    items = [item.strip().partition("-") for item in text.split(",") if item.strip()]
+    return [number for first, _, last in items for number in range(count(first), count(last or first) + 1)]
+
+
+def _on_nodes(value: str, nodes: list[int]) -> str:
+    """Ranks that are counted within a group of nodes, as ranks of the job; all of them: its nodes."""
+    if nodes != [*range(nodes[0], nodes[0] + len(nodes))]:
+        raise UntranslatableError(f"the nodes {nodes} of a group do not follow one another, as a range needs")
+    if value == "all":
+        return f"node:{nodes[0]}-{nodes[-1]}" if len(nodes) > 1 else f"node:{nodes[0]}"
+    moved = [
+        number + nodes[0] * RANKS_OF_NODE
+        for number in _listed(",".join(one.partition(":")[0] for one in value.split(",")))
+    ]
+    return ",".join(map(str, moved)) if moved != [*range(moved[0], moved[-1] + 1)] else f"{moved[0]}-{moved[-1]}"
+
+
+def _beside(out: Translation, role: str, other: str, origin: str) -> None:
+    for path, setting in list(out.settings.items()):
+        if path.startswith("placement.") and role in path.removeprefix("placement.").split(", "):
+            out.place([other], setting.value, origin)
+            return
+
+
+def _numbers(value: str) -> list[str]:
+    ranks = ",".join(item.partition(":")[0] for item in value.split(","))
+    return [one for item in ranks.split(",") for one in item.split("-") if one.strip().isdigit()]
+
+
+def _trainer(keys: SourceKeys, out: Translation) -> None:
+    backend = keys.get("actor.training_backend", "megatron")
+    if backend != "megatron":
+        out.leave("actor.training_backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
+    offloads = [key for key in ("enable_offload", "offload_optimizer", "offload_weight", "offload_grad")]
+    if any([truth(keys.get(f"actor.{key}", False)) for key in offloads]):
+        out.set("actor.offload", True, "actor.enable_offload, ...")
+    if truth(keys.get("rollout.enable_offload", False)):
+        out.set("rollout.offload", True, "rollout.enable_offload")
+    if truth(keys.get("actor.model.sequence_parallel", False)) and out.get("actor.parallel.tp") > 1:
+        out.set("actor.parallel.sequence_parallel", True, "actor.model.sequence_parallel")
+    granularity = keys.get("actor.model.recompute_granularity")
+    if granularity not in NOTHING:
+        out.set("model.recompute", str(granularity), "actor.model.recompute_granularity")
+    peak = keys.get("actor.lr_sched.max_lr")
+    if peak not in NOTHING and real(peak) != out.get("actor.optimizer.lr"):
+        out.set("actor.optimizer.lr", real(peak), "actor.lr_sched.max_lr, which wins over actor.optim.lr")
+    tokens = keys.get("runner.max_tokens_per_mbs")
+    if truth(keys.get("runner.enable_dynamic_batch_size", False)) and tokens not in NOTHING:
+        out.set("actor.micro_batch_tokens", count(tokens), "runner.max_tokens_per_mbs")
+    else:
+        samples = count(keys.get("algorithm.training_batch_size_per_gpu", keys.get("actor.micro_batch_size", 1)))
+        longest = count(keys.get("runner.seq_length", 2048))
+        out.set("actor.micro_batch_tokens", samples * longest, "training_batch_size_per_gpu x runner.seq_length")
+
+
+def _algorithm(keys: SourceKeys, out: Translation) -> None:
+    name = str(keys.get("algorithm.adv_type", "grpo"))
+    if name not in ALGORITHMS:
+        out.differs("algorithm.adv_type", name, "no algorithm here estimates advantages so")
+        return
+    algorithm = ALGORITHMS[name]
+    out.set("algorithm", algorithm, "algorithm.adv_type")
+    if algorithm == "ppo":
+        out.set("advantages.gae_lambda", real(keys.get("algorithm.gae_lambda", 0.95)), "algorithm.gae_lambda")
+        out.set("advantages.whiten", truth(keys.get("algorithm.normalize_advantages", True)), "normalize_advantages")
+    elif "advantages.gamma" in out.settings:
+        del out.settings["advantages.gamma"]
+    keys.get("algorithm.normalize_advantages")
+    kind = str(keys.get("algorithm.loss_type", "actor"))
+    if kind not in ("actor", "actor_critic", "math_ppo_actor"):
+        out.differs("algorithm.loss_type", kind, "the loss here is PPO's")
+    clip = keys.get("algorithm.ratio_clip_eps", 0.2)
+    for side, here in (("low", "loss.clip_low"), ("high", "loss.clip_high")):
+        own = keys.get(f"algorithm.clip_ratio_{side}")
+        out.set(here, real(clip if own in NOTHING else own), f"algorithm.clip_ratio_{side}, ratio_clip_eps")
+    bound = keys.get("algorithm.clip_ratio_c")
+    if bound not in NOTHING:
+        out.set("loss.dual_clip", real(bound), "algorithm.clip_ratio_c")
+    beta = real(keys.get("algorithm.kl_beta", 0) or 0)
+    if beta:
+        out.set("loss.kl.coef", beta, "algorithm.kl_beta")
+        out.set("loss.kl.estimator", estimator(keys.get("algorithm.kl_penalty_type", "low_var_kl")), "kl_penalty_type")
+    keys.get("algorithm.kl_penalty_type")
+    mean = str(keys.get("algorithm.loss_agg_func", "token-mean"))
+    if mean in MEANS:
+        out.set("loss.normalization", MEANS[mean], "algorithm.loss_agg_func")
+    else:
+        out.differs("algorithm.loss_agg_func", mean, f"means here are those of {', '.join(MEANS)}")
+    recomputes = truth(keys.get("algorithm.recompute_logprobs", True))
+    out.set("loss.old_logprobs", "actor" if recomputes else "rollout", "algorithm.recompute_logprobs")
+    cap = keys.get("algorithm.importance_sampling_clip")
+    if truth(keys.get("algorithm.importance_sampling_fix", False)) and cap not in NOTHING:
+        out.set("loss.correction.high", real(cap), "algorithm.importance_sampling_clip")
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    set_context(out, keys.get("runner.seq_length"), "runner.seq_length")
+    if truth(keys.get("data.filter_prompt_by_length", False)):
+        out.set("data.on_bad_row", "skip", "data.filter_prompt_by_length")
+    if not truth(keys.get("data.apply_chat_template", True)):
+        out.set("data.chat_template", "never", "data.apply_chat_template")
+    if truth(keys.get("algorithm.sampling_params.do_sample", True)) is False:
+        out.set("rollout.sampling.temperature", 0.0, "algorithm.sampling_params.do_sample")
+    files = keys.get("data.val_data_paths")
+    if files in NOTHING or not out.get("evaluation.interval"):
+        out.settings.pop("evaluation.interval", None)
+        return
+    data = {"path": paths(files)}
+    for name in ("prompt_key", "label_key"):
+        data[name] = out.get(f"data.train.{name}")
+    set_evaluation(out, data, {}, 1, "data.val_data_paths")
+
+
+def _reward(keys: SourceKeys, out: Translation) -> None:
+    kind = keys.get("reward.reward_type", "math")
+    if kind == "math":
+        out.set("reward.function", "math", "reward.reward_type")
+    else:
+        out.differs("reward.reward_type", kind, "a reward of one's own is reward.function: docs/rewards.md")
+    scale = keys.get("reward.reward_scale")
+    if scale not in NOTHING and real(scale) != 1:
+        parts = [{"function": "math", "weight": real(scale)}]
+        out.settings.pop("reward.function", None)
+        out.set("reward.functions", parts, "reward.reward_scale")
+        out.notes.append("a wrong answer has reward 0 here and -reward_scale in RLinf: GRPO's advantages are equal")
+    if truth(keys.get("reward.use_reward_model", False)):
+        out.differs("reward.use_reward_model", True, "place role reward_model: docs/rewards.md")

@@ -1,0 +1,361 @@
+"""What commands a shell script would start, and with which arguments, found by reading it: no program is run.
+
+A program counts as failed where an `if`, or a command with both `&&` and `||`, asks how it ended, as most that are
+asked look for hardware; otherwise as done. What only its output could tell is marked in the values
+(`shell_values.UNKNOWN`).
+"""
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rltrain.errors import ConfigError
+from rltrain.importing.shell_expansion import Expansion, Variables
+from rltrain.importing.shell_parser import parse_script
+from rltrain.importing.shell_syntax import (
+    Assignment,
+    Calculation,
+    Case,
+    Chain,
+    Command,
+    For,
+    ForCount,
+    Function,
+    Group,
+    If,
+    Simple,
+    Test,
+    While,
+)
+from rltrain.importing.shell_values import UNKNOWN, calculate, holds, shown, unknown
+
+MOST_TURNS = 10000
+"""Of all loops of a script together."""
+DEEPEST = 40
+STEP = re.compile(r"([A-Za-z_]\w*)\s*(=|\+=|-=|\*=|\+\+|--)\s*(.*)", re.DOTALL)
+PRINTING = ("echo", "printf", "seq", "basename", "dirname", "pwd", "cat", "cd")
+IGNORED = ("export", "local", "declare", "readonly", "typeset", "trap", "wait", "shopt", "ulimit")
+BUILT_IN = {"true": True, ":": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that the script would start."""
+
+    arguments: tuple[str, ...]
+    line: int
+
+
+@dataclass
+class ScriptReading:
+    started: list[Started] = field(default_factory=list)
+    assumed: dict[str, None] = field(default_factory=dict)
+    """What was taken to be so without being run, in words."""
+    unset: set[str] = field(default_factory=set)
+
+
+class _LeftError(Exception):
+    """The script, or a function of it, ends here."""
+
+
+def read_script(path: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
+    """The commands of the script at `path`. ConfigError, with its line, where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the script cannot be read: {error}") from error
+    return read_text(text, str(path), arguments, environment)
+
+
+def read_text(text: str, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptReading:
+    script = _Script(Variables(dict(environment), arguments, name))
+    with suppress(_LeftError):
+        script.block(parse_script(text, name))
+    script.reading.unset = script.variables.unset
+    return script.reading
+
+
+class _Script:
+    def __init__(self, variables: Variables, reading: ScriptReading | None = None) -> None:
+        self.variables = variables
+        self.reading = reading or ScriptReading()
+        self.functions: dict[str, Command] = {}
+        self.expansion = Expansion(variables, self.output)
+        self.printed: list[str] | None = None
+        self.folder = ""
+        self.turns, self.depth = 0, 0
+
+    def block(self, commands: Iterable[Command]) -> bool | None:
+        """Whether its last command succeeds; None: that is not known."""
+        status: bool | None = True
+        for command in commands:
+            status = self.command(command)
+        return status
+
+    def command(self, command: Command) -> bool | None:
+        if isinstance(command, Simple):
+            return self.simple(command)
+        if isinstance(command, Chain):
+            return self.chain(command)
+        if isinstance(command, Test):
+            return self._test(command)
+        if isinstance(command, Calculation):
+            result = self.step(command.text)
+            return None if result is None else bool(result)
+        if isinstance(command, Function):
+            self.functions[command.name] = command.body
+            return True
+        if isinstance(command, Group):
+            return self.block(command.body)
+        if isinstance(command, If):
+            chosen = next((body for condition, body in command.branches if self.asked(condition)), command.otherwise)
+            return self.block(chosen)
+        if isinstance(command, Case):
+            return self._case(command)
+        return self._loop(command)
+
+    def asked(self, condition: Iterable[Command]) -> bool:
+        status = self.block(condition)
+        return bool(status)
+
+    def chain(self, chain: Chain) -> bool | None:
+        operators = {sign for sign, _ in chain.rest}
+        asks = {"&&", "||"} <= operators
+        status = self.command(chain.first)
+        for sign, command in chain.rest:
+            known = status if status is not None or asks else sign == "&&" or "|" in operators or "&&" in operators
+            if sign in ("|", "|&") or bool(known) == (sign == "&&"):
+                status = self.command(command)
+            elif sign == "||" and status is None:
+                status = None
+        return status if not chain.negated else None if status is None else not status
+
+    def _test(self, test: Test) -> bool | None:
+        words = []
+        for number, word in enumerate(test.words):
+            after = number and test.words[number - 1]
+            sign = "".join(getattr(part, "text", "") for part in after) if after else ""
+            words.append(self.expansion.text(word, as_pattern=sign in ("=", "==", "!=")))
+        return holds(words, self.variables.text)
+
+    def _case(self, case: Case) -> bool | None:
+        value = self.expansion.text(case.word)
+        for patterns, body in case.branches:
+            if any(fnmatch.fnmatchcase(value, self.expansion.text(word, as_pattern=True)) for word in patterns):
+                if UNKNOWN in value:
+                    self.assume(f"{shown(value)} was taken to be none of the cases that are named")
+                return self.block(body)
+        return True
+
+    def _loop(self, loop: For | ForCount | While) -> bool | None:
+        if isinstance(loop, For):
+            values = self.variables.arguments if loop.words is None else self.expansion.words(loop.words)
+            for value in [*values]:
+                if UNKNOWN in value:
+                    return None
+                self.variables.values[loop.name] = value
+                self.turn()
+                self.block(loop.body)
+            return True
+        initial, condition, step = loop.header if isinstance(loop, ForCount) else ("", "", "")
+        if isinstance(loop, ForCount):
+            self.step(initial)
+        while True:
+            if isinstance(loop, ForCount):
+                goes_on = self.step(condition) if condition else 1
+            else:
+                status = self.block(loop.condition)
+                goes_on = None if status is None else status != loop.until
+            if not goes_on:
+                return True if goes_on is not None else None
+            self.turn()
+            self.block(loop.body)
+            self.step(step)
+
+    def turn(self) -> None:
+        self.turns += 1
+        if self.turns > MOST_TURNS:
+            raise ConfigError(f"{self.variables.script}: its loops have more than {MOST_TURNS} turns")
+
+    def step(self, text: str) -> int | None:
+        """The value of an arithmetic expression, which may assign."""
+        found = STEP.fullmatch(text.strip())
+        if found is None or found[3].startswith("="):
+            return calculate(self.expansion.of_string(text), self.variables.text)
+        name, sign, right = found[1], found[2], found[3]
+        operand = "1" if sign in ("++", "--") else f"({self.expansion.of_string(right)})"
+        result = calculate(operand if sign == "=" else f"{name} {sign[0]} {operand}", self.variables.text)
+        self.variables.values[name] = unknown(text) if result is None else str(result)
+        return result
+
+    def assign(self, assignment: Assignment) -> None:
+        value = assignment.value
+        if assignment.is_array:
+            new: str | list[str] = self.expansion.words(value)  # type: ignore[arg-type]
+        else:
+            new = self.expansion.text(value)  # type: ignore[arg-type]
+        index = self.expansion.of_string(assignment.index) if assignment.index else None
+        self.variables.append(assignment.name, index, new, assignment.appends)
+
+    def simple(self, command: Simple) -> bool | None:
+        for assignment in command.assignments:
+            self.assign(assignment)
+        arguments = self.expansion.words(command.words)
+        if not arguments:
+            return True
+        known = self.built_in(arguments, command)
+        if known is None or isinstance(known, bool):
+            return known
+        if self.printed is None:
+            self.reading.started.append(Started(tuple(arguments), command.line))
+        return None
+
+    def built_in(self, arguments: list[str], command: Simple) -> object:
+        """How a command ends that the shell does itself; NotImplemented for a program."""
+        name, rest = arguments[0], arguments[1:]
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        if name in ("[", "test"):
+            return holds(rest[:-1] if name == "[" else rest, self.variables.text)
+        if name in ("exit", "return"):
+            raise _LeftError
+        if name in self.functions:
+            return self._call(name, rest)
+        if name in PRINTING:
+            return self._prints(name, rest, command)
+        if name in ("shift", "unset", "set"):
+            return self._changes(name, rest)
+        if name in IGNORED:
+            return True
+        return self._scripts(name, rest)
+
+    def _changes(self, name: str, rest: list[str]) -> bool:
+        if name == "shift":
+            del self.variables.arguments[: int(rest[0]) if rest and rest[0].isdigit() else 1]
+        elif name == "unset":
+            for variable in rest:
+                self.variables.values.pop(variable, None)
+        elif rest[:1] == ["--"]:
+            self.variables.arguments = rest[1:]
+        return True
+
+    def _scripts(self, name: str, rest: list[str]) -> object:
+        """Scripts that a script reads or starts."""
+        if name in ("source", ".") and rest:
+            return self._source(rest[0], rest[1:])
+        if name == "eval":
+            return self.nested(" ".join(rest))
+        if name not in ("bash", "sh") or not rest:
+            return NotImplemented
+        if rest[0].startswith("-") and rest[0].endswith("c") and len(rest) > 1:
+            return self.nested(rest[1])
+        if not Path(self.folder, rest[0]).is_file():
+            return NotImplemented
+        before, self.variables.arguments = self.variables.arguments, rest[1:]
+        self._source(rest[0], rest[1:])
+        self.variables.arguments = before
+        return True
+
+    def _call(self, name: str, arguments: list[str]) -> bool | None:
+        before, self.variables.arguments = self.variables.arguments, arguments
+        self.deeper()
+        try:
+            return self.command(self.functions[name])
+        except _LeftError:
+            return True
+        finally:
+            self.variables.arguments = before
+            self.depth -= 1
+
+    def deeper(self) -> None:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise ConfigError(f"{self.variables.script}: it calls itself {DEEPEST} deep")
+
+    def _source(self, name: str, arguments: list[str]) -> bool | None:
+        path = Path(self.folder, name)
+        if UNKNOWN in name or not path.is_file():
+            self.assume(f"{shown(name)}, which it reads (source), is not there and was left out")
+            return None
+        self.deeper()
+        self.block(parse_script(path.read_text(encoding="utf-8", errors="replace"), str(path)))
+        self.depth -= 1
+        return True
+
+    def nested(self, text: str) -> bool | None:
+        self.deeper()
+        try:
+            return self.block(parse_script(text, self.variables.script))
+        except _LeftError:
+            return True
+        finally:
+            self.depth -= 1
+
+    def _prints(self, name: str, rest: list[str], command: Simple) -> object:
+        """Commands that are known to do nothing but print."""
+        rest = [one for one in rest if one != "--"]
+        if name == "cd":
+            self.folder = os.path.normpath(os.path.join(self.folder, rest[0])) if rest else self.folder
+            return True
+        if name == "cat" and command.here is None:
+            return NotImplemented
+        if name == "printf" and rest[:1] == ["-v"]:
+            self.variables.values[rest[1]] = _formatted(rest[2:])
+            return True
+        texts = {
+            "echo": lambda: " ".join(one for one in rest if one not in ("-n", "-e")),
+            "printf": lambda: _formatted(rest),
+            "seq": lambda: _sequence(rest),
+            "basename": lambda: os.path.basename(rest[0].rstrip("/")).removesuffix("".join(rest[1:2])),
+            "dirname": lambda: os.path.dirname(rest[0]) or ".",
+            "pwd": lambda: self.folder or os.getcwd(),
+            "cat": lambda: self.expansion.of_string(command.here or ""),
+        }
+        if self.printed is not None:
+            self.printed.append(texts[name]() if rest or name in ("pwd", "cat") else "")
+        return True
+
+    def output(self, text: str) -> str:
+        """What a substitution puts out."""
+        inner = _Script(self.variables, self.reading)
+        inner.functions, inner.printed, inner.depth = self.functions, [], self.depth + 1
+        inner.deeper()
+        before = dict(self.variables.values)
+        status: bool | None = True
+        try:
+            block = parse_script(text, self.variables.script)
+            status = inner.block(block)
+        except (_LeftError, IndexError):
+            status = None
+        finally:
+            self.variables.values = before
+        if (status is None and not inner.printed) or "|" in text.replace("||", ""):
+            return unknown(text.strip())
+        return "\n".join(inner.printed or []).rstrip("\n")
+
+    def assume(self, text: str) -> None:
+        self.reading.assumed[text] = None
+
+
+def _formatted(rest: list[str]) -> str:
+    """printf's %s and %d, each once."""
+    if not rest:
+        return ""
+    values = iter(rest[1:])
+    text = re.sub(r"%[-0-9.]*[sdiq]", lambda found: next(values, ""), rest[0])
+    return text.replace("\\n", "\n").replace("%%", "%")
+
+
+def _sequence(rest: list[str]) -> str:
+    try:
+        numbers = [int(one) for one in rest]
+    except ValueError:
+        return unknown(f"seq {' '.join(map(shown, rest))}")
+    first, step, last = (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], 1, numbers[1])
+    if len(numbers) == 3:
+        first, step, last = numbers
+    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step or 1)))

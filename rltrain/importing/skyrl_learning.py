@@ -1,0 +1,195 @@
+"""Of SkyRL's keys what is learned: algorithm, loss, reward."""
+
+from rltrain.importing.batches import (
+    ALGORITHMS,
+    DISCOUNTED,
+    WHITENED,
+    WITH_STD,
+)
+from rltrain.importing.conversions import (
+    NOTHING,
+    count,
+    estimator,
+    real,
+    text,
+    truth,
+)
+from rltrain.importing.translation import Rule, SourceKeys, Translation, apply
+
+T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
+ENGINE = "generator.inference_engine."
+
+
+GYM = {
+    "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
+    "text2sql": "skyrl_gym.envs.sql.env:SQLEnv",
+    "search": "skyrl_gym.envs.search.env:SearchEnv",
+    "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
+    "searchcode": "skyrl_gym.envs.searchcode.env:SearchCodeEnv",
+}
+
+
+POLICIES = {
+    "regular": "clip",
+    "dual_clip": "clip",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
+
+
+MEANS = {
+    "token_mean": "token_mean",
+    "sequence_mean": "sequence_mean",
+    "seq_mean_token_sum_norm": "dr_grpo",
+    "token_mean_legacy": "token_mean",
+}
+
+
+DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
+
+
+def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    name = str(keys.get(ALG + "advantage_estimator", "grpo"))
+    if name not in ALGORITHMS:
+        out.differs(ALG + "advantage_estimator", name, "no algorithm here estimates advantages so")
+        return
+    algorithm = ALGORITHMS[name]
+    out.set("algorithm", algorithm, ALG + "advantage_estimator")
+    if algorithm in WITH_STD and not truth(keys.get(ALG + "grpo_norm_by_std", True)):
+        out.set("advantages.normalize_std", False, ALG + "grpo_norm_by_std")
+    whitens = truth(keys.get(ALG + "advantage_batch_normalize", False))
+    if algorithm in WHITENED:
+        out.set("advantages.whiten", whitens or algorithm != "gdpo", ALG + "advantage_batch_normalize")
+    elif whitens:
+        out.differs(ALG + "advantage_batch_normalize", True, f"advantages of {algorithm} are not normalised here")
+    _set_returns(keys, out, algorithm)
+    _set_selection(keys, out)
+
+
+def _set_returns(keys: SourceKeys, out: Translation, algorithm: str) -> None:
+    gamma, gae_lambda = real(keys.get(ALG + "gamma", 1.0)), real(keys.get(ALG + "lambd", 1.0))
+    if algorithm in DISCOUNTED and gamma != 1:
+        out.set("advantages.gamma", gamma, ALG + "gamma")
+    if algorithm == "ppo":
+        out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+        rules = (
+            Rule(ALG + "value_clip", "critic.value_clip", 0.2, real),
+            Rule(T + "critic.model.path", "critic.path", None, text),
+            Rule(T + "critic.optimizer_config.lr", "critic.optimizer.lr", 5e-6, real),
+            Rule(T + "critic.optimizer_config.weight_decay", "critic.optimizer.weight_decay", 1e-2, real),
+        )
+        apply(rules, keys, out)
+        out.set("critic.optimizer.beta2", 0.999, T + "critic.optimizer_config.adam_betas")
+        out.set("critic.micro_batch_tokens", out.get("actor.micro_batch_tokens"), T + "micro_train_batch_size_per_gpu")
+
+
+def _set_selection(keys: SourceKeys, out: Translation) -> None:
+    selected = keys.get(ALG + "dynamic_sampling.type")
+    if selected in ("filter",):
+        out.set("batch.dynamic_sampling.filter", "rewards_differ", ALG + "dynamic_sampling.type")
+        most = count(keys.get(ALG + "dynamic_sampling.max_sample_batches", 30))
+        if most > 0:
+            out.set("batch.dynamic_sampling.max_drawn", float(most), ALG + "dynamic_sampling.max_sample_batches")
+    elif selected not in NOTHING:
+        out.differs(ALG + "dynamic_sampling.type", selected, "groups are drawn anew here, and none is repeated: filter")
+    if truth(keys.get(ALG + "zero_variance_filter", False)):
+        out.leave(ALG + "zero_variance_filter", True, "groups with equal rewards have advantage 0")
+
+
+def set_loss(keys: SourceKeys, out: Translation) -> None:
+    kind = str(keys.get(ALG + "policy_loss_type", "regular"))
+    if kind not in POLICIES:
+        out.differs(ALG + "policy_loss_type", kind, f"policy losses here are those of {', '.join(POLICIES)}")
+    else:
+        out.set("loss.policy", POLICIES[kind], ALG + "policy_loss_type")
+    bound = real(keys.get(ALG + "clip_ratio_c", 3.0))
+    if kind == "dual_clip":
+        out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
+    if kind == "cispo":
+        out.set("loss.clip_low", real(keys.get(ALG + "cispo.cispo_eps_clip_low", 1.0)), ALG + "cispo.*")
+        out.set("loss.clip_high", real(keys.get(ALG + "cispo.cispo_eps_clip_high", 4.0)), ALG + "cispo.*")
+    if kind == "kl_cov":
+        out.set("loss.kl_cov.ratio", real(keys.get(ALG + "kl_cov.kl_cov_frac", 0.2)), ALG + "kl_cov.*")
+        out.set("loss.kl_cov.coef", real(keys.get(ALG + "kl_cov.ppo_kl_coef", 1.0)), ALG + "kl_cov.*")
+    mean = str(keys.get(ALG + "loss_reduction", "token_mean"))
+    if mean not in MEANS:
+        out.differs(ALG + "loss_reduction", mean, f"means here are those of {', '.join(MEANS)}")
+    else:
+        out.set("loss.normalization", MEANS[mean], ALG + "loss_reduction")
+        if mean == "token_mean_legacy":
+            out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
+    if truth(keys.get(ALG + "use_entropy_loss", False)):
+        out.set("loss.entropy_coef", real(keys.get(ALG + "entropy_loss_coef", 0.01)), ALG + "entropy_loss_coef")
+    _set_kl(keys, out)
+
+
+def _set_kl(keys: SourceKeys, out: Translation) -> None:
+    in_loss, in_reward = truth(keys.get(ALG + "use_kl_loss", True)), truth(keys.get(ALG + "use_kl_in_reward", False))
+    coef = real(keys.get(ALG + "kl_loss_coef", 0.001))
+    kind_of_kl = keys.get(ALG + "kl_estimator_type", "k3")
+    if in_loss and in_reward and coef:
+        out.differs(ALG + "use_kl_in_reward", True, "the penalty stands in the loss already, and here in one place")
+    if (in_loss or in_reward) and coef:
+        out.set("loss.kl.coef", coef, ALG + "kl_loss_coef" + ("" if ALG + "kl_loss_coef" in keys else ", by default"))
+        out.set("loss.kl.estimator", estimator(kind_of_kl), ALG + "kl_estimator_type")
+        if not in_loss:
+            out.set("loss.kl.where", "reward", ALG + "use_kl_in_reward")
+
+
+def set_correction(keys: SourceKeys, out: Translation) -> None:
+    prefix = ALG + "off_policy_correction."
+    level = keys.get(prefix + "tis_ratio_type")
+    high = keys.get(prefix + "token_tis_ratio_clip_high", 2.0)
+    if level == "sequence":
+        high = keys.get(prefix + "sequence_tis_ratio_clip_high", 5.0)
+    if truth(keys.get(ALG + "use_tis", False)):
+        level, high = "token", keys.get(ALG + "tis_imp_ratio_cap", 2.0)
+    if level not in NOTHING:
+        out.set("loss.correction.level", str(level), prefix + "tis_ratio_type")
+        out.set("loss.correction.high", real(high), prefix + "*_tis_ratio_clip_high")
+    mask = keys.get(prefix + "sequence_mask_metric")
+    if mask in NOTHING:
+        keys.under(prefix)
+        return
+    if level not in NOTHING or mask not in ("geometric", "product"):
+        out.differs(prefix + "sequence_mask_metric", mask, "a mask beside truncated weights: docs/policy_losses.md")
+        return
+    short, bounds = ("geo", (0.99, 1.01)) if mask == "geometric" else ("product", (0.5, 2.0))
+    out.set("loss.correction.method", "mask", prefix + "sequence_mask_metric")
+    out.set("loss.correction.level", "geometric" if short == "geo" else "sequence", prefix + "sequence_mask_metric")
+    out.set("loss.correction.low", real(keys.get(f"{prefix}{short}_mask_low", bounds[0])), prefix + "*_mask_low")
+    out.set("loss.correction.high", real(keys.get(f"{prefix}{short}_mask_high", bounds[1])), prefix + "*_mask_high")
+    keys.under(prefix)
+
+
+def set_reward(keys: SourceKeys, out: Translation) -> None:
+    env, turns = str(keys.get("environment.env_class", "gsm8k")), count(keys.get(G + "max_turns", 1))
+    buffer = keys.get(ALG + "overlong_buffer_len")
+    if buffer not in NOTHING and count(buffer):
+        penalty = {
+            "buffer_tokens": count(buffer),
+            "factor": real(keys.get(ALG + "overlong_buffer_penalty_factor", 1.0)),
+        }
+        out.set("advantages.overlong_penalty", penalty, ALG + "overlong_buffer_len")
+    if env in ("gsm8k", "aime") and turns == 1:
+        out.set("reward.function", "math", f"environment.env_class {env}")
+        return
+    rollout = next(
+        str(setting.value)
+        for path, setting in out.settings.items()
+        if path.startswith("placement.") and "rollout" in path
+    )
+    out.place(["env"], rollout, "environment.env_class")
+    out.set("env.max_turns", turns, G + "max_turns")
+    out.set("reward.function", "environment", "environment.env_class")
+    if env in GYM:
+        out.set("env.function", GYM[env], "environment.env_class")
+        options = keys.under(f"environment.skyrl_gym.{env}.")
+        if options:
+            out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")
+    else:
+        out.set("env.function", f"{env}.env:Env", "environment.env_class: name its module and class")
+        out.differs("environment.env_class", env, "an environment of one's own: write env.function as module:class")

@@ -1,0 +1,261 @@
+"""slime's flags, and Megatron's beside them. Defaults are those of slime/utils/arguments.py and of Megatron-LM."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rltrain.importing.conversions import count, interval, one_of, paths, ranks, real, text, truth
+from rltrain.importing.conversions import top_k as top_k_of
+from rltrain.importing.slime_learning import (
+    is_supervised,
+    set_algorithm,
+    set_engine,
+    set_evaluation,
+    set_kl,
+    set_reward,
+    set_schedule,
+    set_supervised,
+)
+from rltrain.importing.slime_leftovers import HARMLESS
+from rltrain.importing.steps import Rows, set_steps
+from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
+
+OPTIMIZER = (
+    Rule("lr", "actor.optimizer.lr", 1e-6, real),
+    Rule("min-lr", "actor.optimizer.min_lr", 0.0, real),
+    Rule("weight-decay", "actor.optimizer.weight_decay", 0.01, real),
+    Rule("adam-beta1", "actor.optimizer.beta1", 0.9, real),
+    Rule("adam-beta2", "actor.optimizer.beta2", 0.999, real),
+    Rule("adam-eps", "actor.optimizer.eps", 1e-8, real),
+    Rule("clip-grad", "actor.optimizer.clip_grad", 1.0, real),
+    Rule("lr-warmup-iters", "actor.optimizer.warmup_steps", 0, count),
+    Rule(
+        "lr-decay-style",
+        "actor.optimizer.decay",
+        "constant",
+        one_of({"constant": "constant", "linear": "linear", "cosine": "cosine"}, "learning rates"),
+    ),
+)
+PARALLEL = (
+    Rule("tensor-model-parallel-size", "actor.parallel.tp", 1, count),
+    Rule("pipeline-model-parallel-size", "actor.parallel.pp", 1, count),
+    Rule("context-parallel-size", "actor.parallel.cp", 1, count),
+    Rule("expert-model-parallel-size", "actor.parallel.ep", 1, count),
+    Rule("expert-tensor-parallel-size", "actor.parallel.etp", None, count),
+)
+SAMPLING = (
+    Rule("rollout-temperature", "rollout.sampling.temperature", 1.0, real),
+    Rule("rollout-top-p", "rollout.sampling.top_p", 1.0, real),
+    Rule("rollout-top-k", "rollout.sampling.top_k", -1, top_k_of),
+    Rule("rollout-max-response-len", "rollout.sampling.max_response_tokens", None, count),
+)
+DATA = (
+    Rule("prompt-data", "data.train.path", None, paths),
+    Rule("input-key", "data.train.prompt_key", "input", text),
+    Rule("tool-key", "data.train.tools_key", None, text),
+    Rule("rollout-shuffle", "data.shuffle", False, truth),
+    Rule("rollout-seed", "seed", 42, count),
+)
+LOSS = (
+    Rule("eps-clip", "loss.clip_low", 0.2, real),
+    Rule("eps-clip-c", "loss.dual_clip", None, real),
+    Rule("entropy-coef", "loss.entropy_coef", 0.0, real),
+    Rule("use-opsm", "loss.correction.opsm_delta", None, lambda _: 1e-4),
+    Rule("num-critic-only-steps", "critic.critic_warmup_steps", 0, count),
+)
+RECORDS = (
+    Rule("save", "checkpoint.dir", None, text),
+    Rule("save-interval", "checkpoint.save_interval", None, interval),
+    Rule("eval-interval", "evaluation.interval", None, interval),
+    Rule("wandb-project", "logging.wandb.project", None, text),
+    Rule("wandb-group", "logging.wandb.name", None, text),
+    Rule("use-tensorboard", "logging.tensorboard", None, truth),
+    Rule("log-probs-chunk-size", "model.logits_chunk_tokens", None, count),
+    Rule("moe-aux-loss-coeff", "model.moe.aux_loss_coef", None, real),
+    Rule("moe-z-loss-coeff", "model.moe.z_loss_coef", None, real),
+    Rule("moe-router-bias-update-rate", "model.moe.bias_update_rate", None, real),
+)
+
+
+def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """Flags without their dashes. One without a value is True, one with several is a list."""
+    flags: dict[str, Any] = {}
+    name = None
+    values: list[str] = []
+    for argument in [*arguments, "--"]:
+        if argument.startswith("--"):
+            if name:
+                flags[name] = True if not values else values[0] if len(values) == 1 else values
+            name, _, first = argument[2:].partition("=")
+            values = [first] if first else []
+        else:
+            values.append(argument)
+    return flags
+
+
+def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    for rules in (OPTIMIZER, PARALLEL, SAMPLING, DATA, LOSS, RECORDS):
+        apply(rules, keys, out)
+    _data(keys, out)
+    _placement(keys, out)
+    _model(keys, out)
+    _batch(keys, out)
+    if is_supervised(keys):
+        set_supervised(keys, out)
+    else:
+        set_algorithm(keys, out)
+        set_kl(keys, out)
+        set_schedule(keys, out)
+        set_reward(keys, out)
+        set_evaluation(keys, out)
+        set_engine(keys, out)
+    _dropout(keys, out)
+    set_steps(
+        out, rows, keys.get("num-rollout"), keys.get("num-epoch"), ("--num-rollout", "--num-epoch"), name="num-rollout"
+    )
+    _warmup(keys, out)
+    sort_out(keys, HARMLESS, out)
+
+
+def _data(keys: SourceKeys, out: Translation) -> None:
+    out.set("data.train.label_key", keys.get("label-key"), "label-key")
+    template = truth(keys.get("apply-chat-template", False))
+    out.set("data.chat_template", "auto" if template else "never", "apply-chat-template")
+    longest = keys.get("rollout-max-prompt-len")
+    if longest is not None:
+        out.set("data.max_prompt_tokens", count(longest), "rollout-max-prompt-len")
+        out.set("data.on_bad_row", "skip", "rollout-max-prompt-len: longer prompts are left out")
+    context = keys.get("rollout-max-context-len")
+    response = out.get("rollout.sampling.max_response_tokens")
+    most = count(context) if context else response + out.get("data.max_prompt_tokens")
+    if most < response + out.get("data.max_prompt_tokens"):
+        if longest is None and most > response:
+            out.set("data.max_prompt_tokens", most - response, "rollout-max-context-len less the longest response")
+        else:
+            most = response + out.get("data.max_prompt_tokens")
+    out.set("rollout.max_context_tokens", most, "rollout-max-context-len" if context else "prompt and response")
+    stop = keys.get("rollout-stop")
+    if stop is not None:
+        out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, "rollout-stop")
+
+
+def _placement(keys: SourceKeys, out: Translation) -> None:
+    """slime's rules: without --colocate the rollout's GPUs come after the actor's; with it both begin at 0."""
+    nodes, per_node = count(keys.get("actor-num-nodes", 1)), count(keys.get("actor-num-gpus-per-node", 8))
+    actor = nodes * per_node
+    colocate = truth(keys.get("colocate", False))
+    given = keys.get("rollout-num-gpus")
+    origin = f"actor-num-nodes {nodes} x actor-num-gpus-per-node {per_node}"
+    roles = ["actor"]
+    if keys.get("advantage-estimator") == "ppo":
+        roles.append("critic")
+    if truth(keys.get("use-kl-loss", False)) or real(keys.get("kl-coef", 0)):
+        roles.append("reference")
+    out.place(roles, ranks(0, actor), origin)
+    out.ranks_per_node = count(keys.get("num-gpus-per-node", max(per_node, 1)))
+    if is_supervised(keys):
+        out.world_size = actor
+        return
+    if given is None and not colocate:
+        raise UntranslatableError("--rollout-num-gpus is required when --colocate is not set")
+    rollout = actor if given is None else count(given)
+    if colocate and given is not None and rollout != actor:
+        out.notes.append("--colocate with --rollout-num-gpus: the engines begin at GPU 0 and go beyond the actor's")
+    per_engine = count(keys.get("rollout-num-gpus-per-engine", 1))
+    if rollout % per_engine:
+        raise UntranslatableError(
+            f"rollout_num_gpus {rollout} must be divisible by rollout_num_gpus_per_engine {per_engine}"
+        )
+    out.set("rollout.parallel.tp", per_engine, "rollout-num-gpus-per-engine")
+    out.place(
+        ["rollout", "reward"],
+        ranks(0 if colocate else actor, rollout),
+        "colocate" if colocate else "rollout-num-gpus, after the actor's",
+    )
+    out.world_size = max(actor, rollout) if colocate else actor + rollout
+
+
+def _model(keys: SourceKeys, out: Translation) -> None:
+    out.set("model.path", keys.get("hf-checkpoint", "CHECKPOINT"), "hf-checkpoint")
+    if truth(keys.get("fp16", False)):
+        out.set("model.dtype", "float16", "fp16")
+    granularity = keys.get("recompute-granularity")
+    layers = keys.get("recompute-num-layers")
+    if granularity == "full":
+        method = keys.get("recompute-method", "uniform")
+        recompute: Any = "full" if method == "uniform" else {"granularity": "full", "layers": count(layers or 1)}
+        out.set("model.recompute", recompute, "recompute-granularity, -method, -num-layers")
+    elif granularity == "selective":
+        modules = keys.get("recompute-modules", ["core_attn"])
+        modules = [modules] if isinstance(modules, str) else modules
+        out.set("model.recompute", {"granularity": "selective", "modules": modules}, "recompute-granularity, -modules")
+    backend = keys.get("train-backend", "megatron")
+    if backend != "megatron":
+        out.leave("train-backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
+    if truth(keys.get("sequence-parallel", False)) and out.get("actor.parallel.tp") > 1:
+        out.set("actor.parallel.sequence_parallel", True, "sequence-parallel")
+    _stages(keys, out)
+
+
+def _stages(keys: SourceKeys, out: Translation) -> None:
+    """Uneven first and last stages; the other layers are shared out evenly, as Megatron does."""
+    first, last = keys.get("decoder-first-pipeline-num-layers"), keys.get("decoder-last-pipeline-num-layers")
+    stages, layers = out.get("actor.parallel.pp"), keys.get("num-layers")
+    if (first is None and last is None) or stages == 1:
+        return
+    origin = "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers"
+    if layers is None:
+        out.leave(origin, (first, last), "stages are planned here, as --num-layers is not given")
+        return
+    ends = [count(end) for end in (first, last) if end is not None]
+    inner, rest = divmod(count(layers) - sum(ends), max(stages - len(ends), 1))
+    if rest or inner < 0:
+        raise UntranslatableError(f"{origin}: the other layers do not divide over {stages - len(ends)} stages")
+    shares = [inner] * (stages - len(ends))
+    shares = [*([ends[0]] if first is not None else []), *shares, *([ends[-1]] if last is not None else [])]
+    out.set("actor.parallel.layers_per_stage", shares, origin)
+
+
+def _batch(keys: SourceKeys, out: Translation) -> None:
+    """--global-batch-size counts samples."""
+    prompts, samples = count(keys.get("rollout-batch-size", 1)), count(keys.get("n-samples-per-prompt", 1))
+    out.set("batch.prompts_per_step", prompts, "rollout-batch-size")
+    if not is_supervised(keys):
+        out.set("batch.samples_per_prompt", samples, "n-samples-per-prompt")
+    updates = keys.get("num-steps-per-rollout")
+    size = keys.get("global-batch-size")
+    if updates is not None:
+        out.set("batch.mini_batches", count(updates), "num-steps-per-rollout")
+    elif size is not None:
+        whole, rest = divmod(prompts * samples, count(size))
+        if rest:
+            raise UntranslatableError(
+                f"rollout_batch_size {prompts} * n_samples_per_prompt {samples} is not a multiple of "
+                f"global_batch_size {size}"
+            )
+        out.set("batch.mini_batches", max(whole, 1), "rollout-batch-size x n-samples-per-prompt / global-batch-size")
+    if out.get("batch.mini_batches") > 1:
+        out.set("batch.mini_batches_by", "prompts", "slime trains on samples in the order in which they came")
+    tokens = keys.get("max-tokens-per-gpu")
+    if truth(keys.get("use-dynamic-batch-size", False)) and tokens is not None:
+        out.set("actor.micro_batch_tokens", count(tokens), "max-tokens-per-gpu")
+        own = keys.get("log-probs-max-tokens-per-gpu", tokens)
+        out.set("reference.micro_batch_tokens", count(own), "max-tokens-per-gpu")
+    else:
+        sequences = count(keys.get("micro-batch-size", 1))
+        longest = out.get("rollout.max_context_tokens") * sequences
+        out.set("actor.micro_batch_tokens", longest, "micro-batch-size times the longest sample")
+
+
+def _dropout(keys: SourceKeys, out: Translation) -> None:
+    for name in ("attention-dropout", "hidden-dropout"):
+        value = real(keys.get(name, 0.1))
+        if value:
+            out.differs(name, value, "no dropout here; Megatron's default is 0.1, set it to 0")
+
+
+def _warmup(keys: SourceKeys, out: Translation) -> None:
+    fraction = keys.get("lr-warmup-fraction")
+    if fraction is None:
+        return
+    updates = out.get("steps") * out.get("batch.mini_batches")
+    out.set("actor.optimizer.warmup_steps", round(real(fraction) * updates), "lr-warmup-fraction of all updates")

@@ -1,0 +1,1 @@
+"""The quickstart's files: a tiny model, its tokenizer and its problems."""

@@ -1,0 +1,226 @@
+"""Configs and commands of other trainers, written after their documentation, become configs with the same meaning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.options import DryRunOptions
+from rltrain.errors import ConfigError
+from rltrain.importing.command import imported, main
+from rltrain.importing.steps import Rows
+from rltrain.importing.translation import Translation
+from rltrain.importing.writing import written
+
+SLIME = """
+#!/bin/bash
+MODEL_ARGS=(--num-layers 36 --hidden-size 2560 --swiglu)
+ROLLOUT_ARGS=(
+   --prompt-data /data/dapo.jsonl
+   --input-key prompt
+   --label-key label
+   --apply-chat-template
+   --rm-type deepscaler
+   --num-rollout 300
+   --rollout-batch-size 32
+   --n-samples-per-prompt 8
+   --rollout-max-response-len 8192
+   --global-batch-size 128
+)
+ray job submit --address="http://127.0.0.1:8265" -- python3 train.py \\
+   --actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 \\
+   --hf-checkpoint /models/Qwen3-4B \\
+   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} \\
+   --tensor-model-parallel-size 2 --sequence-parallel \\
+   --use-dynamic-batch-size --max-tokens-per-gpu 9216 \\
+   --attention-dropout 0.0 --hidden-dropout 0.0 \\
+   --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl \\
+   --eps-clip 0.2 --eps-clip-high 0.28 \\
+   --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.8 \\
+   --eval-prompt-data aime /data/aime.jsonl --n-samples-per-eval-prompt 16 --eval-interval 20
+"""
+VERL = """
+set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files="['$HOME/data/gsm8k/test.parquet']" \\
+    data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=15 trainer.test_freq=5 $@
+"""
+SKYRL = """
+: "${NUM_GPUS:=4}"
+uv run --isolated -m skyrl.train.entrypoints.main_base \\
+  data.train_data="['/data/train.parquet']" data.val_data="['/data/validation.parquet']" \\
+  trainer.policy.model.path="Qwen/Qwen2.5-1.5B-Instruct" \\
+  trainer.placement.colocate_all=COLOCATE \\
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS trainer.placement.ref_num_gpus_per_node=$NUM_GPUS \\
+  generator.inference_engine.num_engines=ENGINES generator.inference_engine.tensor_parallel_size=1 \\
+  trainer.epochs=20 trainer.train_batch_size=1024 trainer.policy_mini_batch_size=256
+"""
+RLINF: dict[str, Any] = {
+    "defaults": ["base", "_self_"],
+    "cluster": {"num_nodes": 1, "component_placement": {"actor,rollout,reward": "0-7"}},
+    "runner": {"max_steps": 50, "seq_length": "${multiply:${data.max_prompt_length},4}", "val_check_interval": -1},
+    "algorithm": {"adv_type": "grpo", "kl_beta": 0.0, "ratio_clip_eps": 0.2, "group_size": 16, "n_minibatches": 4},
+    "data": {"max_prompt_length": 1024, "train_data_paths": ["/data/a.jsonl"], "answer_key": "solutions"},
+    "actor": {"model": {"tensor_model_parallel_size": 4, "precision": "fp16"}, "optim": {"lr": 2e-6}},
+    "rollout": {"model": {"model_path": "/models/m"}, "tensor_parallel_size": 2, "rollout_backend": "sglang"},
+}
+
+
+def imported_text(framework: str, text: str, tmp_path: Path, **more: Any) -> Translation:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    return imported(framework, [str(path)], **more)
+
+
+def as_config(found: Translation, tmp_path: Path) -> Config:
+    path = tmp_path / "imported.yaml"
+    path.write_text(written(found, "a test"))
+    return load_config(path)
+
+
+def test_slime_counts_samples_and_places_engines_behind_the_actor(tmp_path: Path) -> None:
+    found = imported_text("slime", SLIME, tmp_path)
+    config = as_config(found, tmp_path)
+    assert config.placement == {"actor, reference": "0-3", "rollout, reward": "4-7"} and found.world_size == 8
+    assert config.batch.mini_batches == 32 * 8 // 128 and config.batch.mini_batches_by == "prompts"
+    assert config.actor.optimizer.beta2 == 0.999, "Megatron's default, not rltrain's"
+    assert config.actor.optimizer.weight_decay == 0.01
+    assert config.loss.normalization == "sequence_mean" and (config.loss.clip_low, config.loss.clip_high) == (0.2, 0.28)
+    assert config.loss.kl.estimator == "k3" and config.loss.kl.coef == 0.01
+    assert not config.data.shuffle and config.seed == 42
+    assert config.evaluation.sets[0].samples_per_prompt == 16 and config.evaluation.sets[0].sampling.temperature == 1
+    assert config.rollout.sglang.args == {"mem_fraction_static": 0.8}
+    assert {"hidden-size", "swiglu"} <= {one.key for one in found.leftovers}
+
+
+def test_what_is_imported_passes_the_dry_run(tmp_path: Path) -> None:
+    found = imported_text("slime", SLIME, tmp_path)
+    (tmp_path / "imported.yaml").write_text(written(found, "a test"))
+    described = describe_job(tmp_path / "imported.yaml", [], DryRunOptions(world_size=8))
+    assert "Ranks: 8" in described
+
+
+def test_verl_has_dual_clip_and_counts_prompts_and_training_steps(tmp_path: Path) -> None:
+    found = imported_text("verl", VERL, tmp_path, rows=Rows(rows=7473))
+    config = as_config(found, tmp_path)
+    assert config.steps == 15 * (7473 // 1024)
+    assert config.loss.dual_clip == 3.0 and config.loss.normalization == "token_mean"
+    assert config.batch.mini_batches == 4 and config.batch.mini_batches_by == "prompts"
+    assert config.actor.optimizer.warmup_steps == 10 * 4, "its learning rate follows training steps"
+    assert config.placement == {"actor, reference, rollout, reward": "0-7"}
+    assert config.loss.kl.coef == 0.001 and config.loss.kl.estimator == "k3"
+    assert config.data.train.label_key == "reward_model.ground_truth"
+    assert config.data.eval is not None and config.evaluation.interval == 5
+    assert config.model.recomputed.granularity == "full" and config.rollout.sampling.max_response_tokens == 1024
+
+
+def test_skyrl_has_a_kl_penalty_by_default(tmp_path: Path) -> None:
+    text = SKYRL.replace("COLOCATE", "true").replace("ENGINES", "4")
+    config = as_config(imported_text("skyrl", text, tmp_path, rows=Rows(rows=7473)), tmp_path)
+    assert config.placement == {"actor, reference, rollout, reward": "0-3"}
+    assert config.loss.kl.coef == 0.001 and config.batch.samples_per_prompt == 5
+    assert config.steps == 20 * 7 and config.seed == 42 and config.loss.dual_clip is None
+    apart = SKYRL.replace("COLOCATE", "false").replace("ENGINES", "2")
+    config = as_config(imported_text("skyrl", apart, tmp_path, rows=Rows(rows=7473)), tmp_path)
+    assert config.placement == {"actor, reference": "0-3", "rollout, reward": "4-5"}
+
+
+def test_rlinf_reads_hydra_with_interpolations_and_any_placement(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("runner: {max_steps: 1, save_interval: 10}\ndata: {rollout_batch_size: 128}\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RLINF))
+    found = imported("rlinf", [str(path), "runner.max_steps=60"])
+    config = as_config(found, tmp_path)
+    assert config.steps == 60 and config.checkpoint.save_interval == 10 and config.batch.prompts_per_step == 128
+    assert config.placement == {"actor, rollout, reward": "0-7"} and config.rollout.max_context_tokens == 4096
+    assert config.model.dtype == "float16" and config.batch.mini_batches == 4
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "told"),
+    [
+        (
+            "slime",
+            SLIME.replace("--rollout-num-gpus 4", "--rollout-num-gpus 3"),
+            "must be divisible by rollout_num_gpus_per",
+        ),
+        ("slime", SLIME.replace("--rollout-num-gpus 4", ""), "rollout-num-gpus is required"),
+        ("slime", SLIME.replace("--attention-dropout 0.0", ""), "no dropout here"),
+        ("slime", SLIME.replace("128\n", "100\n"), "not a multiple of global_batch_size"),
+        ("slime", SLIME.replace("--use-kl-loss", "--fp8-format e4m3"), "fp8-format: 'e4m3'"),
+        ("slime", "python other.py --x 1", "starts nothing that is known as slime"),
+        ("verl", VERL, "--rows N"),
+        ("verl", VERL.replace("=256", "=300"), "must be divisible by mini batch size"),
+        ("verl", VERL.replace("adv_estimator=grpo", "adv_estimator=opo"), "'opo'"),
+        ("verl", VERL.replace("$@", "algorithm.of_nobody=3"), "algorithm.of_nobody: 3"),
+        ("skyrl", SKYRL.replace("COLOCATE", "true").replace("ENGINES", "2"), "num_rollout_gpus (2) must be the same"),
+    ],
+)
+def test_what_would_differ_or_cannot_be_is_refused(framework: str, text: str, told: str, tmp_path: Path) -> None:
+    rows = Rows() if "--rows" in told else Rows(rows=7473)
+    with pytest.raises(ConfigError) as refused:
+        imported_text(framework, text, tmp_path, rows=rows)
+    assert told in str(refused.value)
+
+
+def test_differences_can_be_allowed_and_are_told(tmp_path: Path) -> None:
+    text = SLIME.replace("--use-kl-loss", "--fp8-format e4m3")
+    found = imported_text("slime", text, tmp_path, allow_differences=True)
+    assert "ALTHOUGH IT CHANGES" in written(found, "a test") and "fp8-format: e4m3" in written(found, "a test")
+
+
+def test_the_command_prints_a_config_with_the_keys_that_values_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(SLIME)
+    assert main(["--from", "slime", "--set", "output_dir=runs/x", "--steps", "5", str(tmp_path / "run.sh")]) == 0
+    printed = capsys.readouterr().out
+    assert "steps: 5   # --steps" in printed and "tp: 2   # tensor-model-parallel-size" in printed
+    assert yaml.safe_load(printed)["output_dir"] == "runs/x"
+    command = SLIME[SLIME.index("python3 train.py") :].replace("${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]}", "")
+    assert main(["--from", "slime", command]) == 2
+    assert "refused" in capsys.readouterr().err
+
+
+def test_rows_are_counted_where_the_file_is_there(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "reward_model": {"ground_truth": "1"}}\n' * 2500)
+    text = VERL.replace("$HOME/data/gsm8k/train.parquet", str(rows), 1)
+    assert imported_text("verl", text, tmp_path).get("steps") == 15 * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"actor": "0-7", "rollout": {"node_group": "draw", "placement": "0-7"}}, {"actor": "0-7", "rollout": "8-15"}),
+        ({"actor": "0-7:0-7", "rollout": {"node_group": "draw", "placement": "all"}}, {"rollout": "node:1"}),
+        ({"actor,rollout": "0-3,5,7"}, {"actor": "0-3,5,7", "rollout": "0-3,5,7"}),
+    ],
+)
+def test_placements_of_rlinf_become_ranks(given: dict[str, Any], expected: dict[str, str], tmp_path: Path) -> None:
+    groups = [{"label": "train", "node_ranks": "0"}, {"label": "draw", "node_ranks": "1"}]
+    cluster = {"num_nodes": 2, "component_placement": given, "node_groups": groups}
+    data = {**RLINF["data"], "rollout_batch_size": 128}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RLINF, "defaults": [], "cluster": cluster, "data": data}))
+    found = imported("rlinf", [str(tmp_path / "run.yaml")])
+    placed = {
+        role: setting.value
+        for path, setting in found.settings.items()
+        if path.startswith("placement.")
+        for role in path.removeprefix("placement.").split(", ")
+    }
+    assert expected.items() <= placed.items() and placed["reward"] == placed["rollout"]

@@ -1,0 +1,37 @@
+"""The presets are legal in their worlds, overlap what they should, and fit the GPUs that they are meant for."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.options import DryRunOptions
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tools"))
+from stand_in_models import shape_of, write_stand_in  # noqa: E402
+
+PRESETS = sorted((REPOSITORY / "configs").glob("preset_*.yaml"))
+
+
+def test_there_are_four() -> None:
+    assert len(PRESETS) == 4
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_preset_fits(path: Path, tmp_path: Path) -> None:
+    world = re.match(r"# world size: (\d+)", path.read_text())
+    assert world
+    model = write_stand_in("Qwen/Qwen3-8B", tmp_path)
+    told = describe_job(path, [f"model.path={model}"], DryRunOptions(world_size=int(world[1])))
+    hybrid = path.stem == "preset_hybrid_env"
+    assert re.search(rf"actor +rollout +{'hybrid' if hybrid else 'disaggregated'}", told)
+    assert "Schedule: sequential" in told if hybrid else "Schedule: asynchronous" in told
+
+
+def test_stand_ins_are_found_by_name() -> None:
+    assert shape_of("Qwen/Qwen3-30B-A3B-Base")["num_experts"] == 128  # type: ignore[index]
+    assert shape_of("/root/Qwen2.5-0.5B-Instruct/")["hidden_size"] == 896  # type: ignore[index]
+    assert shape_of("Qwen/Qwen3.5-9B") == {"model_type": "qwen3.5"} and shape_of("my-model") is None

@@ -1,0 +1,152 @@
+"""config.json of published models, by their names: what a dry run reads of a model whose weights are not at hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = {"vocab_size": 151936, "eos_token_id": 151645, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768, **VOCABULARY}
+QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "max_position_embeddings": 40960, "head_dim": 128, **VOCABULARY}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LLAMA = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 5e5,
+    "max_position_embeddings": 131072,
+    "eos_token_id": 128001,
+    "vocab_size": 128256,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+}
+
+
+def _dense(family: dict[str, Any], sizes: str, tied: bool = False, **more: Any) -> dict[str, Any]:
+    """`sizes`: hidden size, layers, heads, key-value heads, feed-forward units."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape = dict(zip(names, map(int, sizes.split()), strict=True))
+    return {**family, **shape, "tie_word_embeddings": tied, **more}
+
+
+def _large(text: str, **more: Any) -> dict[str, Any]:
+    """Of DeepSeek-V3's family: hidden size, layers, heads, units, units of an expert, experts, of which so many."""
+    names = "hidden_size num_hidden_layers num_attention_heads intermediate_size moe_intermediate_size "
+    names += "n_routed_experts num_experts_per_tok"
+    shape = dict(zip(names.split(), map(int, text.split()), strict=True))
+    return {**DEEPSEEK, **shape, "num_key_value_heads": shape["num_attention_heads"], **more}
+
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    r"qwen2(\.5)?-.*\b0\.5b": _dense(QWEN2, "896 24 14 2 4864", tied=True),
+    r"qwen2(\.5)?-.*\b1\.5b": _dense(QWEN2, "1536 28 12 2 8960", tied=True),
+    r"qwen2(\.5)?-.*\b3b": _dense(QWEN2, "2048 36 16 2 11008", tied=True),
+    r"(qwen2(\.5)?-.*\b7b|skywork-or1|webthinker)": _dense(QWEN2, "3584 28 28 4 18944", vocab_size=152064),
+    r"qwen2(\.5)?-.*\b14b": _dense(QWEN2, "5120 48 40 8 13824", vocab_size=152064),
+    r"(qwen2(\.5)?-.*|qwq-|skywork.*)\b32b": _dense(QWEN2, "5120 64 40 8 27648", vocab_size=152064),
+    r"qwen2(\.5)?-.*\b72b": _dense(QWEN2, "8192 80 64 8 29568", vocab_size=152064),
+    r"qwen3-(coder-)?30b-a3b": _dense(QWEN3_MOE, "2048 48 32 4 6144", moe_intermediate_size=768),
+    r"qwen3-235b-a22b": _dense(QWEN3_MOE, "4096 94 64 4 12288", moe_intermediate_size=1536),
+    r"qwen3-0\.6b": _dense(QWEN3, "1024 28 16 8 3072", tied=True),
+    r"qwen3-1\.7b": _dense(QWEN3, "2048 28 16 8 6144", tied=True),
+    r"qwen3-4b": _dense(QWEN3, "2560 36 32 8 9728", tied=True),
+    r"qwen3-8b": _dense(QWEN3, "4096 36 32 8 12288"),
+    r"qwen3-14b": _dense(QWEN3, "5120 40 40 8 17408"),
+    r"qwen3-32b": _dense(QWEN3, "5120 64 64 8 25600"),
+    r"llama-?3\.2-1b": _dense(LLAMA, "2048 16 32 8 8192", tied=True),
+    r"llama-?3\.2-3b": _dense(LLAMA, "3072 28 24 8 8192", tied=True),
+    r"llama-?3(\.1)?-8b": _dense(LLAMA, "4096 32 32 8 14336"),
+    r"llama-?3(\.[13])?-70b": _dense(LLAMA, "8192 80 64 8 28672"),
+    r"deepseek-(llm|coder|math)?-?(6\.)?7b": _dense(LLAMA, "4096 30 32 32 11008", vocab_size=102400),
+    r"(mistral-nemo|ministral|mistral.*12b)": _dense(
+        {**LLAMA, "model_type": "mistral"}, "5120 40 32 8 14336", head_dim=128, vocab_size=131072, sliding_window=None
+    ),
+    r"moonlight": _large(
+        "2048 27 16 11264 1408 64 6",
+        q_lora_rank=None,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.446,
+        vocab_size=163840,
+    ),
+    r"kimi-k2": _large(
+        "7168 61 64 18432 2048 384 8",
+        q_lora_rank=1536,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        vocab_size=163840,
+        rope_scaling={**YARN, "factor": 32},
+    ),
+    r"(deepseek-(v3|r1)|dsv3|deepseek-?671b)": _large(
+        "7168 61 128 18432 2048 256 8",
+        q_lora_rank=1536,
+        n_shared_experts=1,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        vocab_size=129280,
+        rope_scaling=YARN,
+    ),
+}
+OTHERS = (
+    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-?\d|"
+    r"gpt-?oss|nemotron|mimo|minimax|seed-?oss|gemma|deepseek-v[24]|qwen1\.5|hy-?v3)"
+)
+
+
+def shape_of(name: str) -> dict[str, Any] | None:
+    """Of a model's folder or hub name; the family's name alone where its shape is not here; None for no known name."""
+    lower = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
+    other = re.search(OTHERS, lower)
+    if other:
+        return {"model_type": other[0]}
+    return next((shape for pattern, shape in SHAPES.items() if re.match(pattern, lower)), None)
+
+
+def write_stand_in(name: str, folder: Path) -> Path | None:
+    """A folder with the config.json of the named model; None for no known name."""
+    shape = shape_of(name)
+    if shape is None:
+        return None
+    target = folder / re.sub(r"\W+", "_", name)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(shape))
+    return target
