@@ -62,6 +62,12 @@ class Evaluable(ABC):
         logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty, self.forward)
         return logprobs, top_ids, top_logprobs
 
+    def evaluate_routing(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Of a backend whose routers tell what they choose; others are refused with it."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell which experts its routers choose")
+
     def _evaluate_tokens(self, experience: Experience, max_tokens: int, temperature: float, forward: Forward) -> Tensor:
         """[tokens] on the host, the objective's first output."""
 

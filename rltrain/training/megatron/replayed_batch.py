@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rltrain.models.routing_shape import NOT_RECORDED, RoutingShape
 from rltrain.reshard.megatron_layout import chunks_of
-from rltrain.training.megatron.context_parallel import of_all_tokens
+from rltrain.training.gathered_rows import of_all_tokens
 from rltrain.training.megatron.model import LanguageModel
 from rltrain.training.packing import MicroBatch
 

@@ -48,7 +48,7 @@ class TrainableModel(EvaluableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model)
-        self.settings, self.skipped = settings, SkippedSteps(role, max_skipped)
+        self.settings, self.role, self.skipped = settings, role, SkippedSteps(role, max_skipped)
         self.total_updates = total_updates
         self.num_updates = 0
         self.groups = model.pg_collection
