@@ -33,7 +33,7 @@ class Parallel(Section):
     cp: Count = 1
     """Context parallelism: every sequence is cut among as many ranks of a replica."""
     ep: Count = 1
-    """Shares of whole experts, over ranks that also work on different samples or different parts of a tensor."""
+    """Shares of whole experts, over ranks that also work on different samples, or parts of a sequence or a tensor."""
     etp: Count | None = None
     """Ranks that an expert is cut over. None: as many as tp. ep x etp divides the ranks of a pipeline stage."""
     sequence_parallel: bool = False

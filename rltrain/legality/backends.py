@@ -80,7 +80,8 @@ def _model_problems(config: Config, role: str) -> Iterator[str]:
             yield f"model.{name}: got {str(given).lower()} with {backend}; expected {expected}: {reason}"
     if model.router_replay != "off":
         yield (
-            f"model.router_replay: got {model.router_replay} with {backend}, whose routers take no choices; expected off"
+            f"model.router_replay: got {model.router_replay} with {backend}, whose routers take no choices; "
+            "expected off"
         )
     if model.recomputed.granularity == "selective":
         yield f"model.recompute: got selective with {backend}; expected none or full, which is of whole layers"

@@ -17,6 +17,7 @@ from rltrain.training.context_slices import ContextShare, inverse, places_of, pl
 from rltrain.training.megatron import context_parallel
 from rltrain.training.megatron.context_parallel import sequences_of_share, thd_slices
 from rltrain.training.megatron.model import transformer_config
+from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.routing import routed_samples
 from rltrain.training.packing import pack, padded_to, padding_alone
 from tests.model_shards import tiny_architecture
@@ -176,13 +177,7 @@ def test_transformer_engine_gets_whole_sequences_and_how_to_share_them(monkeypat
     assert [b.tolist() for b in boundaries] == [[0, 8, 12, 24]] * 4
     assert packed.qkv_format == "thd" and packed.max_seqlen_q == packed.max_seqlen_kv == 12
     for communication, type_ in (("auto", "p2p"), ("all_to_all", "a2a")):
-        config = transformer_config(
-            tiny_architecture("qwen3"),
-            Grid((0, 1), cp=2),
-            stage=0,
-            model=schema.Model(path="m", cp_communication=communication),
-            parallel=schema.Parallel(cp=2),
-            device=CPU,
-            transformer_engine=False,
-        )
+        model = schema.Model(path="m", cp_communication=communication)
+        options = ModelOptions(model, schema.Parallel(cp=2), CPU, transformer_engine=False)
+        config = transformer_config(tiny_architecture("qwen3"), Grid((0, 1), cp=2), 0, options)
         assert (config.context_parallel_size, config.cp_comm_type) == (2, type_)

@@ -35,7 +35,9 @@ def test_the_config_reference_has_every_key() -> None:
 
 
 def test_docstrings_of_attributes_are_read_with_those_of_the_classes_that_a_section_is_made_from() -> None:
-    assert docstrings(Schedule)["partial_rollouts"].startswith("A generate task ends when enough prompt groups are done")
+    assert docstrings(Schedule)["partial_rollouts"].startswith(
+        "A generate task ends when enough prompt groups are done"
+    )
     assert "mode" in docstrings(Schedule) and "steps" not in docstrings(Schedule)
 
 

@@ -18,6 +18,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError
 from rltrain.training.megatron.layers import check_dispatcher
 from rltrain.training.megatron.model import transformer_config
+from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.routing import RoutedSamples, SampleRouter, load_metrics, routed_samples
 from rltrain.training.packing import pack, padded_to, padding_alone
@@ -42,15 +43,9 @@ def make_experience(lengths: list[int], prompt: int = 1) -> Experience:
 
 def make_router(family: str) -> SampleRouter:
     adapt_to_platform()
-    config = transformer_config(
-        tiny_architecture(family),
-        Grid((0,)),
-        stage=0,
-        model=schema.Model(path="m", dtype="float32", moe=schema.MoE(aux_loss_coef=AUX, z_loss_coef=Z)),
-        parallel=schema.Parallel(),
-        device=CPU,
-        transformer_engine=False,
-    )
+    model = schema.Model(path="m", dtype="float32", moe=schema.MoE(aux_loss_coef=AUX, z_loss_coef=Z))
+    options = ModelOptions(model, schema.Parallel(), CPU, transformer_engine=False)
+    config = transformer_config(tiny_architecture(family), Grid((0,)), 0, options)
     groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), SimpleNamespace(rank=lambda: 0)))
     return SampleRouter(config, groups)  # type: ignore[arg-type]
 

@@ -51,6 +51,7 @@ from rltrain.training.megatron.layers import (
     uses_transformer_engine,
 )
 from rltrain.training.megatron.lora import Adapters, is_adapter
+from rltrain.training.megatron.options import ModelOptions
 from rltrain.training.megatron.pipeline import StageLayout
 from rltrain.training.megatron.platform import adapt_to_platform
 from rltrain.training.megatron.precision import widen_projection
@@ -65,8 +66,8 @@ class ModelChunk(GPTModel):
     Takes packed micro-batches: input_ids [1, tokens] and packed_seq_params=LanguageModel.sequences(lengths), with
     context parallelism the ids of `LanguageModel.share` alone. Returns hidden states, or with the head the logits
     [1, tokens, padded vocabulary / tp] or, where `architecture` has a value head, the values [1, tokens], fp32 and
-    whole on every tensor-parallel rank. With `deferred_head` what logits are made of takes their place: [1, tokens,
-    hidden].
+    whole on every tensor-parallel rank. With `model.logits_chunk_tokens` what logits are made of takes their place:
+    [1, tokens, hidden].
     """
 
     rotary_pos_emb: torch.nn.Module
@@ -78,18 +79,15 @@ class ModelChunk(GPTModel):
         config: TransformerConfig,
         chunk: Chunk,
         collection: ProcessGroupCollection,
+        options: ModelOptions,
         *,
         number: int | None,
-        deferred_head: bool,
-        transformer_engine: bool,
-        device: torch.device,
-        wide_head: bool,
     ) -> None:
         """`number` of this one among the rank's; None where it is alone."""
         value_head = architecture.head == "value"
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(architecture, config, chunk.layers, transformer_engine),
+            transformer_layer_spec=block_spec(architecture, config, chunk.layers, options.transformer_engine),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=chunk.embedding,
@@ -104,14 +102,14 @@ class ModelChunk(GPTModel):
             self.post_process = True
             add_final_norm(self.decoder)
             self.output_layer = ValueHead(config, collection.tp)
-        elif chunk.head and deferred_head:
+        elif chunk.head and options.model.logits_chunk_tokens is not None:
             self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
-        elif chunk.head and wide_head:
+        elif chunk.head and options.has_wide_head:
             widen_projection(self.output_layer)
-        self._set_rotary_embedding(architecture, device, transformer_engine)
+        self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
         if chunk.embedding and architecture.embedding_scale != 1:
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
-        place_shared_gates(self, device)
+        place_shared_gates(self, options.device)
         mark_parallel_weights(self)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
@@ -148,24 +146,16 @@ class LanguageModel(torch.nn.Module):
         config: TransformerConfig,
         grid: Grid,
         collection: ProcessGroupCollection,
-        *,
+        options: ModelOptions,
         layout: Layout,
-        moe: schema.MoE,
-        logits_chunk_tokens: int | None,
-        wide_head: bool,
-        offloads_activations: bool,
-        transformer_engine: bool,
-        device: torch.device,
     ) -> None:
         super().__init__()
-        self.logits_chunk_tokens, self.wide_head = logits_chunk_tokens, wide_head
         self.architecture, self.grid = architecture, grid
-        self.config, self.moe = config, moe
+        self.config, self.options, self.moe = config, options, options.model.moe
         self.pg_collection = collection
         self.share = ContextShare(collection.cp.rank(), collection.cp.size())
         self.layout = layout
-        self.device = device
-        self.transformer_engine = transformer_engine
+        self.device = options.device
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
         self.chunks = torch.nn.ModuleList(
@@ -174,27 +164,25 @@ class LanguageModel(torch.nn.Module):
                 config,
                 chunk,
                 collection,
+                options,
                 number=number if grid.vpp > 1 else None,
-                deferred_head=logits_chunk_tokens is not None,
-                wide_head=wide_head,
-                transformer_engine=transformer_engine,
-                device=device,
             )
             for number, chunk in enumerate(chunks_of(architecture, grid)[collection.pp.rank()])
         )
         self.adapters: Adapters | None = None
-        if offloads_activations:
+        if options.model.activation_offload:
             for chunk in self.chunks:
                 decoder = cast(torch.nn.Module, chunk.decoder)
                 layers = cast(torch.nn.ModuleList, decoder.layers)
-                ActivationOffload(device, self.parameters, len(layers)).attach(decoder, list(layers))
+                ActivationOffload(self.device, self.parameters, len(layers)).attach(decoder, list(layers))
 
     def logits_of(self, outputs: Tensor) -> Logits:
         """What the last chunk put out for some tokens, [tokens, ...], as logits."""
-        if self.logits_chunk_tokens is None:
+        chunk_tokens = self.options.model.logits_chunk_tokens
+        if chunk_tokens is None:
             return Logits(outputs)
         last = cast(ModelChunk, self.chunks[-1])
-        return Logits(outputs, last.vocabulary, self.logits_chunk_tokens, self.wide_head)
+        return Logits(outputs, last.vocabulary, chunk_tokens, self.options.has_wide_head)
 
     @property
     def shares_experts(self) -> bool:
@@ -205,12 +193,12 @@ class LanguageModel(torch.nn.Module):
     def sequences(self, lengths: Sequence[int]) -> PackedSeqParams:
         """Describe sequences packed end to end, for forward(): with context parallelism whole ones, with their padding,
         of which this rank has its slices."""
-        if self.share.size > 1 and self.transformer_engine:
+        if self.share.size > 1 and self.options.transformer_engine:
             return thd_slices(lengths, self.pg_collection.cp, self.device)
         if self.share.size > 1:
             by_heads = self.config.cp_comm_type == BY_HEADS
             return sequences_of_share(lengths, self.share, self.device, by_heads=by_heads)
-        return (thd_sequences if self.transformer_engine else packed_sequences)(lengths, self.device)
+        return (thd_sequences if self.options.transformer_engine else packed_sequences)(lengths, self.device)
 
 
 def build_model(
@@ -233,32 +221,12 @@ def build_model(
     gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
     if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    transformer_engine = uses_transformer_engine(model, device, architecture)
+    options = ModelOptions(model, parallel, device, uses_transformer_engine(model, device, architecture))
     check_dispatcher(architecture, model, grid, device)
     collection = process_group_collection(grid, groups)
-    config = transformer_config(
-        architecture,
-        grid,
-        stage=collection.pp.rank(),
-        model=model,
-        parallel=parallel,
-        device=device,
-        transformer_engine=transformer_engine,
-    )
+    config = transformer_config(architecture, grid, collection.pp.rank(), options)
     layout = layout_of_model(architecture, grid, model=model, device=device)
-    return LanguageModel(
-        architecture,
-        config,
-        grid,
-        collection,
-        layout=layout,
-        moe=model.moe,
-        logits_chunk_tokens=model.logits_chunk_tokens,
-        wide_head=model.head != model.dtype,
-        offloads_activations=model.activation_offload,
-        transformer_engine=transformer_engine,
-        device=device,
-    )
+    return LanguageModel(architecture, config, grid, collection, options, layout)
 
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
@@ -303,17 +271,10 @@ def learned_parameters(model: LanguageModel) -> dict[str, Tensor]:
     return model.adapters.parameters if model.adapters else local_parameters(model)
 
 
-def transformer_config(
-    architecture: Architecture,
-    grid: Grid,
-    *,
-    stage: int,
-    model: schema.Model,
-    parallel: schema.Parallel,
-    device: torch.device,
-    transformer_engine: bool,
-) -> TransformerConfig:
-    dtype, cuda = getattr(torch, model.dtype), device.type == "cuda"
+def transformer_config(architecture: Architecture, grid: Grid, stage: int, options: ModelOptions) -> TransformerConfig:
+    """Megatron's, of pipeline stage `stage`."""
+    model = options.model
+    dtype, cuda = getattr(torch, model.dtype), options.device.type == "cuda"
     return config_class(architecture)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -334,7 +295,7 @@ def transformer_config(
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
         pipeline_model_parallel_layout=StageLayout(chunks_of(architecture, grid), stage) if grid.pp > 1 else None,
-        sequence_parallel=splits_sequences(architecture, grid, parallel),
+        sequence_parallel=splits_sequences(architecture, grid, options.parallel),
         params_dtype=dtype,
         pipeline_dtype=getattr(torch, model.residual),
         fp32_residual_connection=model.residual != model.dtype,
@@ -343,7 +304,7 @@ def transformer_config(
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         bias_dropout_fusion=cuda,
-        apply_rope_fusion=transformer_engine and architecture.mla is None,
+        apply_rope_fusion=options.transformer_engine and architecture.mla is None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
@@ -352,5 +313,5 @@ def transformer_config(
         **activation_settings(architecture, cuda=cuda),
         **recompute_settings(model.recomputed),
         **attention_settings(architecture),
-        **expert_settings(architecture, grid, model.moe, grouped=transformer_engine),
+        **expert_settings(architecture, grid, model.moe, grouped=options.transformer_engine),
     )
