@@ -15,5 +15,5 @@ class Checks(Section):
     """Of train/fresh_kl, the KL of the trainer from the engine."""
     action: Literal["stop", "pause", "warn"] = "stop"
     """Beyond a limit. stop: the run ends, and the last checkpoint stays the last: none is saved of weights that were
-    trained on such tokens. pause: it is saved at the end of its step and ends with an error, to go on from there when it
-    is started again."""
+    trained on such tokens. pause: it is saved at the end of its step and ends with an error, to go on from there when
+    it is started again."""

@@ -54,6 +54,8 @@ def _replaced(section: Config, path: Sequence[str], value: object) -> Config:
 def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config]]:
     """(what to write, the config with it)."""
     yield "model.recompute: full", with_keys(config, model__recompute="full")
+    if config.model.recomputed.granularity == "full":
+        yield "model.activation_offload: true", with_keys(config, model__activation_offload=True)
     yield f"model.logits_chunk_tokens: {CHUNK_TOKENS}", with_keys(config, model__logits_chunk_tokens=CHUNK_TOKENS)
     for role in model_roles():
         tokens = getattr(config, role).micro_batch_tokens
@@ -64,6 +66,11 @@ def _changed(config: Config, gpu_memory_gb: float) -> Iterator[tuple[str, Config
             yield from _more_parallel(config, role)
     for role in trained_roles():
         yield f"{role}.distributed_optimizer: true", with_keys(config, **{f"{role}__distributed_optimizer": True})
+        in_bf16 = {f"{role}__optimizer__moments_dtype": "bfloat16"}
+        yield f"{role}.optimizer.moments_dtype: bfloat16", with_keys(config, **in_bf16)
+        if getattr(config, role).optimizer.name == "adamw":
+            on_host = {f"{role}__optimizer__cpu_offload": True}
+            yield f"{role}.optimizer.cpu_offload: true", with_keys(config, **on_host)
     for role in (*model_roles(), "rollout"):
         yield f"{role}.offload: true", with_keys(config, **{f"{role}__offload": True})
     for role in ("rollout", "evaluation") if config.evaluates_apart else ("rollout",):

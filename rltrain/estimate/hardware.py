@@ -33,8 +33,9 @@ class Efficiency(Section):
     node: Fraction = 0.75
     network: Fraction = 0.8
     host: Fraction = 0.8
-    host_adam: Positive = 5e8
-    """Elements per second that a rank's share of the host's cores makes steps of, with optimizer.cpu_offload."""
+    host_adam: Positive = 1.5e9
+    """Elements per second that a rank's share of the host makes steps of, with optimizer.cpu_offload: 30 bytes each of
+    its memory's bandwidth, of which one core of an AMD EPYC reaches a third to a half."""
     layer_s: NonNegative = 2e-4
     """Launching the kernels of a layer in a forward pass that is not recorded; twice as long backward."""
     decode_layer_s: NonNegative = 1.5e-5

@@ -9,7 +9,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 pytestmark = pytest.mark.slow
 
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
-STEPS = 40
+STEPS = 32
 
 
 def test_muon_learns(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:

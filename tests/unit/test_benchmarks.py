@@ -98,6 +98,16 @@ def test_training_is_timed_in_every_layout() -> None:
     assert found["seconds"].keys() == {"dp2", "tp2.ep2.etp1"} and min(found["seconds"].values()) > 0
 
 
+def test_optimizers_are_timed_side_by_side() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--sequences", "4", "--repeats", "1", "--layers", "1"]
+    done = run([*torchrun, str(BENCHMARKS / "optimizers.py"), *options])
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])["found"]
+    assert all(one["step_s"] > 0 for one in found.values())
+    assert found["cpu_offload: true"]["host"] > 0 == found["cpu_offload: true"]["device"] == found["adamw"]["host"]
+
+
 def test_a_wrong_result_ends_the_benchmark(tmp_path: Path) -> None:
     """A rival that leaves one element as it was is not timed."""
     program = f"""
