@@ -22,7 +22,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import Architecture
+from rltrain.models import Architecture, LongRopeScaling
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
@@ -40,6 +40,9 @@ GRIDS = {
 }
 POLICY = tiny_architecture("qwen3", hidden_size=32, head_dim=8, num_heads=8, ffn_hidden_size=48, vocab_size=61)
 SCORER = POLICY.value_model()
+LONG = LongRopeScaling((1.0, 1.5), 1.2)
+ROTATED = replace(tiny_architecture("phi3", hidden_size=32, vocab_size=61), rotary_dim=4, head_dim=8, rope_scaling=LONG)
+"""Its heads are rotated in part, and enlarged."""
 LATENT = replace(tiny_architecture("deepseek_v3", hidden_size=32, vocab_size=61), moe=None)
 SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
 """Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
@@ -57,6 +60,7 @@ OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
     "critic": (SCORER, of_states(value_loss(0.2))),
     "reward_model": (SCORER, ranking_loss(schema.Preference())),
     "latent": (LATENT, policy_loss(schema.Loss(), 40)),
+    "rotated": (ROTATED, policy_loss(schema.Loss(), 40)),
 }
 Layouts = dict[str, dict[str, dict[str, Any]]]
 """Of every objective, with settings of the model or of its training."""
@@ -76,6 +80,7 @@ OTHERS: Layouts = {
     "critic": {"pp2_cp2": {}},
     "reward_model": {"cp4": {}},
     "latent": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
+    "rotated": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
 }
 
 
