@@ -25,7 +25,12 @@ MOE = {
     ),
 }
 MOE["glm4_moe"] = MOE["deepseek_v3"]
-BIASED = ("qwen2", "qwen2_moe", "glm4_moe")
+POST_NORMS = {
+    "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+"""Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
+BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe")
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe")
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
 
@@ -51,7 +56,7 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "eos_token_ids": (),
         "moe": MOE.get(family),
         "mla": LATENT if latent else None,
-        "post_norms": family == "gemma3_text",
+        "post_norms": family in POST_NORMS,
     }
     if family == "gemma3_text":
         num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
@@ -101,9 +106,8 @@ def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     hidden = a.hidden_size
     shapes = attention_shapes(a) | mlp_shapes(a, sparse)
     shapes["input_layernorm"] = shapes["post_attention_layernorm"] = (hidden,)
-    if a.post_norms:
-        shapes["pre_feedforward_layernorm"] = shapes["post_feedforward_layernorm"] = (hidden,)
-    for fused, names in FUSED.items() if a.family == "phi3" else ():
+    shapes |= dict.fromkeys(POST_NORMS.get(a.family, ()), (hidden,))
+    for fused, names in FUSED.get(a.family, {}).items():
         parts = [shapes.pop(f"{fused.partition('.')[0]}.{name}") for name in names]
         shapes[fused] = (sum(rows for rows, _ in parts), hidden)
     shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
@@ -175,19 +179,23 @@ def full_tensors(a: Architecture) -> Tensors:
     return tensors
 
 
-FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
-"""Of Phi-3, whose files hold several projections one below the other."""
+GATE_UP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), **GATE_UP},
+    "glm4": GATE_UP,
+}
+"""Projections that a family's files hold one below the other."""
 
 
 def in_sections(a: Architecture, full: Tensors) -> Tensors:
     """`full` with a tensor for each projection."""
-    if a.family != "phi3":
+    if a.family not in FUSED:
         return full
     rows = {"q_proj": a.query_size, "k_proj": a.kv_size, "v_proj": a.kv_size}
     rows |= dict.fromkeys(("gate_proj", "up_proj"), a.ffn_hidden_size)
     apart = dict(full)
     for layer in range(a.num_layers):
-        for fused, names in FUSED.items():
+        for fused, names in FUSED[a.family].items():
             whole, first = apart.pop(f"model.layers.{layer}.{fused}.weight"), 0
             for name in names:
                 block = f"model.layers.{layer}.{fused.partition('.')[0]}"
@@ -313,11 +321,11 @@ def megatron_norms(a: Architecture, full: Tensors, hf: str, *, fused_input: bool
     """Of attention and the MLP."""
     input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_mlp else "pre_mlp_layernorm.weight"
-    before_mlp = "pre_feedforward_layernorm" if a.post_norms else "post_attention_layernorm"
+    behind_attention, before_mlp, behind_mlp = POST_NORMS.get(a.family, ("", "post_attention_layernorm", ""))
     norms = {input_norm: full[f"{hf}.input_layernorm.weight"], mlp_norm: full[f"{hf}.{before_mlp}.weight"]}
     if a.post_norms:
-        norms["self_attention.linear_proj.post_layernorm.weight"] = full[f"{hf}.post_attention_layernorm.weight"]
-        norms["mlp.linear_fc2.post_layernorm.weight"] = full[f"{hf}.post_feedforward_layernorm.weight"]
+        norms["self_attention.linear_proj.post_layernorm.weight"] = full[f"{hf}.{behind_attention}.weight"]
+        norms["mlp.linear_fc2.post_layernorm.weight"] = full[f"{hf}.{behind_mlp}.weight"]
     return norms
 
 
@@ -387,7 +395,7 @@ def engine_layer(a: Architecture, full: Tensors, number: int, place: Place) -> T
     whole += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
     shard: Tensors = {}
     whole += ["self_attn.o_proj.bias"] if a.output_bias else []
-    whole += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"] if a.post_norms else []
+    whole += [f"{norm}.weight" for norm in POST_NORMS.get(a.family, ())]
     if a.mla:
         whole.append("self_attn.kv_a_layernorm.weight")
         if a.mla.q_rank is None:

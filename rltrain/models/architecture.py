@@ -13,7 +13,7 @@ from rltrain.models.rope_scaling import Scaling, read_rope
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text",
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3_text",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe",
 )  # fmt: skip
 CONFIG_FILE = "config.json"
@@ -42,7 +42,7 @@ UNSUPPORTED = {
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
 }
-ATTENTION_BIAS_FAMILIES = {"llama": True, "glm4_moe": False}
+ATTENTION_BIAS_FAMILIES = {"llama": True, "glm4": False, "glm4_moe": False}
 """Families of which some models have biases in attention's projections; whether in that of its output too."""
 HIDDEN_ACT = {"gemma3_text": ("hidden_activation", "gelu_pytorch_tanh")}
 """Key and value of the activation of families that have another one than hidden_act silu."""
@@ -93,6 +93,12 @@ class Architecture:
     `head_dim` is that of queries; `head` is what the model ends in. `moe` and `mla` are None in models that have no
     experts or no latent attention. `output_bias` tells of a bias on what attention adds to the hidden state. With
     `adapters` the tensors are those of low-rank adapters of such a model, and no others.
+
+    Of a head the first `rotary_dim` elements are rotated (None: all), each with the one that is half of them further
+    on, or with its neighbour where the model `rotates_pairs`; in layers with `windows` by `sliding_rope_theta` where
+    that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). Norms multiply by `norm_offset` plus
+    their weight; with `post_norms` there is one behind attention and one behind the MLP too. Embeddings are multiplied
+    by `embedding_scale`.
     """
 
     family: str
@@ -123,6 +129,7 @@ class Architecture:
     norm_offset: float = 0.0
     post_norms: bool = False
     embedding_scale: float = 1.0
+    rotates_pairs: bool = False
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
@@ -191,7 +198,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
     _refuse_unsupported(reader, family)
-    attention_bias = reader.take("attention_bias", bool, default=False)
+    attention_bias = reader.take("attention_bias", bool, default=family == "glm4")
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -225,6 +232,8 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         rotary_dim=rope.rotated,
         windows=read_windows(reader, num_layers, max_positions),
         sliding_rope_theta=rope.sliding_theta,
+        post_norms=family == "glm4",
+        rotates_pairs=family == "glm4",
     )
     return _gemma(architecture, reader) if family == "gemma3_text" else architecture
 

@@ -13,6 +13,7 @@ from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.dense import (
     GEMMA3,
+    GLM4,
     LLAMA,
     MISTRAL,
     OUTPUT_BIAS,
@@ -32,6 +33,7 @@ TABLES = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "phi3": PHI3,
+    "glm4": GLM4,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "gemma3_text": GEMMA3,

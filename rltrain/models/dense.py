@@ -91,6 +91,13 @@ LLAMA = Table(
 )
 MISTRAL = QWEN2 = QWEN3 = LLAMA
 
+GATE_UP_IN_ONE = in_layer(
+    ("mlp.gate_up_proj.weight", "ffn+ffn", "hidden"),
+    megatron="mlp.linear_fc1.weight",
+    split="rows",
+    quantizable=True,
+)
+
 # Phi-3's files hold what others keep in several tensors as the sections of one.
 PHI3 = replace(
     LLAMA,
@@ -105,12 +112,7 @@ PHI3 = replace(
             ),
             ATTENTION_OUTPUT,
             POST_ATTENTION_NORM,
-            in_layer(
-                ("mlp.gate_up_proj.weight", "ffn+ffn", "hidden"),
-                megatron="mlp.linear_fc1.weight",
-                split="rows",
-                quantizable=True,
-            ),
+            GATE_UP_IN_ONE,
             MLP[1],
         )
     ),
@@ -135,6 +137,25 @@ GEMMA3 = replace(
             ),
             *MLP,
             in_layer(("post_feedforward_layernorm.weight", "hidden"), megatron="mlp.linear_fc2.post_layernorm.weight"),
+        )
+    ),
+)
+
+GLM4 = replace(
+    LLAMA,
+    dense=Layer(
+        (
+            INPUT_NORM,
+            QKV,
+            ATTENTION_OUTPUT,
+            in_layer(
+                ("post_self_attn_layernorm.weight", "hidden"),
+                megatron="self_attention.linear_proj.post_layernorm.weight",
+            ),
+            POST_ATTENTION_NORM,
+            GATE_UP_IN_ONE,
+            MLP[1],
+            in_layer(("post_mlp_layernorm.weight", "hidden"), megatron="mlp.linear_fc2.post_layernorm.weight"),
         )
     ),
 )

@@ -9,6 +9,7 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
     found = {
         "sliding windows": architecture.windows is not None,
         "norms behind attention and MLPs": architecture.post_norms,
+        "rotated neighbours in heads": architecture.rotates_pairs,
         "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
         "another activation than SiLU": architecture.activation != "silu",
     }

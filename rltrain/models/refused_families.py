@@ -10,5 +10,4 @@ REFUSED_FAMILIES = {
         "three of four layers are gated delta nets, whose state of a sample neither the engine's cache keeps nor "
         "Megatron-core resets at the bounds of packed samples without the kernels of flash-linear-attention"
     ),
-    "glm4": "it rotates neighbouring elements of a head, of which attention here rotates halves",
 }

@@ -61,7 +61,7 @@ class Rope(NamedTuple):
     max_positions: int | None = None
 
 
-PARTIAL_FAMILIES = {"phi3": 1.0, "glm4_moe": 0.5}
+PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5}
 """Families of which a head may be rotated in part, with what transformers assumes where the key is absent."""
 PARTIAL = "partial_rotary_factor"
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}

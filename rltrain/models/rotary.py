@@ -48,6 +48,15 @@ def rotation_magnitude(architecture: Architecture) -> float:
     return _magnitude(scaling.factor, scaling.mscale) / _magnitude(scaling.factor, scaling.mscale_all_dim)
 
 
+def halves_of_pairs(heads: Tensor, size: int | None = None) -> Tensor:
+    """Elements 0, 2, 4, ... of the first `size` (None: all) of `heads` [..., head_dim], then 1, 3, 5, ... of them, then
+    the rest: some checkpoints have those side by side that are rotated together. Of queries and of keys alike, this
+    changes no score."""
+    size = heads.size(-1) if size is None else size
+    halves = heads[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves if size == heads.size(-1) else torch.cat([halves, heads[..., size:]], dim=-1)
+
+
 def score_scale(architecture: Architecture) -> float:
     """What attention multiplies scores by: 1 / sqrt(head_dim) or what the model has instead, with YaRN times the square
     of its mscale_all_dim's."""

@@ -22,7 +22,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.models import Architecture
+from rltrain.models import Architecture, LongRopeScaling
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
 from rltrain.training.megatron.trainable import TrainableModel
@@ -45,6 +45,9 @@ SCORER = POLICY.value_model()
 LATENT_EXPERTS = tiny_architecture("deepseek_v3", hidden_size=32, vocab_size=61)
 LATENT = replace(LATENT_EXPERTS, moe=None)
 EXPERTS = tiny_architecture("qwen3_moe", hidden_size=32, num_heads=8, vocab_size=61)
+LONG = LongRopeScaling((1.0, 1.5), 1.2)
+ROTATED = replace(tiny_architecture("phi3", hidden_size=32, vocab_size=61), rotary_dim=4, head_dim=8, rope_scaling=LONG)
+"""Its heads are rotated in part, and enlarged."""
 SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
 """Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
 MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 30, 2, 0.8, 3
@@ -65,6 +68,7 @@ OBJECTIVES: dict[str, tuple[Architecture, LossFunction]] = {
     "experts_gspo": (EXPERTS, policy_loss(schema.Loss(policy="gspo", correction=BY_SEQUENCE), 40)),
     "experts_dpo": (LATENT_EXPERTS, direct_preference_loss(schema.Preference(sft_coef=0.1))),
     "experts_critic": (LATENT_EXPERTS.value_model(), of_states(value_loss(0.2))),
+    "rotated": (ROTATED, policy_loss(schema.Loss(), 40)),
 }
 Layouts = dict[str, dict[str, dict[str, Any]]]
 """Of every objective, with settings of the model or of its training."""
@@ -87,6 +91,7 @@ OTHERS: Layouts = {
     "experts_gspo": {"cp4_ep4": BY_HEADS, "cp2_dp2_ep4": {"dispatcher": "allgather"}},
     "experts_dpo": {"cp2_dp2_ep4": {}, "tp2_cp2": {}},
     "experts_critic": {"cp4_ep4": {}, "pp2_cp2": {"recompute": "full"}},
+    "rotated": {"cp2": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, **BY_HEADS}},
 }
 
 

@@ -130,6 +130,7 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 23,
         },
     ),
+    "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 24, "attention_bias": True, **NO_TOKENS}),
     "gemma3": ("Gemma3", GEMMA),
     "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
 }

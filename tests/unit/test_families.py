@@ -32,6 +32,7 @@ MODELS = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "phi3": (partial(transformers.Phi3Config, pad_token_id=0), transformers.Phi3ForCausalLM),
+    "glm4": (partial(transformers.Glm4Config, pad_token_id=0), transformers.Glm4ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 SIZES = {

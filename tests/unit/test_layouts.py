@@ -54,7 +54,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
         assert np.array_equal(found[name], expected[name]), name
 
 
-FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "glm4", "gemma3_text")
 SPARSE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe")
 
 

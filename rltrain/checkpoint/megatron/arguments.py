@@ -17,7 +17,6 @@ SHARED_BY_ALL_FAMILIES = {
 UNTOLD = {
     "add_position_embedding": True,
     "use_rotary_position_embeddings": True,
-    "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "squared_relu": False,
     "apply_query_key_layer_scaling": False,
@@ -78,6 +77,7 @@ def describing(architecture: Architecture) -> dict[str, Any]:
         "norm_epsilon": architecture.norm_eps,
         "apply_layernorm_1p": architecture.norm_offset != 0,
         "rotary_base": architecture.rope_theta,
+        "rotary_interleaved": architecture.rotates_pairs,
         "rotary_percent": 1.0 if architecture.mla else architecture.rotated_size / architecture.head_dim,
         "multi_latent_attention": architecture.mla is not None,
         "num_experts": architecture.num_experts or None,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
-from rltrain.models.rotary import score_scale
+from rltrain.models.rotary import halves_of_pairs, score_scale
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
@@ -14,6 +14,8 @@ from rltrain.rollout.embedded.residual import Norm, add_product
 from rltrain.rollout.embedded.rotary import Rotation, rotate
 
 Attention = DecodeAttention | PrefillAttention
+_POST_NORMS = ("post_self_attn_layernorm.weight", "post_attention_layernorm.weight")
+"""What families call a norm behind attention: the first that is there. The second is the MLP's elsewhere."""
 
 
 class AttentionLayer(Protocol):
@@ -48,7 +50,8 @@ class GroupedAttention:
         self._output_bias = parameters.get("self_attn.o_proj.bias")
         self._norm_offset, self._post_norm = architecture.norm_offset, None
         if architecture.post_norms:
-            self._post_norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
+            self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
+        self._rotates_pairs = architecture.rotates_pairs
 
     @staticmethod
     def shape(architecture: Architecture, tp: int) -> AttentionShape:
@@ -76,5 +79,7 @@ class GroupedAttention:
             wide[:, : self._num_heads].mul_(self._q_norm + self._norm_offset)
             wide[:, self._num_heads :].mul_(self._k_norm + self._norm_offset)
             rotated = wide.to(rotated.dtype)
+        if self._rotates_pairs:
+            rotated = halves_of_pairs(rotated, rotation[0].shape[-1])
         rotated = rotate(rotated, rotation)
         return rotated[:, : self._num_heads], rotated[:, self._num_heads :], fused[:, self._num_rotated :]

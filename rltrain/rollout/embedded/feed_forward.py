@@ -18,6 +18,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
+_NORMS = ("pre_feedforward_layernorm.weight", "post_attention_layernorm.weight")
+_POST_NORMS = ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
+"""What families call the norms before an MLP and behind it: the first that is there."""
+
 
 class FeedForward(Protocol):
     """That of a layer on this rank."""
@@ -47,11 +51,9 @@ class DenseFeedForward:
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
         self._group, self._activate = group, ACTIVATIONS[architecture.activation]
-        before, behind = "post_attention_layernorm", None
+        self._norm, self._post_norm = Norm(parameters.first(*_NORMS), architecture), None
         if architecture.post_norms:
-            before, behind = "pre_feedforward_layernorm", "post_feedforward_layernorm"
-        self._norm = Norm(parameters[f"{before}.weight"], architecture)
-        self._post_norm = Norm(parameters[f"{behind}.weight"], architecture) if behind else None
+            self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
         self._gate_up = parameters.matrix("mlp.gate_up_proj.weight")
         self._down = parameters.matrix("mlp.down_proj.weight")
 

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.rotary import score_scale
+from rltrain.models.rotary import halves_of_pairs, score_scale
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.kv_cache import AttentionShape, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
 from rltrain.rollout.embedded.residual import add_product, normed
-from rltrain.rollout.embedded.rotary import Rotation, halves_of_pairs, rotate
+from rltrain.rollout.embedded.rotary import Rotation, rotate
 
 
 class LatentAttention:

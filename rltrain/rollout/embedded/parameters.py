@@ -42,6 +42,10 @@ class LayerParameters:
         """None where the layer has no such parameter."""
         return self._parameters.get(self._prefix + name)
 
+    def first(self, *names: str) -> Tensor:
+        """That of the first of `names` which the layer has. KeyError where it has none."""
+        return self[next((name for name in names if self._prefix + name in self._parameters), names[-1])]
+
     def matrix(self, name: str) -> Matrix:
         """As products read it."""
         name = self._prefix + name

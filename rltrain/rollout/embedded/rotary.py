@@ -32,9 +32,3 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     wide = heads[..., :size].float()
     turned = (wide * cos).addcmul_(wide.roll(size // 2, -1), signed_sin).to(heads.dtype)
     return turned if size == heads.shape[-1] else torch.cat([turned, heads[..., size:]], -1)
-
-
-def halves_of_pairs(heads: Tensor) -> Tensor:
-    """Elements 0, 2, 4, ... of `heads` [..., head_dim], then 1, 3, 5, ...: DeepSeek's checkpoints have those side by
-    side that are rotated together."""
-    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rltrain.models.rotary import halves_of_pairs
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedSequences
 from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
 
@@ -89,11 +90,12 @@ class ShortAttention(torch.autograd.Function):
 
 class OwnRotary(NamedTuple):
     """What of the model's rotary angles a layer takes: those of base number `base`, for the first `size` elements of
-    its heads, which are multiplied by `magnitude` besides."""
+    its heads, which are multiplied by `magnitude` besides; with `pairs` neighbours are rotated together."""
 
     size: int
     base: int = 0
     magnitude: float = 1.0
+    pairs: bool = False
 
     def angles(self, of_model: Tensor) -> Tensor:
         """[tokens, 1, 1, size] of the angles of all bases."""
@@ -129,8 +131,10 @@ class FusedSelfAttention(GroupedSelfAttention):
         return projection
 
     def get_query_key_value_tensors(self, *arguments: Any, **settings: Any) -> Any:
-        """As GroupedSelfAttention has them; what Megatron is to rotate is multiplied by its magnitude before."""
+        """As GroupedSelfAttention has them, such that Megatron's rotation, of halves and by angles alone, does."""
         query, key, value = super().get_query_key_value_tensors(*arguments, **settings)
+        if self.rotary.pairs:
+            query, key = (halves_of_pairs(heads, self.rotary.size) for heads in (query, key))
         if self.rotary.magnitude != 1:
             size = self.rotary.size
             query, key = (
@@ -143,6 +147,8 @@ class FusedSelfAttention(GroupedSelfAttention):
         """[tokens, groups, heads of a group, head_dim]."""
         head_dim = self.hidden_size_per_attention_head
         heads = projected.view(len(projected), self.num_query_groups_per_partition, -1, head_dim)
+        if self.rotary.pairs:
+            heads = torch.cat([halves_of_pairs(heads[:, :, :-1], self.rotary.size), heads[:, :, -1:]], dim=2)
         weight, eps = None, 0.0
         if self.config.qk_layernorm:
             of_queries = self.q_layernorm.gain().expand(heads.size(2) - 2, head_dim)

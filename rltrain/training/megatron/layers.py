@@ -277,7 +277,7 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
     head_norm = RMSNorm if architecture.qk_norm else IdentityOp
     window = architecture.window_of(number)
     base = int(window is not None and architecture.sliding_rope_theta is not None)
-    rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture))
+    rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture), architecture.rotates_pairs)
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnProduct,
         core_attention=ModuleSpec(module=PackedAttention, params={"window": window}),
