@@ -127,8 +127,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-?\d|"
-    r"gpt-?oss|nemotron|mimo|minimax|seed-?oss|gemma|deepseek-v[24]|qwen1\.5|hy-?v3)"
+    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-|"
+    r"gpt-?oss|nemotron|mimo|minimax|seed-?oss|gemma|deepseek-v[24]|qwen1\.5|hy-?v?3)"
 )
 
 

@@ -202,9 +202,10 @@ def _without_processes(text: str, world_size: int, where: str) -> str:
     items, first = [], 0
     for item in text.split(","):
         ranks, colon, processes = (part.strip() for part in item.partition(":"))
-        items.append(f"0-{world_size - 1}" if ranks == "all" and colon else ranks)
-        if not colon:
+        if not colon or (ranks != "all" and RANGE.fullmatch(ranks) is None):
+            items.append(item)
             continue
+        items.append(f"0-{world_size - 1}" if ranks == "all" else ranks)
         named = RANGE.fullmatch(processes)
         if named is None:
             raise PlacementError(

@@ -81,7 +81,7 @@ def test_formatted_ranges_are_the_shortest(ranks):
         ("actor", "node:", "a node or range of nodes is missing"),
         ("actor", -1, "'-1' is no rank or range of ranks; expected inclusive ranks"),
         ("actor", "0..3", "'0..3' is no rank"),
-        ("actor", "0:3", "'0:3' is no rank"),
+        ("actor", "0:3", "the processes of '0:3' begin with 3; expected 0"),
         ("actor", "0-3,node:1", "'node:1' is no rank"),
         ("actor", "everything", "'everything' is no rank"),
         ("actor", "0-1-2", "'0-1-2' is no rank"),
