@@ -18,8 +18,8 @@ def replay_problems(config: Config) -> Iterator[str]:
         yield f"{given} with algorithm {algorithm.name}, whose samples no engine draws; expected off"
     elif mode == "rollout" and config.rollout.engine == "sglang":
         yield (
-            f"{given} with rollout.engine sglang, from which rltrain does not take the experts that it chose; expected "
-            "recompute or off, or rollout.engine: embedded"
+            f"{given} with rollout.engine sglang, whose servers' choices of experts rltrain does not take over; "
+            "expected recompute or off, or rollout.engine: embedded"
         )
     elif mode == "recompute" and not algorithm.needs_actor_logprobs():
         yield (
