@@ -101,7 +101,7 @@ class Benchmark:
                 self.change(share)
                 for name, prepared in rivals.items():
                     seconds[name].append(self.time(prepared))
-            row = {}
+            row: dict[str, float] = {}
             for name, values in seconds.items():
                 wall, processor = (1e3 * statistics.median(column) for column in zip(*values, strict=True))
                 row |= {name: round(wall, 1), f"{name}, processor": round(processor, 1)}
