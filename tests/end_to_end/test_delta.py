@@ -37,6 +37,7 @@ def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: lis
 
 WAYS = {
     "of float32 weights": (),
+    "of bfloat16 weights": ("model.dtype=bfloat16",),
     "in FP8": ("rollout.dtype=fp8", "loss.old_logprobs=actor"),
     "to engines of several ranks": (
         "placement={'actor, reference': 0, 'rollout, reward': 1-2}",

@@ -28,7 +28,7 @@ from tests.unit.test_kernels import IMPLEMENTATIONS, runs_here, using
 __all__ = ["emulation"]
 
 CPU = torch.device("cpu")
-PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 WIDENING = sorted((source, kind) for source, kind in PAIRS if ITEM_BYTES[source] <= ITEM_BYTES[kind])
 
 
