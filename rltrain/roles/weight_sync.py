@@ -17,7 +17,7 @@ class WeightSync:
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
         self.config = job.config.weight_sync
-        self.weights = rollout.parts["weights"] if rollout else None
+        self.weights = rollout.parts["weights"] if rollout and self.config.delta else None
         self.left: tuple[int, int] | None = None
         """The version that the last sync gave this rank's engine, and how often its memory had been emptied by then."""
         parts = engine_parts(job.config, job.architecture, job.grids["rollout"])

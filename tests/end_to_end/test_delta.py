@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.end_to_end.test_fp8_rollouts import FP8
 
 pytestmark = pytest.mark.slow
 
@@ -26,18 +27,18 @@ def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: st
 
 
 def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    checks = ("weight_sync.delta.check_every=10", "evaluation.stop_at=0.9")
-    records = run(warmed_up, data_overrides, tmp_path, *COMPARED, *checks)
+    """With weights in FP8, of which a step changes a part: of those in float32 it changes all."""
+    records = run(warmed_up, data_overrides, tmp_path, *FP8, *COMPARED, "weight_sync.delta.check_every=10")
     assert column(records, "eval/score")[-1] >= 0.9
-    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
     full, shares = column(records, "perf/weight_sync_is_full"), column(records, "perf/weight_sync_changed_share")
     assert full == [float(step % FULL_EVERY == 0) for step in range(len(full))]
-    assert len(shares) == len(full) - sum(full) and all(0 < share <= 1 for share in shares)
+    assert len(shares) == len(full) - sum(full) and all(0 < share < 0.8 for share in shares)
 
 
 WAYS = {
     "of float32 weights": (),
-    "in FP8": ("rollout.dtype=fp8", "loss.old_logprobs=actor"),
+    "of bfloat16 weights": ("model.dtype=bfloat16",),
+    "in FP8": FP8,
     "to engines of several ranks": (
         "placement={'actor, reference': 0, 'rollout, reward': 1-2}",
         "rollout.parallel.tp=2",

@@ -1,6 +1,8 @@
 """What changed of packed bytes, encoded and applied: every implementation against a whole unpack, as bits."""
 
+import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,21 +14,45 @@ from torch import Tensor
 
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.reshard.kernels import changes_cuda, native
 from rltrain.reshard.kernels.changes import Extent, Marks, changes_on, mark
+from rltrain.reshard.kernels.changes_cuda import CudaChanges
 from rltrain.reshard.kernels.changes_torch import TorchChanges
 from rltrain.reshard.kernels.delta_format import BLOCK
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 from rltrain.reshard.kernels.torch_operations import TorchCopies
 from tests.slice_examples import SOURCE_ELEMENTS, make_sources
+from tests.unit.test_cuda_tiles import emulation
 from tests.unit.test_kernels import IMPLEMENTATIONS, runs_here, using
 
+__all__ = ["emulation"]
+
 CPU = torch.device("cpu")
-PROPERTY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 WIDENING = sorted((source, kind) for source, kind in PAIRS if ITEM_BYTES[source] <= ITEM_BYTES[kind])
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+class EmulatedChanges(CudaChanges):
+    """Launches on the host."""
+
+    def _ordinal_of(self, device: torch.device) -> int:
+        return 0
+
+    @contextmanager
+    def _current_stream(self) -> Iterator[int]:
+        yield 0
+
+
+@pytest.fixture(params=[*IMPLEMENTATIONS, "CUDA threads on the host"])
+def implementation(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, emulation: ctypes.CDLL
+) -> Iterator[str]:
+    if request.param.startswith("CUDA"):
+        monkeypatch.setattr(native, "cuda_library", lambda: emulation)
+        monkeypatch.setattr(native, "backend", lambda kind: "torch" if native.mode() == "off" else "cuda")
+        monkeypatch.setattr(changes_cuda, "CudaChanges", EmulatedChanges)
+        yield request.param
+        return
     if not runs_here(request.param):
         pytest.skip("this processor lacks the instructions")
     with using(request.param):

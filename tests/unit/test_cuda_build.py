@@ -17,7 +17,7 @@ from rltrain.reshard.kernels.tiles import TILE
 pytestmark = pytest.mark.slow  # nvcc compiles for three kinds of GPUs
 
 REPOSITORY = Path(__file__).parents[2]
-KERNELS = {"Copy", "Amax", "Checksum"}
+KERNELS = {"Copy", "Amax", "Checksum", "DeltaMark", "DeltaWrite", "DeltaApply"}
 
 
 @dataclass(frozen=True)

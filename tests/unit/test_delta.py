@@ -11,6 +11,7 @@ from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.delta.messages import CHANGES, HEADER_BYTES, WHOLE
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.staging import Memory
+from rltrain.reshard.kernels.changes import Extent
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
@@ -66,8 +67,7 @@ def test_a_message_that_does_not_fit_is_refused_by_name(header: str, receiver: t
     message = stage.receives[0][0]
     numbers = HEADERS[header] + [0] * (HEADER_BYTES // 8 - len(HEADERS[header]))
     if header == "whose lengths say otherwise":
-        elements = (message.num_bytes - HEADER_BYTES) // 4
-        numbers[1] = -(-(-(-elements // 256)) // 16) * 16 + 16 + 32
+        numbers[1] = Extent((message.num_bytes - HEADER_BYTES) // 4, 4, 5, 5).num_bytes
     memory.bytes(message.base)[message.offset : message.offset + HEADER_BYTES].view(torch.int64).copy_(
         torch.tensor(numbers)
     )

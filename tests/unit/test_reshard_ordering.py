@@ -70,7 +70,7 @@ class Agreed:
     def exchange(self, rows: IntArray) -> IntArray:
         return rows
 
-    def rounds(self, exchanged: Any, bucket_bytes: int, _: int | None) -> tuple[Rounds, ...]:
+    def rounds(self, exchanged: Any, bucket_bytes: int, _: int | None, __: Any) -> tuple[Rounds, ...]:
         of_ranks = [stage_streams(made) for made in self.plans.values()]
         cuts = []
         for number, stage in enumerate(exchanged):

@@ -151,7 +151,14 @@ def _expect_memory(error: int) -> None:
 
 def changes_on(device: torch.device) -> Changes:
     """What finds changes on `device`: all implementations give the same bytes. UserError as `native.backend`."""
-    return NativeChanges() if native.backend(device.type) == "native" else TorchChanges()
+    match native.backend(device.type):
+        case "cuda":
+            from rltrain.reshard.kernels.changes_cuda import CudaChanges  # only where there is a device to use it
+
+            return CudaChanges(device)
+        case "native":
+            return NativeChanges()
+    return TorchChanges()
 
 
 def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int) -> Marks:

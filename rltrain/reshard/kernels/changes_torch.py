@@ -1,4 +1,4 @@
-"""Changes of packed bytes by torch operations: where no native library was built, and on GPUs."""
+"""Changes of packed bytes by torch operations: where no native library was built, and what the native ones equal."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ class TorchChanges:
 
     def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
         differing = packed.view(BITS[item]) != kept.view(BITS[item])
-        sizes = _block_sizes(len(differing), packed.device)
+        sizes = block_sizes(len(differing), packed.device)
         padded = torch.nn.functional.pad(differing, (0, len(sizes) * BLOCK - len(differing)))
         counts = padded.view(-1, BLOCK).sum(1)
         whole = (counts > 0) & (counts * (item + 1) >= sizes * item)
@@ -56,7 +56,8 @@ class TorchChanges:
         return True
 
 
-def _block_sizes(elements: int, device: torch.device) -> Tensor:
+def block_sizes(elements: int, device: torch.device) -> Tensor:
+    """[blocks]: how many elements each has."""
     sizes = torch.full((-(-elements // BLOCK),), BLOCK, dtype=torch.int64, device=device)
     sizes[-1] = elements - (len(sizes) - 1) * BLOCK
     return sizes
@@ -64,7 +65,7 @@ def _block_sizes(elements: int, device: torch.device) -> Tensor:
 
 def _elements(lengths: Tensor, places: Tensor, extent: "Extent") -> Tensor | None:
     """[values], ascending: which element each is. None where places are not as many as lengths say."""
-    sizes = _block_sizes(extent.elements, lengths.device)
+    sizes = block_sizes(extent.elements, lengths.device)
     whole = lengths == WHOLE
     block = torch.arange(len(sizes), device=lengths.device)
     sparse = block.repeat_interleave(lengths.to(torch.int64).masked_fill(whole, 0))
