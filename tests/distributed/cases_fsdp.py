@@ -78,6 +78,8 @@ OTHERS = {
     "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
 }
 
+WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2)
+
 
 def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
     """What each way gives; where a rank has no part in it, nothing."""
@@ -94,8 +96,7 @@ def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
         way = Way(ranks=3, role="reference", model={"dtype": dtype})
         seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:
-        for number, way in {"ranks3": Way(ranks=3), "cp2": Way(ranks=2, cp=2)}.items():
-            seen[f"family/{name}/{number}"] = of_family(way, paths[name], groups)
+        seen[f"family/{name}"] = of_family(SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3), paths[name], groups)
     return seen
 
 
