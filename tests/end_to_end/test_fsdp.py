@@ -49,6 +49,7 @@ def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
     return {name: reported(folder / name)[0] for name in settings}
 
 
+@pytest.mark.slow
 def test_first_steps_have_megatrons_rewards(jobs: dict[str, Any]) -> None:
     for step in range(5):
         found, expected = (jobs[name][step] for name in ("fsdp", "megatron"))
@@ -57,14 +58,17 @@ def test_first_steps_have_megatrons_rewards(jobs: dict[str, Any]) -> None:
     assert jobs["fsdp"][0] == pytest.approx(jobs["megatron"][0], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_that_leaves_comes_back_as_it_was(jobs: dict[str, Any]) -> None:
     assert jobs["offloaded"] == jobs["fsdp"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(jobs: dict[str, Any]) -> None:
     assert jobs["fsdp resumed"] == after(jobs["fsdp"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "whole"), [("fsdp to megatron", "fsdp"), ("megatron to fsdp", "megatron")])
 def test_a_run_goes_on_under_the_other_backend(jobs: dict[str, Any], name: str, whole: str) -> None:
     assert_close_in_the_next_step({SAVED: jobs[name][SAVED]}, jobs[whole])
