@@ -100,7 +100,7 @@ class Adapters:
             if name.endswith(A):
                 assert isinstance(parameter, DTensor)
                 weight = name.removeprefix(PEFT_PREFIX).removesuffix(A) + WEIGHT
-                whole = parameter.detach().full_tensor()
+                whole = parameter.full_tensor().detach()
                 if weight in self.whole_a:
                     self.whole_a[weight].copy_(whole)
                 else:
