@@ -78,6 +78,8 @@ OTHERS = {
     "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
 }
 
+WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2)
+
 
 def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
     """What each way gives; where a rank has no part in it, nothing."""
@@ -90,9 +92,11 @@ def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
         seen |= {f"{checkpoint}/{name}": trained(way, paths[checkpoint], groups) for name, way in ways.items()}
     for name, (way, megatron) in OTHERS.items():
         seen[name], seen[f"{name}/megatron"] = (trained(one, paths["qwen3"], groups) for one in (way, megatron))
+    for dtype in ("float32", "bfloat16"):
+        way = Way(ranks=3, role="reference", model={"dtype": dtype})
+        seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:
-        for number, way in {"ranks3": Way(ranks=3), "cp2": Way(ranks=2, cp=2)}.items():
-            seen[f"family/{name}/{number}"] = of_family(way, paths[name], groups)
+        seen[f"family/{name}"] = of_family(SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3), paths[name], groups)
     return seen
 
 
@@ -135,6 +139,26 @@ def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] |
 
 
 def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None = None) -> TrainedModel:
+    site = site_of(way, path, groups)
+    return BACKENDS[way.backend].trained_model(site, site.config.actor, total_updates=NUM_STEPS, state=state)
+
+
+def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
+    """A model in evaluation alone: its difference from transformers' log-probs, and the types that it holds."""
+    if dist.get_rank() not in way.grid.ranks:
+        return None
+    expected = load_file(path / "expected.safetensors")["logprobs"]
+    wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected))
+    model = BACKENDS[way.backend].frozen_model(site_of(way, path, groups))
+    found = model.evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
+    return {
+        "difference": float((found - wanted.rollout_logprobs).abs().max()),
+        "types": sorted({str(shard.dtype) for shard in model.parameters.values()}),
+        "parts": list(model.parts),
+    }
+
+
+def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
     fsdp = schema.Fsdp(replicas=way.copies, reshard_after_forward=not way.keep_gathered)
     settings = schema.Actor(
         backend=way.backend,  # type: ignore[arg-type]
@@ -151,7 +175,7 @@ def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None 
         actor=settings,
     )
     architecture = read_unlisted(path) if is_unlisted(path) else read_architecture(path)
-    site = ModelSite(
+    return ModelSite(
         config,
         way.role,
         World(dist.get_rank(), dist.get_world_size(), 0, 4, torch.device("cpu"), dist.HashStore(), 60.0),
@@ -160,7 +184,6 @@ def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None 
         architecture.value_model() if way.role == "critic" else architecture,
         on_micro_batch=lambda lengths, backward: None,
     )
-    return BACKENDS[way.backend].trained_model(site, settings, total_updates=NUM_STEPS, state=state)
 
 
 def share_of(way: Way, path: Path, experience: Experience | None = None) -> Experience:

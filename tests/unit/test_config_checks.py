@@ -19,6 +19,7 @@ PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward"
 ENVIRONMENT = {"placement": {**GRPO, "env": 0}, "env": {"function": "calculator"}}
 EVAL = {"train": {"path": "t"}, "eval": {"path": "e"}}
 SIZES = SimpleNamespace(
+    unlisted=None,
     num_layers=4,
     num_heads=8,
     num_kv_heads=2,

@@ -25,7 +25,7 @@ class ValueModel(torch.nn.Module):
     def forward(self, **arguments: Any) -> Tensor:
         """[1, rows] fp32"""
         hidden = getattr(self, self.prefix)(**arguments).last_hidden_state
-        return torch.nn.functional.linear(hidden.float(), self.score.weight.float())[..., 0]
+        return hidden.float() @ self.score.weight[0].float()
 
 
 class Policy(torch.nn.Module):

@@ -1,0 +1,128 @@
+"""Whole jobs whose models torch's fully_shard trains: as Megatron's are, from each other's checkpoints too."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.end_to_end.test_resume import SAVED, SMALL, after, assert_close_in_the_next_step, reported
+
+APART = "placement={'actor, reference': 0-2, 'rollout, reward': 3}"
+"""Three ranks, of which no matrix of the model is a multiple."""
+FSDP = (APART, "actor={backend: fsdp, parallel: {tp: 1}, optimizer: {lr: 3e-4, warmup_steps: 5, decay: linear}}")
+MEGATRON = (APART, "actor={parallel: {tp: 1}, optimizer: {lr: 3e-4, warmup_steps: 5, decay: linear}}")
+TWO_SAMPLES = 2 / 64
+"""Of a step's rewards: after some updates a token or two is drawn otherwise."""
+
+
+def from_checkpoint(folder: Path) -> str:
+    return f"checkpoint.resume={folder}/checkpoints/step_{SAVED:07d}"
+
+
+@pytest.fixture(scope="module")
+def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("jobs")
+    settings = {
+        "fsdp": FSDP,
+        "megatron": MEGATRON,
+        "offloaded": (*FSDP, "actor.offload=true", "reference.offload=true"),
+        "fsdp resumed": (*FSDP, from_checkpoint(folder / "fsdp")),
+        "fsdp to megatron": (*MEGATRON, from_checkpoint(folder / "fsdp")),
+        "megatron to fsdp": (*FSDP, from_checkpoint(folder / "megatron")),
+    }
+    paths = [f"model.path={warmed_up}", *data_overrides, "data.eval=null"]
+    listed = [
+        [*paths, *SMALL, f"checkpoint.save_interval={SAVED}", *chosen, f"output_dir={folder / name}"]
+        for name, chosen in settings.items()
+    ]
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
+    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return {name: reported(folder / name)[0] for name in settings}
+
+
+@pytest.mark.slow
+def test_first_steps_have_megatrons_rewards(jobs: dict[str, Any]) -> None:
+    for step in range(5):
+        found, expected = (jobs[name][step] for name in ("fsdp", "megatron"))
+        assert found["rollout/reward_mean"] == pytest.approx(expected["rollout/reward_mean"], abs=TWO_SAMPLES)
+        assert found["train/train_rollout_logprob_abs_diff_max"] < 1e-4, "weights that came by the sync are the actor's"
+    assert jobs["fsdp"][0] == pytest.approx(jobs["megatron"][0], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_memory_that_leaves_comes_back_as_it_was(jobs: dict[str, Any]) -> None:
+    assert jobs["offloaded"] == jobs["fsdp"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit(jobs: dict[str, Any]) -> None:
+    assert jobs["fsdp resumed"] == after(jobs["fsdp"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "whole"), [("fsdp to megatron", "fsdp"), ("megatron to fsdp", "megatron")])
+def test_a_run_goes_on_under_the_other_backend(jobs: dict[str, Any], name: str, whole: str) -> None:
+    assert_close_in_the_next_step({SAVED: jobs[name][SAVED]}, jobs[whole])
+
+
+@pytest.fixture
+def gpt2(warmed_up: Path, tmp_path: Path) -> Path:
+    """A family without a table, of random weights, with the quickstart's tokenizer."""
+    folder = tmp_path / "gpt2"
+    shutil.copytree(warmed_up, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(warmed_up / "tokenizer_config.json", folder)
+    ids = json.loads((warmed_up / "config.json").read_text())
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=ids["vocab_size"], n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=ids["eos_token_id"]
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_family_without_a_table_learns_and_loads_in_transformers(
+    gpt2: Path, data_overrides: list[str], tmp_path: Path
+) -> None:
+    records = train(
+        REPOSITORY / "configs/quickstart_sft.yaml",
+        f"model.path={gpt2}",
+        f"output_dir={tmp_path / 'run'}",
+        *data_overrides,
+        "data.eval=null",
+        "evaluation={}",
+        "placement={actor: 0-2}",
+        "actor={backend: fsdp, parallel: {tp: 1}, optimizer: {lr: 3e-3, warmup_steps: 2}}",
+        "steps=8",
+        num_ranks=3,
+    )
+    losses = column(records, "train/loss")
+    assert losses[-1] < 0.8 * losses[0]
+    before, after_training = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (gpt2, tmp_path / "run/hf")
+    )
+    assert before.keys() == after_training.keys()
+    assert all(not torch.equal(before[name], after_training[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        f"model.path={warmed_up}",
+        f"output_dir={tmp_path}",
+        *data_overrides,
+        "actor.backend=fsdp",
+        "actor.parallel.tp=1",
+        "evaluation={interval: 10, stop_at: 0.9}",
+    )
+    assert column(records, "eval/score")[-1] >= 0.9
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
