@@ -9,6 +9,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.estimate.links import GridLinks
 from rltrain.estimate.planned import PlannedJob
 from rltrain.models import Architecture, canonical_tensors
+from rltrain.models.lora import A
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.tasks.roles import trained_roles
 
@@ -36,6 +37,13 @@ def whole_elements(architecture: Architecture) -> tuple[int, int]:
     return max(sizes.values(), default=0), outside
 
 
+@lru_cache(maxsize=64)
+def whole_a_elements(adapted: Architecture) -> int:
+    """Of the halves A of adapters, which every rank has whole to merge its rows with."""
+    tensors = canonical_tensors(adapted)
+    return sum(prod(shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True) if name.endswith(A))
+
+
 def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     """Of each part of a role's memory. Shards of a model in training are the fp32 weights that the optimizer works
     on."""
@@ -43,8 +51,13 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     if role not in trained_roles():
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements * job.item_bytes}
+    frozen, lora = 0, job.config.model.lora
+    if lora and role == "actor":
+        adapted = job.architectures[role].adapted(lora.rank, lora.targets)
+        frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
+        elements = held_elements(adapted, job.grids[role])
     return {
-        "weights": elements * FP32,
+        "weights": frozen + elements * FP32,
         "master_weights": 0,
         "optimizer": elements * FP32 * MOMENTS,
         "gradients": elements * FP32,

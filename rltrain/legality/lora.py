@@ -17,8 +17,6 @@ def lora_problems(config: Config) -> Iterator[str]:
             "model.lora: got adapters with algorithm reward_model, whose head of scores would stay as it begins, at "
             "zero; expected null"
         )
-    if config.backend_of("actor") == "fsdp":
-        yield "actor.backend: got fsdp with model.lora, whose adapters Megatron trains; expected megatron"
     if config.model.moe.bias_update_rate:
         yield (
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
@@ -38,6 +36,12 @@ def adapted_model_problems(config: Config, actor: Architecture) -> Iterator[str]
         return
     if actor.mla is not None:
         yield f"model.lora: got adapters for {actor.family}, whose latent attention has none here; expected null"
+        return
+    if config.backend_of("actor") == "fsdp" and (actor.moe or actor.unlisted):
+        why = "has experts" if actor.moe else "is of a family without a table"
+        yield (
+            f"model.lora: got adapters with actor.backend fsdp, and the model {why}; expected null, or backend megatron"
+        )
         return
     known = targets_in(table_of(actor))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):

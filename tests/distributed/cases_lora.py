@@ -21,7 +21,7 @@ from rltrain.data.experience import Experience
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.megatron.model import LanguageModel, add_adapters
 from rltrain.training.megatron.trainable import AdaptedModel
-from tests.distributed import cases_experts
+from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
@@ -29,6 +29,8 @@ LORA = Lora(rank=4, alpha=8, targets=TARGETS)
 FROM_PEFT = ("tp1", "tp2", "tp4_sp", "tp2_pp2")
 TRAINED = ("tp1", "tp2_sp", "tp4", "tp2_dp2_sp", "tp2_pp2", "pp2_dp2")
 OF_EXPERTS = ("one_rank", "tp2", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
+BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
+"""(backend, ranks, copies)"""
 SAVED, RESUMED = "tp2_dp2_sp", "pp2_dp2"
 MAX_TOKENS = 110
 NUM_STEPS = 3
@@ -37,6 +39,7 @@ NUM_STEPS = 3
 def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any]:
     """Every check, by name; a rank reports those in which it took part."""
     grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
+    grids += [cases_fsdp.Way(backend, ranks=ranks, copies=copies).grid for backend, ranks, copies in BACKENDS]
     lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
@@ -47,6 +50,7 @@ def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any
         if dist.get_rank() in GRIDS[layout].ranks:
             results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
     results["resumed"] = _resume(Path(dense), groups, Path(folder))
+    results |= _by_backend(Path(dense), groups, Path(folder))
     if dist.get_rank() in GRIDS["tp2_sp"].ranks:
         for recompute in ("none", "full"):
             results[f"dropout/{recompute}"] = _drop(Path(dense), groups, recompute)
@@ -151,6 +155,38 @@ def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
         found[layout] = _steps(other, share_of(load_experience(path), layout), 1)
     names = {name for name in contents.tensors if "lora" not in name}
     return {**found, "others": sorted(names)}
+
+
+def _by_backend(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    results = {}
+    for backend, ranks, copies in BACKENDS:
+        way = cases_fsdp.Way(backend, ranks=ranks, copies=copies, model={"lora": LORA.model_dump()})
+        if dist.get_rank() in way.grid.ranks:
+            results[f"backend/{backend}{ranks}x{copies}"] = _train_by(way, path, groups, folder)
+    return results
+
+
+def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+    """Of either backend: steps, from the state that Megatron saved after the first, and what is merged afterwards."""
+    experience = cases_fsdp.share_of(way, path)
+    model: Any = cases_fsdp.build(way, path, groups)
+    base = model.base.evaluate(experience, max_tokens=MAX_TOKENS)
+    start = model.evaluate(experience, max_tokens=MAX_TOKENS)
+    steps = [model.train_batch(experience, negative_log_likelihood)]
+    file = folder / "of_megatron.safetensors"
+    if way.backend == "megatron":
+        contents = model.save_state()
+        save_file(dict(contents.tensors), file, metadata=dict(contents.metadata))
+    resumed: Any = cases_fsdp.build(way, path, groups, state=[file])
+    steps += [resumed.train_batch(experience, negative_log_likelihood) for _ in range(NUM_STEPS - 1)]
+    merged = {name: tensor.double().sum().item() for name, tensor in resumed.published.items()}
+    return {
+        "steps": steps,
+        "begins_as_base": torch.equal(base, start),
+        "base_stays": torch.equal(base, resumed.base.evaluate(experience, max_tokens=MAX_TOKENS)),
+        "merged": merged,
+        "trained": sum(tensor.numel() for tensor in resumed.adapters.values()),
+    }
 
 
 def _drop(path: Path, groups: ProcessGroups, recompute: str) -> dict[str, Any]:

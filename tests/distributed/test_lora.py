@@ -13,6 +13,14 @@ from tests.distributed.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
 RELATIVE = 1e-4
+LAYER, OF_MEGATRON = "model.layers.1.", "decoder.layers.1."
+FUSED = {
+    f"{OF_MEGATRON}self_attention.linear_qkv.weight": [f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv"],
+    f"{OF_MEGATRON}self_attention.linear_proj.weight": [f"{LAYER}self_attn.o_proj.weight"],
+    f"{OF_MEGATRON}mlp.linear_fc1.weight": [f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up")],
+    f"{OF_MEGATRON}mlp.linear_fc2.weight": [f"{LAYER}mlp.down_proj.weight"],
+}
+"""The transformers' parameters in Megatron's."""
 CLOSE = 1e-5
 ADAPTERS = "adapter_model.safetensors"
 
@@ -150,6 +158,20 @@ def test_a_run_goes_on_exactly_in_its_layout_and_to_rounding_in_another(ranks: l
         for found, wanted in zip(report[RESUMED], report["went_on"], strict=True):
             assert found == pytest.approx(wanted, rel=RELATIVE)
         assert report["others"] == ["pieces"], "only adapters are saved"
+
+
+@pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1", "fsdp4x2"])
+def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
+    ranks: list[dict[str, Any]], way: str
+) -> None:
+    (expected,) = reports(ranks, "backend/megatron1x1")
+    assert_equal_steps(ranks, f"backend/{way}", expected["steps"])
+    for report in reports(ranks, f"backend/{way}"):
+        assert report["begins_as_base"] and report["base_stays"]
+    if way == "fsdp1x1":
+        (whole,) = reports(ranks, f"backend/{way}")
+        merged = {name: sum(whole["merged"][part] for part in parts) for name, parts in FUSED.items()}
+        assert merged == pytest.approx({name: expected["merged"][name] for name in FUSED}, abs=1e-3)
 
 
 def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list[dict[str, Any]]) -> None:

@@ -49,12 +49,21 @@ def learnt(records: list[dict[str, float]]) -> list[dict[str, float]]:
 def jobs(warmed_up, data_overrides, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true"]
+    sharded = ["actor.backend=fsdp", "actor.parallel.tp=1"]
     leaving = [f"{role}.offload=true" for role in ("actor", "reference", "rollout")]
-    return folder, train_each({"stays": common, "leaves": [*common, *leaving]}, folder, 2)
+    return folder, train_each(
+        {"stays": common, "leaves": [*common, *leaving], "sharded": [*common, *sharded]}, folder, 2
+    )
 
 
-def test_engines_draw_with_the_adapters_merged(jobs):
-    assert max(column(jobs[1]["stays"], "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
+@pytest.mark.parametrize("name", ["stays", "sharded"])
+def test_engines_draw_with_the_adapters_merged(jobs, name):
+    assert max(column(jobs[1][name], "train/train_rollout_logprob_abs_diff_max")) <= 2e-4
+
+
+def test_both_backends_learn_the_same(jobs):
+    stays, sharded = (column(jobs[1][name], "train/reference_kl") for name in ("stays", "sharded"))
+    assert stays == pytest.approx(sharded, rel=1e-2)
 
 
 def test_the_reference_is_the_base_in_the_actors_memory(jobs):

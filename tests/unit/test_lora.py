@@ -113,7 +113,6 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
             {"algorithm": "reward_model", "placement": {"actor": 0}},
             "model.lora: got adapters with algorithm reward_model",
         ),
-        ({"actor": {"backend": "fsdp"}}, "actor.backend: got fsdp with model.lora"),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl: got transformer_engine"),
     ],
@@ -123,16 +122,12 @@ def test_what_adapters_are_refused_with(sections: dict[str, Any], said: str) -> 
         check_config(make_config({}, **sections))
 
 
-def check_with(architecture: Architecture, lora: dict[str, Any]) -> None:
+def check_with(architecture: Architecture, lora: dict[str, Any], **sections: Any) -> None:
     config = make_config(
-        lora, data={"train": {"path": "t"}, "max_prompt_tokens": 8}, rollout={"max_context_tokens": 24}
-    )
-    config = config.model_copy(
-        update={
-            "rollout": config.rollout.model_copy(
-                update={"sampling": config.rollout.sampling.model_copy(update={"max_response_tokens": 16})}
-            )
-        }
+        lora,
+        data={"train": {"path": "t"}, "max_prompt_tokens": 8},
+        rollout={"max_context_tokens": 24, "sampling": {"max_response_tokens": 16}},
+        **sections,
     )
     placement = resolve_placement(config.placement, 4, 4)
     roles = dict.fromkeys(["actor", *placement.roles], architecture)
@@ -146,6 +141,12 @@ def test_targets_that_a_model_does_not_have_are_refused() -> None:
             check_with(tiny_architecture(), {"targets": targets})
     with pytest.raises(ConfigError, match="latent attention has none here"):
         check_with(tiny_architecture("deepseek_v3"), {})
+
+
+def test_adapters_of_experts_are_megatrons() -> None:
+    check_with(tiny_architecture("qwen3_moe"), {})
+    with pytest.raises(ConfigError, match="actor.backend fsdp, and the model has experts; expected null, or backend"):
+        check_with(tiny_architecture("qwen3_moe"), {}, actor={"backend": "fsdp"})
 
 
 def planned(**changes: Any) -> PlannedJob:

@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rltrain.config.lora import Lora
 from rltrain.config.schema import Trained
 from rltrain.reshard.layout import Layout
 from rltrain.tasks.roles import trained_roles
+from rltrain.training.adapters import begin_adapters
 from rltrain.training.backend import ModelSite
 from rltrain.training.fsdp.evaluable import EvaluableModel
 from rltrain.training.fsdp.model import ShardedModel, layout_of_model
-from rltrain.training.fsdp.trainable import TrainableModel
+from rltrain.training.fsdp.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
-    trains = site.role in trained_roles()
+    trains = site.role in trained_roles() and _lora(site) is None
     return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
 
 
@@ -24,8 +26,12 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    trained = TrainableModel(
-        _sharded_model(site, trains=True, with_weights=state is None),
+    lora = _lora(site)
+    model = _sharded_model(site, trains=lora is None, with_weights=state is None or lora is not None, lora=lora)
+    if lora and state is None:
+        begin_adapters(model.learned_layout, site.world.rank, model.learned, lora, site.config.seed)
+    trained = (AdaptedModel if lora else TrainableModel)(
+        model,
         settings,
         total_updates=total_updates,
         max_skipped=site.config.on_divergence.max_skipped,
@@ -36,7 +42,11 @@ def trained_model(
     return trained
 
 
-def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool) -> ShardedModel:
+def _lora(site: ModelSite) -> Lora | None:
+    return site.config.model.lora if site.role == "actor" else None
+
+
+def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: Lora | None = None) -> ShardedModel:
     model = ShardedModel(
         site.architecture,
         site.grid,
@@ -46,6 +56,8 @@ def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool) -> Shar
         fsdp=site.config.fsdp_of(site.role),
         device=site.world.device,
         trains=trains,
+        lora=lora,
+        seed=site.config.seed,
     )
     model.on_micro_batch = site.on_micro_batch
     if with_weights:

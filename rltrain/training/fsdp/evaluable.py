@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.data.experience import Experience
+from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.evaluable import Evaluable, Outputs
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.passes import make_micro_batches, run
@@ -19,6 +20,11 @@ class EvaluableModel(Evaluable):
 
     def __init__(self, model: ShardedModel) -> None:
         super().__init__(model, model.layout, model.parameters, model.device)
+        self.parts = {"weights": MemoryPart(self._weights)}
+
+    def _weights(self) -> list[Tensor]:
+        held, adapters = [*self.parameters.values()], self.model.adapters
+        return [*held, *self.model.learned.values(), *adapters.whole_a.values()] if adapters else held
 
     def micro_batches(self, experience: Experience, max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(self.model, experience, max_tokens)
@@ -30,3 +36,13 @@ class EvaluableModel(Evaluable):
 
     def share_results(self, results: Sequence[Tensor]) -> None:
         """Every rank of a replica has them."""
+
+
+class BaseModel(EvaluableModel):
+    """A model whose adapters are off while it is evaluated: in the same memory, what it was before they learned."""
+
+    def forward(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> list[Any]:
+        adapters = self.model.adapters
+        assert adapters is not None, "a model without adapters is its own base"
+        with adapters.off():
+            return super().forward(micro_batches, outputs)

@@ -16,6 +16,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.config import schema
+from rltrain.config.lora import Lora
 from rltrain.errors import ConfigError
 from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
@@ -24,6 +25,7 @@ from rltrain.training.context_slices import ContextShare
 from rltrain.training.fsdp.attention import SEQUENCES
 from rltrain.training.fsdp.construction import checkpoint_names, decoder_layers, empty_model, give_memory
 from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
+from rltrain.training.fsdp.lora import Adapters
 from rltrain.training.logprobs import Logits
 from rltrain.training.packed_attention import PackedRows, packed_rows
 from rltrain.training.packing import MicroBatch
@@ -56,8 +58,11 @@ class ShardedModel:
         fsdp: schema.Fsdp,
         device: torch.device,
         trains: bool,
+        lora: Lora | None = None,
+        seed: int = 0,
     ) -> None:
-        """Weights not yet loaded. Shards of a model that `trains` are in fp32, whatever it computes in."""
+        """Weights not yet loaded. Shards of what is trained are in fp32, whatever the model computes in: with `trains`
+        all of it, with `lora` adapters alone, whose random numbers come of `seed`."""
         self.architecture, self.grid, self.device, self.trains = architecture, grid, device, trains
         self.pg_collection = _groups(grid, groups)
         self.share = ContextShare(self.pg_collection.cp.rank(), self.pg_collection.cp.size())
@@ -68,7 +73,8 @@ class ShardedModel:
         self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
-        mixed = trains and computed != torch.float32
+        self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
+        mixed = (trains or lora is not None) and computed != torch.float32
         policy = MixedPrecisionPolicy(computed, torch.float32) if mixed else MixedPrecisionPolicy()
         if model.recomputed.granularity == "full":
             _recompute(self.module, model.recomputed)
@@ -79,13 +85,32 @@ class ShardedModel:
         """This rank's shards by name, as in layout.on(rank): what the sharded parameters hold, in their memory."""
         return {name: shard for name, shard in self.shards().items() if shard.numel()}
 
+    @property
+    def learned_layout(self) -> Layout:
+        """Where what training changes lies: the adapters, if there are any."""
+        return fsdp_layout(self.adapters.adapted, self.grid) if self.adapters else self.layout
+
+    @property
+    def learned(self) -> Mapping[str, Tensor]:
+        """This rank's shards of it, as in learned_layout.on(rank)."""
+        shards = {name: local_shard(parameter) for name, parameter in self.named_learned().items()}
+        return {name: shard for name, shard in shards.items() if shard.numel()}
+
     def shards(self) -> dict[str, Tensor]:
         """Those that are empty too."""
         return {name: local_shard(parameter) for name, parameter in self.named().items()}
 
     def named(self) -> dict[str, torch.nn.Parameter]:
-        """The sharded parameters, DTensors, by transformers' names."""
-        return checkpoint_names(self.module)
+        """The sharded parameters, DTensors, by transformers' names. Without adapters."""
+        known = self.adapters.names if self.adapters else {}
+        return {name: parameter for name, parameter in checkpoint_names(self.module).items() if name not in known}
+
+    def named_learned(self) -> dict[str, torch.nn.Parameter]:
+        """Those that training changes; adapters by their names in checkpoints."""
+        if self.adapters is None:
+            return self.named()
+        found = checkpoint_names(self.module)
+        return {name: found[own] for own, name in self.adapters.names.items()}
 
     def sequences(self, lengths: Sequence[int]) -> PackedRows | SpreadHeads:
         """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""

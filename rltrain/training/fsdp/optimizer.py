@@ -20,8 +20,8 @@ class ShardedAdam:
 
     def __init__(self, model: ShardedModel, settings: schema.Optimizer) -> None:
         self.model, self.settings = model, settings
-        self.named = model.named()
-        shards = {name: torch.nn.Parameter(shard) for name, shard in model.parameters.items()}
+        self.named = model.named_learned()
+        shards = {name: torch.nn.Parameter(shard) for name, shard in model.learned.items()}
         self.shards: dict[str, torch.nn.Parameter] = shards
         matrices = [shard for name, shard in shards.items() if self.named[name].dim() > 1]
         vectors = [shard for name, shard in shards.items() if self.named[name].dim() <= 1]

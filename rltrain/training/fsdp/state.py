@@ -27,9 +27,10 @@ def save_state(
     `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
     tensors of the one before. RuntimeError where a part was dropped. Not collective.
     """
-    mine, rank = model.layout.on(dist.get_rank()), dist.get_rank()
+    layout, rank = model.learned_layout, dist.get_rank()
+    mine = layout.on(rank)
     names, pieces = [name for name, _ in mine.parameters], mine.pieces
-    if replica_of(model.layout, rank)[0]:
+    if replica_of(layout, rank)[0]:
         pieces, names = pieces[:0], []
     flats: dict[str, Tensor] = {}
 
@@ -42,7 +43,7 @@ def save_state(
         for moment, values in optimizer.moments(name).items():
             copy(moment, name, "optimizer", values)
     copies.update(flats)
-    return contents(model.layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
+    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
 
 
 def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path]) -> Counts:
@@ -52,12 +53,13 @@ def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path
     Of a model that has made no optimizer step and is on the device. CheckpointError where a file is missing or damaged,
     where they do not belong together or to a model of these tensors, and where they lack a part of one. Not collective.
     """
-    saved = SavedState(files, model.layout.tensors)
+    layout = model.learned_layout
+    saved = SavedState(files, layout.tensors)
     kinds = {MASTER: {name: shard.detach() for name, shard in optimizer.shards.items()}}
     if saved.counts.optimizer_steps:
         optimizer.make_states(saved.counts.optimizer_steps)
         kinds |= {moment: {name: optimizer.moments(name)[moment] for name in optimizer.shards} for moment in MOMENTS}
-    mine = model.layout.on(dist.get_rank())
+    mine = layout.on(dist.get_rank())
     saved.read(
         [
             Destination(kind, mine.pieces, [tensors[name].view(-1) for name, _ in mine.parameters])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +14,8 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.backend import SKIPPED
-from rltrain.training.fsdp.evaluable import EvaluableModel
+from rltrain.training.fsdp.evaluable import BaseModel, EvaluableModel
+from rltrain.training.fsdp.lora import MergedWeights
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import ShardedAdam
 from rltrain.training.fsdp.passes import make_micro_batches, run
@@ -76,10 +78,17 @@ class TrainableModel(EvaluableModel):
             return output.loss, kept
 
         micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
-        self._pending.outputs += run(self.model, micro_batches, loss, backward=True)
+        with self._drawing(self._pending.num_parts):
+            self._pending.outputs += run(self.model, micro_batches, loss, backward=True)
+        self._pending.num_parts += 1
         if not experience.num_samples:
             # Other replicas have metrics, whose names and number this one needs to take part in reducing them.
             self._pending.outputs.append(loss_function(experience, *self.objective.of_nothing(experience)))
+
+    def _drawing(self, part: int) -> AbstractContextManager[None]:
+        """Around a part of a mini-batch, in which adapters may draw what they drop."""
+        adapters = self.model.adapters
+        return adapters.drawing(self.num_updates, part, dist.get_rank()) if adapters else nullcontext()
 
     def step(self) -> dict[str, float]:
         if self._pending is None:
@@ -116,3 +125,32 @@ class TrainableModel(EvaluableModel):
         if not self.skipped.is_to_skip("gradient norm", norm, self.num_updates + 1):
             self.optimizer.step(rate, norm)
         return norm
+
+
+class AdaptedModel(TrainableModel):
+    """As training.backend.AdaptedModel describes it: of `model` its adapters alone are trained."""
+
+    def __init__(
+        self, model: ShardedModel, settings: schema.Trained, *, total_updates: int, max_skipped: int, role: str
+    ) -> None:
+        """Collective over: the role's ranks."""
+        super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
+        assert model.adapters is not None, "a model without adapters is a TrainableModel"
+        self.adapters_layout, self.adapters = model.learned_layout, model.learned
+        self.published = MergedWeights(self.parameters, self.adapters, model.adapters)
+        self.base = BaseModel(model)
+        self._gather()
+
+    def load_state(self, files: Sequence[Path]) -> None:
+        """As TrainableModel's. Collective over: the role's ranks."""
+        super().load_state(files)
+        self._gather()
+
+    def _update(self, divisor: float, rate: float) -> float:
+        norm = super()._update(divisor, rate)
+        self._gather()
+        return norm
+
+    def _gather(self) -> None:
+        assert self.model.adapters is not None
+        self.model.adapters.gather(self.model.named_learned())

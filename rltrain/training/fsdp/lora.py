@@ -1,0 +1,132 @@
+"""Low-rank adapters beside the linear layers of transformers' models: x W.T + alpha / rank * (x A.T) B.T, Hu et al.
+2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
+gradient."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rltrain.config.lora import Lora
+from rltrain.models import Architecture, canonical_tensors
+from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
+
+SEEDS = 2**62
+
+
+class Adapter(torch.nn.Module):
+    """That of one layer: `a` [rank, inputs] and `b` [outputs, rank], without memory."""
+
+    def __init__(self, a: tuple[int, ...], b: tuple[int, ...], adapters: "Adapters") -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in (a, b))
+        self._adapters = (adapters,)  # not a part of the module
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., inputs] -> what is added to [..., outputs]."""
+        (adapters,) = self._adapters
+        a, b = (half.to(inputs.dtype) for half in (self.a, self.b))
+        return F.linear(F.linear(adapters.dropped(inputs), a) * adapters.scale, b)
+
+
+class Adapters:
+    """Those of a model whose other parameters are frozen; `settings.targets` and what is kept with them in one
+    parameter elsewhere have one, so that states go from backend to backend."""
+
+    def __init__(self, module: torch.nn.Module, architecture: Architecture, settings: Lora, seed: int) -> None:
+        """To be called before `module` is sharded."""
+        self.scale, self._dropout, self._seed = settings.scale, settings.dropout, seed
+        self._on, self._draws = True, False
+        self.adapted = architecture.adapted(settings.rank, settings.targets)
+        self.names: dict[str, str] = {}
+        """Of the adapters' tensors in checkpoints, by the names of the modules' parameters."""
+        self.whole_a: dict[str, Tensor] = {}
+        """A, whole, by the name of the weight that it goes with."""
+        tensors = canonical_tensors(self.adapted)
+        shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
+        for name in (name for name in tensors.names if name.endswith(A)):
+            layer = name.removeprefix(PEFT_PREFIX).removesuffix(A)
+            other = PEFT_PREFIX + layer + B
+            linear: Any = module.get_submodule(f"language_model.{layer}")
+            linear.lora = Adapter(shapes[name], shapes[other], self)
+            linear.register_forward_hook(self._add)
+            self.names |= {layer + ADAPTER_A: name, layer + ADAPTER_B: other}
+
+    def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + linear.lora(inputs[0]) if self._on else output
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model is the base alone."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    @contextmanager
+    def drawing(self, *at: int) -> Iterator[None]:
+        """Around what is computed in training at some point of a run: what is dropped follows from it and the seed, and
+        no one else's random numbers change."""
+        if not self._dropout:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            digest = hashlib.sha256(repr((self._seed, at)).encode()).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self._draws = True
+            try:
+                yield
+            finally:
+                self._draws = False
+
+    def dropped(self, inputs: Tensor) -> Tensor:
+        """The mask is drawn from a seed of torch's generator on the host, whose state recomputation restores."""
+        if not self._draws:
+            return inputs
+        generator = torch.Generator(inputs.device).manual_seed(int(torch.randint(SEEDS, ())))
+        kept = torch.empty_like(inputs).bernoulli_(1 - self._dropout, generator=generator)
+        return inputs * kept.div_(1 - self._dropout)
+
+    @torch.no_grad()
+    def gather(self, sharded: Mapping[str, Tensor]) -> None:
+        """Have every rank hold A whole, to merge its rows with. Collective over: the role's ranks."""
+        for name, parameter in sharded.items():
+            if name.endswith(A):
+                assert isinstance(parameter, DTensor)
+                weight = name.removeprefix(PEFT_PREFIX).removesuffix(A) + WEIGHT
+                whole = parameter.full_tensor().detach()
+                if weight in self.whole_a:
+                    self.whole_a[weight].copy_(whole)
+                else:
+                    self.whole_a[weight] = whole.clone()
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """`weights` by name, shards in rows, with what `adapters` add; each such one is made when it is asked for. `halves`
+    are the adapters' shards by their names in checkpoints."""
+
+    def __init__(self, weights: Mapping[str, Tensor], halves: Mapping[str, Tensor], adapters: Adapters) -> None:
+        self._weights, self._halves, self._adapters = weights, halves, adapters
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        weight, a = self._weights[name], self._adapters.whole_a.get(name)
+        if a is None:
+            return weight
+        b = self._halves[PEFT_PREFIX + name.removesuffix(WEIGHT) + B]
+        return (b.float() @ a.float()).mul_(self._adapters.scale).add_(weight.float()).to(weight.dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
