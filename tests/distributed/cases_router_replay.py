@@ -35,6 +35,9 @@ LAYOUTS = {
     "pp2_ep2_recomputed": Layout(Grid(ALL, pp=2, ep=2), recompute="full"),
     "pp4_moe_recomputed": Layout(Grid(ALL, pp=4), recompute=SELECTIVE),  # type: ignore[arg-type]
     "tp2_pp2_ep2_etp1": Layout(Grid(ALL, tp=2, pp=2, ep=2, etp=1)),
+    "cp2_ep4": Layout(Grid(ALL, cp=2, ep=4)),
+    "tp2_cp2_ep2": Layout(Grid(ALL, tp=2, cp=2, ep=2)),
+    "pp2_vpp2_cp2": Layout(Grid(ALL, pp=2, vpp=2, cp=2, layers_per_stage=(1, 1, 1, 1)), recompute="full"),
     "interleaved": Layout(Grid(ALL, pp=4, vpp=2, layers_per_stage=(1, 0, 1, 0, 1, 0, 1, 0))),
 }
 

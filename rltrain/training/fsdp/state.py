@@ -46,15 +46,16 @@ def save_state(
     return contents(layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
 
 
-def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path]) -> Counts:
+def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path], role: str) -> Counts:
     """Take over a training state from the files of all ranks that saved it, whatever their backend and layout; its
     counts.
 
     Of a model that has made no optimizer step and is on the device. CheckpointError where a file is missing or damaged,
-    where they do not belong together or to a model of these tensors, and where they lack a part of one. Not collective.
+    where they do not belong together or to a model of these tensors or to another optimizer, and where they lack a part of one. Not collective.
     """
     layout = model.learned_layout
     saved = SavedState(files, layout.tensors)
+    saved.require_optimizer(Counts.optimizer, role)
     kinds = {MASTER: {name: shard.detach() for name, shard in optimizer.shards.items()}}
     if saved.counts.optimizer_steps:
         optimizer.make_states(saved.counts.optimizer_steps)

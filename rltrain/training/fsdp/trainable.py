@@ -35,7 +35,7 @@ class TrainableModel(EvaluableModel):
         super().__init__(model)
         self.settings, self.total_updates = settings, total_updates
         self.num_updates = 0
-        self.skipped = SkippedSteps(role, max_skipped)
+        self.role, self.skipped = role, SkippedSteps(role, max_skipped)
         self.optimizer = ShardedAdam(model, settings.optimizer)
         self.parts = {
             **self.parts,
@@ -115,7 +115,7 @@ class TrainableModel(EvaluableModel):
 
     def load_state(self, files: Sequence[Path]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
-        self.num_updates = load_state(self.model, self.optimizer, files).num_updates
+        self.num_updates = load_state(self.model, self.optimizer, files, self.role).num_updates
 
     def _update(self, divisor: float, rate: float) -> float:
         """Divide, clip and apply the gradients unless their norm, which is returned, is not finite. Collective over:
