@@ -27,7 +27,6 @@ from rltrain.importing.verl_learning import (
     set_optimizer,
 )
 from rltrain.importing.verl_leftovers import HARMLESS
-from rltrain.legality.config import LEAST_INTERLEAVED_STAGES
 
 SECTIONS = (
     "actor_rollout_ref",
@@ -200,9 +199,9 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     if "megatron" in (strategy + config_name):
         apply(MEGATRON, keys, out)
         apply(EXPERTS, keys, out)
-        if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") < LEAST_INTERLEAVED_STAGES:
+        if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
             chunks = out.settings.pop("actor.parallel.vpp")
-            out.leave(chunks.origin, chunks.value, "two stages are not interleaved here")
+            out.leave(chunks.origin, chunks.value, "one stage has no other to take turns with")
         own = truth(keys.get(A + "megatron.sequence_parallel", True))
         if own and out.get("actor.parallel.tp") > 1:
             out.set("actor.parallel.sequence_parallel", True, A + "megatron.sequence_parallel")

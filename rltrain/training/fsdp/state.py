@@ -51,7 +51,8 @@ def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path
     counts.
 
     Of a model that has made no optimizer step and is on the device. CheckpointError where a file is missing or damaged,
-    where they do not belong together or to a model of these tensors or to another optimizer, and where they lack a part of one. Not collective.
+    where they do not belong together or to a model of these tensors or to another optimizer, and where they lack a part
+    of one. Not collective.
     """
     layout = model.learned_layout
     saved = SavedState(files, layout.tensors)
