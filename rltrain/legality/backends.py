@@ -23,7 +23,7 @@ REDUCTION = {
 OPTIMIZER = {
     "name": "matrices are sharded, which muon would need whole",
     "moments_dtype": "torch's AdamW keeps moments in the type of its parameters",
-    "cpu_offload": "the host keeps all of a model's shards or none: fsdp.cpu_offload",
+    "cpu_offload": "the optimizer works on the shards that layers are gathered from",
 }
 MODEL = {
     "activation_offload": "layers are transformers', which leave what they like",

@@ -56,7 +56,7 @@ class Rank:
         )
         job = SimpleNamespace(
             config=SimpleNamespace(
-                model=SimpleNamespace(dtype="float32"),
+                model=SimpleNamespace(dtype="float32", lora=None),
                 weight_sync=Settings(bucket_mb=1),
                 served=lambda role: Rollout(),
             ),

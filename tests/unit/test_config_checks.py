@@ -33,6 +33,7 @@ SIZES = SimpleNamespace(
     windows=None,
     rope_scaling=None,
     post_norms=False,
+    rotates_pairs=False,
     activation="silu",
 )
 

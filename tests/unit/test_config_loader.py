@@ -127,7 +127,7 @@ def test_the_line_of_a_split_key_is_kept(refusal):
         ("output_dir: no", "output_dir: got false; expected text in quotes"),
         ("algorithm: a2c", 'algorithm: got "a2c"; expected one of grpo, rloo, '),
         ("preference: {label_smoothing: 0.5}", "preference.label_smoothing: got 0.5; expected a number"),
-        ("actor: 3", "actor: got 3; expected a section with the keys optimizer, micro_batch_tokens"),
+        ("actor: 3", "actor: got 3; expected a section with the keys backend, fsdp, optimizer, micro_batch_tokens"),
         (
             "schedule: {mode: async}",
             'schedule.mode: got "async"; expected one of sequential, pipelined, asynchronous',

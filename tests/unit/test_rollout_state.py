@@ -56,7 +56,9 @@ def config_of(**sections: Any) -> Config:
 def rollout_of(config: Config, rank: int, num_engines: int, store: dist.Store, resumed: Resumed | None) -> Rollout:
     """One of `num_engines` engines of one rank each."""
     rows, order = SimpleNamespace(prompt_tokens=lambda row: (row, row + 1)), PromptOrder(100, seed=0, shuffle=True)
-    prompts = SimpleNamespace(train=rows, order=order, training=(rows, order), report_dropped=lambda: None)
+    prompts = SimpleNamespace(
+        train=rows, order=order, training=(rows, order), report_rows=lambda prompts_per_step: None
+    )
     job: Any = SimpleNamespace(
         config=config,
         shape=RunShape.of(config),

@@ -42,7 +42,9 @@ def test_what_layers_add_is_not_rounded_and_a_bias_neither(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_norms_of_a_wide_stream_round_once_to_the_weights_type(dtype: torch.dtype) -> None:
-    config = SimpleNamespace(use_cpu_initialization=True, params_dtype=dtype, sequence_parallel=False)
+    config = SimpleNamespace(
+        use_cpu_initialization=True, params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=False
+    )
     norm, wide = RMSNorm(config, 16, eps=1e-6), torch.randn(4, 16)
     torch.nn.init.normal_(norm.weight)
     exact = wide.double() / (wide.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
