@@ -25,6 +25,7 @@ SMALL = (
     "logging={progress: false, samples: 0}",
 )
 COLOCATED = "placement={'actor, reference, rollout, reward': 0-1}"
+SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
 STEPS = 90
 
 
@@ -49,10 +50,9 @@ def learnt(records: list[dict[str, float]]) -> list[dict[str, float]]:
 def jobs(warmed_up, data_overrides, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true"]
-    sharded = ["actor.backend=fsdp", "actor.parallel.tp=1"]
     leaving = [f"{role}.offload=true" for role in ("actor", "reference", "rollout")]
     return folder, train_each(
-        {"stays": common, "leaves": [*common, *leaving], "sharded": [*common, *sharded]}, folder, 2
+        {"stays": common, "leaves": [*common, *leaving], "sharded": [*common, *SHARDED]}, folder, 2
     )
 
 
@@ -127,11 +127,13 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path):
+@pytest.mark.parametrize("backend", [(), SHARDED], ids=["megatron", "fsdp"])
+def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path, backend):
     chosen = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
     records = train(
         REPOSITORY / QUICKSTART,
         *chosen,
+        *backend,
         f"steps={STEPS}",
         "evaluation={interval: 15, stop_at: 0.9}",
         f"output_dir={tmp_path}",
