@@ -28,7 +28,8 @@ def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: st
 
 def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
     """With weights in FP8, of which a step changes a part: of those in float32 it changes all."""
-    records = run(warmed_up, data_overrides, tmp_path, *FP8, *COMPARED, "weight_sync.delta.check_every=10")
+    until = "evaluation={interval: 20, stop_at: 0.9}"
+    records = run(warmed_up, data_overrides, tmp_path, *FP8, *COMPARED, "weight_sync.delta.check_every=10", until)
     assert column(records, "eval/score")[-1] >= 0.9
     full, shares = column(records, "perf/weight_sync_is_full"), column(records, "perf/weight_sync_changed_share")
     assert full == [float(step % FULL_EVERY == 0) for step in range(len(full))]
