@@ -16,6 +16,7 @@ import pytest
 from rltrain.commands.main import SUBCOMMANDS
 from rltrain.commands.ranks import torchrun_command
 from rltrain.config.loader import load_config
+from rltrain.errors import ConfigError
 from tests.unit.documented_commands import PAGES, REPOSITORY, Command, blocks, commands, program_of
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
@@ -135,6 +136,29 @@ def made_before(command: Command) -> set[str]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}:{command.text[:60]}")
 def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command, parse, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rltrain dry-run --config configs/quickstart.yaml --world-sizes 4",
+        "rltrain train --config configs/quickstart.yaml stepps=2",
+        "rltrain train --config configs/none.yaml",
+        "torchrun --standalone --nprocs 2 launch/train.py --config configs/quickstart.yaml",
+        "torchrun --nproc-per-node 2 launch/trian.py --config configs/quickstart.yaml",
+        "bash tests/run.sh --fast",
+        "bash launch/quickstart.sh stepps=2",
+        "python -m rltrain.sandbox.meens",
+    ],
+)
+def test_a_command_that_is_none_is_found(wrong: str, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, ConfigError, SystemExit)):
+        check(Command("README.md", wrong), parse, monkeypatch)
+
+
+def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AssertionError, or the error of what reads it, where the command is wrong."""
     words = command.words()
     made = made_before(command)
     if " ".join(words) in RUN_ELSEWHERE:
