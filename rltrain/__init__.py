@@ -1,1 +1,29 @@
-"""Reinforcement-learning post-training of language models as one torchrun job."""
+"""Reinforcement-learning post-training of language models as one torchrun job. docs/python.md explains these names."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rltrain.errors import UserError
+
+if TYPE_CHECKING:
+    from rltrain.cluster.placement import Placement
+    from rltrain.interface import Config, dry_run, run
+
+__all__ = ["Config", "Placement", "UserError", "dry_run", "run"]
+
+_WHERE = {
+    "Config": "rltrain.interface",
+    "Placement": "rltrain.cluster.placement",
+    "run": "rltrain.interface",
+}
+"""Names that are imported when they are asked for. `dry_run` is the package of that name, which can be called."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

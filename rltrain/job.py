@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,11 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 def run_job(config_path: Path, overrides: Sequence[str]) -> int:
+    """`run_config` of a file with overrides."""
+    return run_config(lambda: load_config(config_path, overrides))
+
+
+def run_config(make_config: Callable[[], Config]) -> int:
     """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
     world = join_world(RENDEZVOUS_TIMEOUT_S)
     if world.device.type == "cpu":
@@ -55,7 +60,7 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     if world.local_rank:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
-        job, order, watchdog = prepare(config_path, overrides, world)
+        job, order, watchdog = prepare(make_config, world)
         trainer = Trainer(job, order)
         came_to_its_end = trainer.run()
         watchdog.stop()
@@ -71,9 +76,9 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
     return 0
 
 
-def prepare(config_path: Path, overrides: Sequence[str], world: World) -> tuple[Job, Order, Watchdog]:
+def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, Watchdog]:
     """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
-    config = load_config(config_path, overrides)
+    config = make_config()
     check_config(config)
     world = replace(world, timeouts=config.timeouts)
     config = with_local_copies(config, world)

@@ -31,6 +31,11 @@ class Placement:
     """Role -> the config key and string that placed it, for messages."""
     world_size: int
 
+    @classmethod
+    def of(cls, config: Config, world_size: int, ranks_per_node: int = 8) -> "Placement":
+        """Where the roles of `config` live in a world of `world_size` ranks; PlacementError if they do not fit it."""
+        return placement_of(config, world_size, min(ranks_per_node, world_size))
+
     @property
     def roles(self) -> tuple[str, ...]:
         return tuple(self.ranks_by_role)

@@ -30,13 +30,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     source = read_source(path)
     for override in overrides:
         source.override(override)
+    return validated(source)
+
+
+def validated(source: Source) -> Config:
+    """The config of `source`; ConfigError as `load_config` raises it."""
     try:
         return Config.model_validate(source.data)
     except ValidationError as error:
         problems = _problems(error.errors(include_url=False), source)
     if len(problems) == 1:
         raise ConfigError(problems[0])
-    raise ConfigError(f"{path}: {len(problems)} mistakes:\n" + "\n".join(f"  {problem}" for problem in problems))
+    raise ConfigError(f"{source.name}: {len(problems)} mistakes:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def _problems(errors: Sequence[ErrorDetails], source: Source) -> list[str]:

@@ -64,6 +64,11 @@ class Source:
         if not separator or not all(keys):
             raise ConfigError(f"{origin}: expected key=value with a dotted key, such as actor.parallel.tp=2")
         value, _ = _read_yaml(value_text, origin)
+        self.assign(".".join(keys), value, origin)
+
+    def assign(self, key: str, value: Any, origin: str) -> None:
+        """Put `value` at a dotted key, as `override` does with a text."""
+        keys = tuple(key.split("."))
         section = self._section(keys[:-1], origin)
         if keys[:-1] == (PLACEMENT,):
             self._unplace(section, split_roles(keys[-1]))

@@ -52,7 +52,12 @@ Sections = dict[str, list[str]]
 
 def describe_job(config_path: Path, overrides: Sequence[str], options: DryRunOptions) -> str:
     """The whole description; raises the UserError that the job would be refused with, or that it does not fit."""
-    config = with_cached_copies(load_config(config_path, overrides))
+    return describe(load_config(config_path, overrides), options)
+
+
+def describe(config: Config, options: DryRunOptions) -> str:
+    """`describe_job` of a config that is there."""
+    config = with_cached_copies(config)
     check_config(config)
     world_size, ranks_per_node = options.world_size, min(options.ranks_per_node, options.world_size)
     placement = placement_of(config, world_size, ranks_per_node)

@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("data", "rewards"),
     ),
     "command": (*BASE, "job", "dry_run"),
+    "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub"),
     "commands": BASE,
     "tools": (
@@ -134,6 +135,7 @@ FAST_TO_IMPORT = (
     "rollout.layout",
     "dry_run.description",
     "sandbox.means",
+    "interface",
 )
 
 

@@ -1,0 +1,207 @@
+"""Every command that the pages quote: its file or entry point exists, its options are known to the parser that reads
+them, its overrides load on its config, and its files exist or are made by a command before it."""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.commands.main import SUBCOMMANDS
+from rltrain.commands.ranks import torchrun_command
+from rltrain.config.loader import load_config
+from rltrain.errors import ConfigError
+from tests.unit.documented_commands import PAGES, REPOSITORY, Command, blocks, commands, program_of
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+RUN_ELSEWHERE = {
+    "pip install -e .": "tests/run.sh installs so before any test runs",
+    ".venv/bin/pre-commit install": "changes the clone's hooks; .pre-commit-config.yaml calls what --lint calls",
+    "python3 -m venv ENV && ENV/bin/pip install -r launch/constraints-sglang.txt": "what launch/environment.sh does",
+    "mkdocs serve": "test_documentation.py builds the site",
+}
+"""Commands without a parser of ours, and what shows that they are right."""
+
+NEEDS_GPUS = {"configs/gsm8k_qwen3_0.6b.yaml": "Qwen3-0.6B at full batch; test_gsm8k.py runs gsm8k_tiny.yaml"}
+"""Configs that commands name and that nothing here runs whole: their commands are checked as all others are."""
+
+NO_COMMANDS = ("    ", " ", "ranks 0-7: peak", "launch/  ", "sequential ", "ids  ", "{")
+"""How blocks begin that show something else."""
+
+MADE = ("runs/", "DIR", "HF_DIR", "FILE", "CHECKPOINT", "SCRIPT", "RUN")
+"""Outputs of commands, and what stands for the reader's own."""
+
+
+class Parsed(Exception):  # noqa: N818 - the end of what is wanted of a command
+    def __init__(self, values: argparse.Namespace) -> None:
+        self.values = values
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], list[str]], argparse.Namespace]:
+    """What a main function's own parser makes of arguments; the function goes no further."""
+    for name in ("parse_args", "parse_intermixed_args"):
+        original = getattr(argparse.ArgumentParser, name)
+
+        def stop(self: Any, *given: Any, of: Any = original, **named: Any) -> None:
+            raise Parsed(of(self, *given, **named))
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop)
+
+    def of(main: Callable[..., Any], arguments: list[str]) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        try:
+            main(arguments) if inspect.signature(main).parameters else main()
+        except Parsed as parsed:
+            return parsed.values
+        except SystemExit as error:
+            raise AssertionError(f"{arguments}: refused by its parser") from error
+        raise AssertionError(f"{arguments}: parsed nothing")
+
+    return of
+
+
+def is_placeholder(path: str) -> bool:
+    return re.search(r"\b[A-Z]{2,}(_[A-Z]+)*\b", path) is not None
+
+
+def with_numbers(words: list[str]) -> list[str]:
+    """N, R and PORT stand for numbers."""
+    return ["1" if word in ("N", "R", "PORT") else word for word in words if word != "key=value"]
+
+
+def alternatives(words: list[str]) -> list[list[str]]:
+    """One command for each of "a|b|c"."""
+    [varied] = [i for i, word in enumerate(words) if re.fullmatch(r"\w+(\|\w+)+", word)] or [None]
+    if varied is None:
+        return [words]
+    return [[*words[:varied], choice, *words[varied + 1 :]] for choice in words[varied].split("|")]
+
+
+def main_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The main function of a script, which finds its neighbours as when it is started."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    main: Callable[..., Any] = module.main
+    return main
+
+
+def check_config(values: argparse.Namespace, made: set[str]) -> None:
+    config, overrides = getattr(values, "config", None), getattr(values, "overrides", [])
+    if config is None:
+        return
+    if is_placeholder(str(config)) or str(config) in made:
+        config = REPOSITORY / "configs/quickstart.yaml"
+    load_config(REPOSITORY / config, overrides)
+
+
+def script_and_rest(words: list[str]) -> tuple[Path, list[str]]:
+    at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch", ".sh")))
+    assert (REPOSITORY / words[at]).is_file(), words[at]
+    return REPOSITORY / words[at], words[at + 1 :]
+
+
+def check_shell_script(script: Path, arguments: list[str]) -> None:
+    options = {argument for argument in arguments if argument.startswith("--")}
+    assert all(f"{option})" in script.read_text() for option in options), f"{script.name} has not all of {options}"
+    if script.name == "quickstart.sh":
+        overrides = [argument.replace("$PWD", str(REPOSITORY)) for argument in arguments if "=" in argument]
+        load_config(REPOSITORY / "configs/quickstart.yaml", overrides)
+    paths = [argument for argument in arguments if "/" in argument and "=" not in argument]
+    assert all((REPOSITORY / path).exists() for path in paths), paths
+
+
+def torchrun_options(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    _, unknown = get_args_parser().parse_known_args(words)
+    assert not unknown, unknown
+
+
+def made_before(command: Command) -> set[str]:
+    """The files that commands of the same page make."""
+    return {other.makes for other in COMMANDS if other.page == command.page and other.makes}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}:{command.text[:60]}")
+def test_a_command_is_one(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command, parse, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rltrain dry-run --config configs/quickstart.yaml --world-sizes 4",
+        "rltrain train --config configs/quickstart.yaml stepps=2",
+        "rltrain train --config configs/none.yaml",
+        "torchrun --standalone --nprocs 2 launch/train.py --config configs/quickstart.yaml",
+        "torchrun --nproc-per-node 2 launch/trian.py --config configs/quickstart.yaml",
+        "bash tests/run.sh --fast",
+        "bash launch/quickstart.sh stepps=2",
+        "python -m rltrain.sandbox.meens",
+    ],
+)
+def test_a_command_that_is_none_is_found(wrong: str, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, ConfigError, SystemExit)):
+        check(Command("README.md", wrong), parse, monkeypatch)
+
+
+def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AssertionError, or the error of what reads it, where the command is wrong."""
+    words = command.words()
+    made = made_before(command)
+    if " ".join(words) in RUN_ELSEWHERE:
+        return
+    for program, *rest in alternatives(words):
+        rest = with_numbers(rest)
+        if program == "rltrain":
+            subcommand = SUBCOMMANDS[rest[0]]
+            arguments = rest[1:]
+            if subcommand.starts_ranks:
+                started = torchrun_command(rest[0], arguments)
+                arguments = started[started.index(rest[0]) + 1 :]
+            main = importlib.import_module(subcommand.module).main
+            check_config(parse(main, [*subcommand.before, *arguments]), made)
+        elif program == "python" and rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]), rest[1]
+        elif program == "bash" or program == "sbatch":
+            script, arguments = script_and_rest(rest)
+            if program == "sbatch":
+                check_config(parse(importlib.import_module("rltrain.command").main, arguments), made)
+            else:
+                check_shell_script(script, arguments)
+        else:
+            script, arguments = script_and_rest(rest)
+            if program == "torchrun":
+                torchrun_options(rest[: rest.index(script.relative_to(REPOSITORY).as_posix()) + 1])
+            if script.parent.name == "examples":
+                load_config(REPOSITORY / "configs/quickstart.yaml", arguments)
+                continue
+            check_config(parse(main_of(script, monkeypatch), arguments), made)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_for_a_shell_is_overlooked(page: Path) -> None:
+    """All of its lines are commands, or none, or it begins with one behind "$ " and shows what that prints."""
+    for block in blocks(page):
+        lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if line.strip()]
+        known = [bool(program_of(line)) for line in lines]
+        shown = lines[0].startswith("$ ") and known[0]
+        assert all(known) or shown or (not any(known) and block.startswith(NO_COMMANDS)), block
+
+
+def test_what_needs_gpus_is_named_by_a_command() -> None:
+    assert COMMANDS
+    for config in NEEDS_GPUS:
+        assert (REPOSITORY / config).is_file() and any(config in command.text for command in COMMANDS)
