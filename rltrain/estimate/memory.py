@@ -34,6 +34,8 @@ EMBEDDED_SHARE_OF_FREE = 0.9
 SGLANG_STAGING_SLOTS = 2
 PREFILL_TOKENS = 8192
 """At a time: more prompts are read in several passes, and by SGLang longer ones in pieces."""
+SGLANG_EXPERT_BYTES = 4
+"""Bytes of an expert's number in its record."""
 SGLANG_MEMORY_FRACTION = 0.85
 """Of the device, for weights, keys and values, where rollout.sglang.args has no mem_fraction_static; what SGLang then
 chooses depends on the device and is near this."""
@@ -108,10 +110,24 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
 
 
 def _cache(job: PlannedJob, role: str, num_tokens: int) -> int:
-    """With the experts that are recorded beside keys and values."""
-    tp, architecture = job.grids[role].tp, job.architectures[role]
-    recorded = architecture.routing_bytes if role == "rollout" and job.shape.replays_rollout else 0
-    return kv_bytes(architecture, num_tokens, tp=tp, item_bytes=job.item_bytes) + num_tokens * recorded
+    """With the experts that the embedded engine records beside keys and values."""
+    architecture = job.architectures[role]
+    records = role == "rollout" and job.shape.replays_rollout and job.config.rollout.engine == "embedded"
+    recorded = architecture.routing_bytes if records else 0
+    return _kv_bytes(job, role, num_tokens) + num_tokens * recorded
+
+
+def _kv_bytes(job: PlannedJob, role: str, num_tokens: int) -> int:
+    return kv_bytes(job.architectures[role], num_tokens, tp=job.grids[role].tp, item_bytes=job.item_bytes)
+
+
+def _recorded_by_server(job: PlannedJob, kv_cache: int) -> int:
+    """Bytes that each rank of a server keeps of the experts of all tokens in `kv_cache` bytes: int32, of layers without
+    experts too."""
+    architecture = job.architectures["rollout"]
+    assert architecture.moe is not None
+    token_bytes = architecture.num_layers * architecture.moe.top_k * SGLANG_EXPERT_BYTES
+    return kv_cache // _kv_bytes(job, "rollout", 1) * token_bytes
 
 
 def _running(job: PlannedJob, role: str) -> int:
@@ -269,6 +285,8 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
             job.samples_per_replica(role) * job.longest_tokens * job.architectures[role].routing_bytes
             for role in replaying
         )
+    if "rollout" in in_servers & stages.keys() and job.shape.replays_rollout and job.architectures["rollout"].moe:
+        found["server's routed experts"] = _recorded_by_server(job, parts["rollout", "kv_cache"])
     found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting

@@ -16,11 +16,6 @@ def replay_problems(config: Config) -> Iterator[str]:
     given = f"model.router_replay: got {mode}"
     if not algorithm.generates:
         yield f"{given} with algorithm {algorithm.name}, whose samples no engine draws; expected off"
-    elif mode == "rollout" and config.rollout.engine == "sglang":
-        yield (
-            f"{given} with rollout.engine sglang, whose servers' choices of experts rltrain does not take over; "
-            "expected recompute or off, or rollout.engine: embedded"
-        )
     elif mode == "recompute" and not algorithm.needs_actor_logprobs():
         yield (
             f"{given}, but the actor computes no old log-probs, whose choice of experts that would be, with "

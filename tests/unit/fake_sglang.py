@@ -1,5 +1,6 @@
 """A stand-in for an SGLang server, in threads of this process: the endpoints that the engine uses, and their faults."""
 
+import base64
 import json
 import socket
 import threading
@@ -10,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
 
 from rltrain.errors import EngineLost
 from rltrain.rollout.engine import SamplingParams
@@ -29,6 +32,12 @@ def next_token(context: list[int], version: int, seed: int = 0) -> int:
 
 def logprob_of(token: int, version: int) -> float:
     return -(token + 1) / 64 - version / 8
+
+
+def experts_of(token: int, place: int, version: int, layer: int) -> list[int]:
+    """Three of 200 experts, other ones at every place of the context, in every version and layer."""
+    first = (token * 7 + place * 11 + version * 13 + layer * 17) % 200
+    return [first, (first + 1) % 200, (first + 100) % 200]
 
 
 def expected_tokens(request: Sample, sampling: SamplingParams, version: int = 0) -> list[int]:
@@ -52,6 +61,10 @@ class Running:
     logprobs: list[float | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     num_sent: int = 0
+    routing_start: int | None = None
+    """None: no routing is asked for."""
+    routed: list[list[list[int]]] = field(default_factory=list)
+    """[tokens that have been fed, layers, top_k]."""
 
 
 class FakeServer:
@@ -60,7 +73,8 @@ class FakeServer:
     `answers[path]` replaces the answer of an endpoint: (status, text). `draw` replaces the model. The start of number
     `dies_at_start` is no success. `overlap`: a batch is begun before the last one's tokens are taken, as with SGLang's
     overlap schedule. `load` gets the body of every update of weights, `lose` every tag whose memory is
-    given back. It dies where SGLang's own assertions would end
+    given back. Started with `routed_layers` it returns the routing of so many layers, of which those in `dense` have no
+    experts, where it is asked to, as `returns` writes it. It dies where SGLang's own assertions would end
     it, and notes in `broken` why: empty at the end of every test that does nothing wrong on purpose.
     """
 
@@ -73,7 +87,11 @@ class FakeServer:
         dies_at_start: int = 0,
         overlap: bool = False,
         saves_memory: bool = True,
+        routed_layers: int = 0,
+        dense: tuple[int, ...] = (),
     ) -> None:
+        self.routed_layers, self.dense = routed_layers, dense
+        self.returns: Callable[[np.ndarray], str | None] = lambda rows: base64.b64encode(rows.tobytes()).decode()
         self.url, self.token, self.num_starts = "", "", 0
         self.pace_s, self.max_running, self.cumulative = pace_s, max_running, cumulative
         self.overlap, self.saves_memory = overlap, saves_memory
@@ -168,11 +186,28 @@ class FakeServer:
         drawn = []
         for one in self._running:
             context = [*one.prompt, *one.tokens, *self._not_taken(one)]
+            self._feed(one, context)
             drawn.append((one, *self.draw(context, self.version or 0)))
         due, self._ahead = (self._ahead, drawn) if self.overlap else (drawn, [])
         for one, token, logprob in due:
             if one in self._running:  # else it has ended, and this is a token too many
                 self._take(one, token, logprob)
+
+    def _feed(self, one: Running, context: list[int]) -> None:
+        for place in range(len(one.routed), len(context)):
+            of_layers = [
+                [0, 0, 0] if layer in self.dense else experts_of(context[place], place, self.version or 0, layer)
+                for layer in range(self.routed_layers)
+            ]
+            one.routed.append(of_layers)
+
+    def _routing(self, one: Running) -> str | None:
+        """As SGLang has it, of the requests that ran; the last token that was drawn is not of it."""
+        if one.routing_start is None or not self.routed_layers or not one.tokens:
+            return None
+        end = len(one.prompt) + len(one.tokens) - 1
+        rows = np.array(one.routed[min(one.routing_start, end) : end], dtype=np.int32)
+        return self.returns(rows)
 
     def _not_taken(self, one: Running) -> list[int]:
         return [token for ahead, token, _ in self._ahead if ahead is one]
@@ -208,6 +243,8 @@ class FakeServer:
             meta["output_token_logprobs"] = values
         if reason is not None and one.tokens:
             meta["weight_versions"] = _spans(one.versions)
+        if reason is not None and (routing := self._routing(one)) is not None:
+            meta["routed_experts"] = routing
         one.events.put({"output_ids": one.tokens[start:], "meta_info": meta})
         one.num_sent = len(one.tokens)
 
@@ -218,7 +255,13 @@ class FakeServer:
         events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         with self._lock:
             for rid, prompt, sampling in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
-                self._waiting.append(Running(rid, prompt, sampling, body["extra_key"], events))
+                one = Running(rid, prompt, sampling, body["extra_key"], events)
+                if body.get("return_routed_experts"):
+                    one.routing_start = body["routed_experts_start_len"]
+                if (one.routing_start or 0) > len(prompt):
+                    self._end(one, {"type": "abort", "message": "a start behind the input tokens"})
+                else:
+                    self._waiting.append(one)
         return events
 
     def control(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 
 from rltrain.cluster.grid import Grid
 from rltrain.errors import ConfigError
-from rltrain.estimate.memory import kv_bytes, resident_bytes, working_bytes
+from rltrain.estimate.memory import host_bytes, kv_bytes, resident_bytes, working_bytes
 from rltrain.legality.config import check_config
 from rltrain.legality.router_replay import replay_problems, replay_problems_of_models
 from tests.model_shards import tiny_architecture
@@ -25,7 +25,6 @@ def make(mode: object, **sections: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "sections", "said"),
     [
-        ("rollout", SGLANG, r"got rollout with rollout.engine sglang.*; expected recompute or off"),
         ("rollout", SFT, r"got rollout with algorithm sft, whose samples no engine draws; expected off"),
         (
             "recompute",
@@ -45,6 +44,7 @@ def test_what_has_nothing_to_replay_is_refused(mode: str, sections: Any, said: s
         ("rollout", {"loss": {"old_logprobs": "rollout"}}),
         ("recompute", {}),
         ("recompute", SGLANG),
+        ("rollout", SGLANG),
         (False, SGLANG | SFT),
         ("rollout", {"algorithm": "evaluate", "placement": {"rollout, reward": 0}}),
     ],
@@ -92,3 +92,23 @@ def test_what_travels_takes_memory() -> None:
         for job in (rollout, recompute):
             tokens = job.micro_batch_rows("actor")
             assert working_bytes(job, task, {"actor": 0})["routed experts"] == tokens * 24 * 8 * 2 // 2
+
+
+def test_a_server_keeps_what_it_records_on_the_host() -> None:
+    """In int32, for all that its cache has room for."""
+    off, rollout = (
+        job_of(
+            qwen3_30b_a3b(),
+            {"actor": "0-7", "rollout, reward": "8-15"},
+            16,
+            model={"path": "m", "router_replay": mode},
+            rollout={"engine": "sglang", "parallel": {"tp": 8}},
+        )
+        for mode in ("off", "rollout")
+    )
+    caches = [resident_bytes(job, "rollout", 0)["kv_cache"] for job in (off, rollout)]
+    assert caches[0] == caches[1]
+    num_tokens = caches[1] // kv_bytes(qwen3_30b_a3b(), 1, tp=8)
+    host = [host_bytes(job, {"rollout": 0}, frozenset()) for job in (off, rollout)]
+    assert "server's routed experts" not in host[0]
+    assert host[1]["server's routed experts"] == num_tokens * 48 * 8 * 4

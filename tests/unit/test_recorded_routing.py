@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
@@ -19,32 +17,12 @@ from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.routing import RecordedRouting
 from rltrain.rollout.sample import Sample, SampleGroup
 from rltrain.rollout.stream.packing import pack_groups
+from tests.expected_routing import check
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
 SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
 pytestmark = pytest.mark.usefixtures("small_blocks")
-
-
-@torch.no_grad()
-def expected_routing(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Experts [tokens, layers, top_k] of transformers' routers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    routed: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda module, given, found: routed.append(found[2]))
-    model(torch.tensor([tokens]))
-    return torch.stack(routed, 1)
-
-
-def check(path: Path, sample: Sample, first: int = 0) -> None:
-    """All tokens but the last one have been fed; in the order of experts, which is nobody's."""
-    routing = sample.routing
-    assert routing is not None and len(routing) == len(sample.context) - 1
-    assert routing.experts.dtype == np.int8
-    found, expected = torch.from_numpy(routing.experts).long(), expected_routing(path, sample.context[:-1])
-    assert torch.equal(found.sort(-1).values[first:], expected.sort(-1).values[first:])
 
 
 def whole(engine: EmbeddedEngine, samples: list[Sample]) -> list[Sample]:

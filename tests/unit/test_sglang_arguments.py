@@ -73,6 +73,26 @@ def test_what_sglang_says_about_a_value_is_passed_on(answer: Callable[..., Serve
         check_arguments(answer({"page_size": "x"}, problem="argument --page-size: invalid int value: 'x'"))
 
 
+@pytest.mark.parametrize(("name", "value"), [("enable_hierarchical_cache", True), ("speculative_algorithm", "NGRAM")])
+def test_what_loses_routing_is_refused_where_that_is_replayed(
+    answer: Callable[..., ServerSpec], name: str, value: object
+) -> None:
+    spec = answer({name: value}, fields={name: name})
+    check_arguments(spec)
+    with pytest.raises(ConfigError, match=rf"args\.{name}: got .* with model\.router_replay rollout, but .*; remove"):
+        check_arguments(replace(spec, returns_routing=True))
+
+
+def test_routing_is_asked_for_where_it_is_replayed_and_nowhere_else(
+    answer: Callable[..., ServerSpec], tmp_path: Path
+) -> None:
+    plain, replayed = (replace(make_spec(tmp_path), returns_routing=returns) for returns in (False, True))
+    assert "enable_return_routed_experts" not in server_arguments(plain, 1, 2)["own"]
+    assert server_arguments(replayed, 1, 2)["own"]["enable_return_routed_experts"] is True
+    with pytest.raises(ConfigError, match=r"args\.enable_return_routed_experts: .* follows from model\.router_replay"):
+        check_arguments(answer({"enable_return_routed_experts": True}))
+
+
 @pytest.mark.parametrize("version", ["0.5.9", "0.4.99", "0.5.22.post3"])
 def test_an_old_version_is_refused(answer: Callable[..., ServerSpec], version: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.python: .* has SGLang {version}; expected {MIN_VERSION}"):

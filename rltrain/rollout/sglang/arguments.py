@@ -68,10 +68,20 @@ NOT_FOR_CONFIGS = {
         ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
         "weight syncs write to the device",
     ),
+    "enable_return_routed_experts": "it follows from model.router_replay",
     "weight_cache_mode": "the weights would be shared with engines of other runs",
 }
 """Fields of SGLang's ServerArgs that the config may not give, and why: {role} and {path} stand for config
 keys."""
+
+NOT_WITH_ROUTING = {
+    **dict.fromkeys(
+        ("enable_hierarchical_cache", "enable_lmcache"),
+        "keys and values come back to its device without the experts that their tokens visited",
+    ),
+    "speculative_algorithm": "its record has no room for all tokens that are drafted",
+}
+"""Fields with which an SGLang 0.5.23 that is to return experts returns wrong ones, or ends."""
 
 
 def check_arguments(spec: ServerSpec) -> None:
@@ -99,6 +109,7 @@ def check_arguments(spec: ServerSpec) -> None:
             hint = f"the nearest that it has is {near}" if near else "its own list: python -m sglang.launch_server -h"
             raise ConfigError(f"{key}.args.{name}: SGLang {reply['version']} has no argument of this name; {hint}")
         _refuse_ours(spec, name, reply["fields"][name])
+        _refuse_without_routing(spec, name, reply["fields"][name])
     if reply["problem"] is not None:
         raise ConfigError(f"{key}.args: SGLang {reply['version']} does not accept what is given: {reply['problem']}")
 
@@ -109,6 +120,14 @@ def _refuse_ours(spec: ServerSpec, name: str, field: str) -> None:
         reason = NOT_FOR_CONFIGS[field].format(role=spec.role, path=path)
         raise ConfigError(
             f"{spec.config_key}.args.{name}: cannot be chosen in a run of rltrain: {reason}; remove the key"
+        )
+
+
+def _refuse_without_routing(spec: ServerSpec, name: str, field: str) -> None:
+    if spec.returns_routing and spec.args[name] and field in NOT_WITH_ROUTING:
+        raise ConfigError(
+            f"{spec.config_key}.args.{name}: got {json.dumps(spec.args[name])} with model.router_replay rollout, but "
+            f"{NOT_WITH_ROUTING[field]}; remove the key, or set model.router_replay to recompute or off"
         )
 
 
@@ -136,6 +155,7 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             "node_rank": spec.node_rank,
             "dist_init_addr": spec.rendezvous,
             **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
+            **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
             **(_fp8(spec) if spec.fp8 else {}),
         },
     }

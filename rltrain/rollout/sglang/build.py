@@ -19,6 +19,7 @@ from rltrain.rollout.sglang.arguments import check_arguments
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server, ServerSpec
+from rltrain.rollout.sglang.returned_routing import ServerRouting
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.site import EngineSite, HostedEngine
 
@@ -57,9 +58,14 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         seeded=settings.sglang.heeds_seeds,
         verify=site.config.weight_sync.verify,
         role=site.role,
+        routing=ServerRouting.of(site.architecture) if _records_routing(site) else None,
     )
     engine.start()
     return HostedEngine(engine, parts_of_server(engine, delivery, leave, leaves))
+
+
+def _records_routing(site: EngineSite) -> bool:
+    return site.role == "rollout" and site.config.model.router_replay == "rollout" and site.architecture.moe is not None
 
 
 def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client | None) -> Delivery:
@@ -163,6 +169,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         node_rank=world.rank // world.ranks_per_node - ranks[0] // world.ranks_per_node,
         num_nodes=site.num_nodes,
         rendezvous=rendezvous,
+        returns_routing=_records_routing(site),
     )
 
 

@@ -156,11 +156,15 @@ class Client:
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
     """The data of each server-sent event."""
-    rest = b""
+    rest, searched = bytearray(), 0  # an event with the routing of a long sample comes in thousands of chunks
     async for chunk in response.aiter_raw():
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            yield event.removeprefix(b"data: ")
+        rest += chunk
+        begin = 0
+        while (end := rest.find(b"\n\n", max(begin, searched))) >= 0:
+            yield bytes(rest[begin:end]).removeprefix(b"data: ")
+            begin = end + 2
+        del rest[:begin]
+        searched = max(0, len(rest) - 1)
 
 
 def _failure(path: str, status: int, text: str) -> EngineLost | EngineError:

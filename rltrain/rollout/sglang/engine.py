@@ -15,6 +15,7 @@ from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
 from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.returned_routing import ServerRouting
 from rltrain.rollout.sglang.session import Session
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
@@ -36,7 +37,7 @@ class SGLangEngine:
     goes on from what is known of it. `advance` is called while a server starts. With `seeded` samples are sent with
     their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
     checksums of the weights that it has copied; one that has others is replaced too. `role` is the config section that
-    `settings` are of.
+    `settings` are of. With `routing`, on the first rank alone, samples come back with the experts that they visited.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SGLangEngine:
         seeded: bool = False,
         verify: bool = False,
         role: str = "rollout",
+        routing: ServerRouting | None = None,
     ) -> None:
         self.policy_version: int | None = None
         self.delivery = delivery
@@ -76,6 +78,7 @@ class SGLangEngine:
                 max_context_tokens=max_context_tokens,
                 hang_timeout_s=settings.hang_timeout_s,
                 seeded=seeded,
+                routing=routing,
             )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
+from rltrain.rollout.sglang.returned_routing import RequestedRouting
 
 PROGRESS_TOKENS = 64
 """The server tells after how many tokens how far a response has come."""
@@ -27,6 +28,8 @@ class InflightRequest:
     """How many tokens the response may have, those of `sample` included."""
     version: int
     """Of the weights when it was sent."""
+    routing: RequestedRouting | None = None
+    """None: it was not asked for."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     num_certain: int = 0
@@ -46,7 +49,8 @@ class InflightRequest:
             self.num_certain = min(len(self.tokens), len(self.logprobs))
 
     def known(self) -> Sample:
-        """The sample with all that is known of it, though the server has not ended it."""
+        """The sample with all that is known of it, though the server has not ended it: so not the routing of what it
+        has fed for this request."""
         certain = self.logprobs[: self.num_certain]
         count = next((place for place, value in enumerate(certain) if not _is_finite(value)), len(certain))
         return self._drawn(count, [self.version] * count)
@@ -66,14 +70,33 @@ class InflightRequest:
         reason = meta["finish_reason"]
         self._check_finite(versions, reason)
         count = cut(self.sample.turn_tokens, self.tokens) if cut else None
-        if count is not None:
-            return self._drawn(count, versions, Status.STOPPED)
-        return self._drawn(len(self.tokens), versions, self._status(reason, sampling))
+        status = self._status(reason, sampling) if count is None else Status.STOPPED
+        return self._drawn(len(self.tokens) if count is None else count, versions, status, self._routing_sent(meta))
 
-    def _drawn(self, count: int, versions: Sequence[int], status: Status = Status.PENDING) -> Sample:
-        """With the first `count` tokens drawn here."""
+    def _drawn(
+        self, count: int, versions: Sequence[int], status: Status = Status.PENDING, routing: str | None = None
+    ) -> Sample:
+        """With the first `count` tokens drawn here, and the `routing` of what was fed for them as the server sent it.
+
+        Without it none is recorded: of what another request feeds anew, perhaps by other weights, none is taken.
+        """
         logprobs = [math.nan if value is None else value for value in self.logprobs[:count]]
-        return self.sample.drawn(self.tokens[:count], logprobs, versions[:count], status)
+        drawn = self.sample.drawn(self.tokens[:count], logprobs, versions[:count], status)
+        begin, end = len(self.sample.routing or ()), len(drawn.context) - 1
+        if self.routing is None or not count or begin >= end:
+            return drawn
+        num_fed = len(self.sample.context) + len(self.tokens) - 1
+        return drawn.routed(self.routing.rows(routing, begin, end, num_fed))
+
+    def _routing_sent(self, meta: Mapping[str, Any]) -> str | None:
+        """None where it was not asked for, and of a request that was aborted while nothing of it ran."""
+        sent: str | None = meta.get("routed_experts")
+        if self.routing is not None and sent is None and meta["finish_reason"]["type"] != "abort":
+            raise EngineError(
+                f"SGLang returned sample {self.sample.id} without routed_experts, which it was asked for. Its log is "
+                "in the run folder."
+            )
+        return sent
 
     def _versions(self, meta: Mapping[str, Any]) -> list[int]:
         """Policy version of every token drawn here."""
@@ -129,7 +152,8 @@ def sampling_fields(flight: InflightRequest, sampling: SamplingParams, *, seeded
 def generate_body(
     flights: Mapping[str, InflightRequest], sampling: SamplingParams, *, cache_key: str, seeded: bool
 ) -> dict[str, Any]:
-    """Of one /generate for `flights`, by the names that its events call them."""
+    """Of one /generate for `flights`, by the names that its events call them. All ask for the same of their routing."""
+    routing = next(iter(flights.values())).routing
     return {
         "rid": [*flights],
         "input_ids": [[*flight.sample.context] for flight in flights.values()],
@@ -137,6 +161,7 @@ def generate_body(
         "extra_key": cache_key,
         "return_logprob": True,
         "stream": True,
+        **(routing.fields if routing else {}),
     }
 
 

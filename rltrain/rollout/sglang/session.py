@@ -14,6 +14,7 @@ from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client, Failure
 from rltrain.rollout.sglang.inflight_requests import InflightRequest, StopCut, generate_body
+from rltrain.rollout.sglang.returned_routing import RequestedRouting, ServerRouting
 from rltrain.rollout.stop_strings import StopStrings, Tokenizer
 
 _STREAM_SAMPLES = 64
@@ -27,13 +28,20 @@ class Session:
     """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
 
     `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
-    among samples sent to the same weights.
+    among samples sent to the same weights. With `routing` samples come back with the experts that they visited.
     """
 
     def __init__(
-        self, client: Client, *, num_slots: int, max_context_tokens: int, hang_timeout_s: float, seeded: bool
+        self,
+        client: Client,
+        *,
+        num_slots: int,
+        max_context_tokens: int,
+        hang_timeout_s: float,
+        seeded: bool,
+        routing: ServerRouting | None = None,
     ) -> None:
-        self._client = client
+        self._client, self._routing = client, routing
         self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
         self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
         self._sampling: SamplingParams | None = None
@@ -84,7 +92,11 @@ class Session:
         while num_free > 0 and self._queue:
             assert self._sampling is not None
             samples = [self._queue.popleft() for _ in range(min(num_free, len(self._queue), _STREAM_SAMPLES))]
-            flights = {f"{self._epoch}.{name}": self._flight(s) for s, name in zip(samples, self._names, strict=False)}
+            routing = self._requested_routing(samples)
+            flights = {
+                f"{self._epoch}.{name}": self._flight(sample, routing)
+                for sample, name in zip(samples, self._names, strict=False)
+            }
             if not self._flights:
                 self._alive_s = time.monotonic()
             self._flights |= flights
@@ -147,10 +159,16 @@ class Session:
         if flights:
             self._client.call(*_ABORT_ALL)
 
-    def _flight(self, sample: Sample) -> InflightRequest:
+    def _flight(self, sample: Sample, routing: RequestedRouting | None) -> InflightRequest:
         assert self._sampling is not None
         limit = response_limit(sample, self._sampling, self._max_context_tokens)
-        return InflightRequest(sample, limit, self._version)
+        return InflightRequest(sample, limit, self._version, routing)
+
+    def _requested_routing(self, samples: Sequence[Sample]) -> RequestedRouting | None:
+        """From the first token whose routing one of them lacks: a stream has one start for all."""
+        if self._routing is None:
+            return None
+        return RequestedRouting(self._routing, min(len(sample.routing or ()) for sample in samples))
 
     def _receive(self, wait_s: float) -> bool:
         """Take in one event of the server; False where none has come within `wait_s`."""

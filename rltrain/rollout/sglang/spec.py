@@ -49,6 +49,8 @@ class ServerSpec:
     """Whether logits are made in fp32."""
     node_rank: int = 0
     num_nodes: int = 1
+    returns_routing: bool = False
+    """Whether it tells which experts tokens have visited."""
     rendezvous: str | None = None
     """HOST:PORT at which the nodes of an engine meet; None where it has one node."""
 

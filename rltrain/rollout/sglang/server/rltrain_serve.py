@@ -5,10 +5,12 @@
 Later ones win. Imports only the standard library and SGLang.
 """
 
+import functools
 import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import rltrain_arguments
@@ -34,16 +36,23 @@ def keep_out_of_the_log(token: str) -> None:
     logging.setLogRecordFactory(without_token)
 
 
+def _without_pinning(allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return allocate(*args, **kwargs | {"pin_memory": False})
+
+
 def run_scheduler_on_cpu(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process where there is no GPU and no build of SGLang for CPUs.
 
     The module of rotary embeddings takes whatever is neither a GPU nor SGLang's CPU build for a device that has vLLM's
     kernels, and imports them, although it then calls its own operations in torch. Told that it is on a CPU it does not.
+    What keeps the experts that tokens visit registers its memory with CUDA wherever it knows no other way.
     """
     from sglang.srt.layers.rotary_embedding import base
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_pin_memory
 
     base._is_cpu = True
+    ALLOC_MEMORY_FUNCS["cpu"] = functools.partial(_without_pinning, alloc_with_pin_memory)
     run_scheduler_process(*args, **kwargs)
 
 

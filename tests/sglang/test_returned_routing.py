@@ -1,0 +1,94 @@
+"""The routing that a real server returns is that of transformers' routers, in turns, and where requests are aborted."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltrain.config.schema import SGLang
+from rltrain.models import read_architecture
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.sglang.client import Client
+from rltrain.rollout.sglang.engine import SGLangEngine
+from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.returned_routing import ServerRouting
+from rltrain.rollout.sglang.weights.delivery import Delivery
+from tests.expected_routing import check
+from tests.rollout_models import ragged_requests, write_checkpoint
+from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
+from tests.sglang.test_experts import sync
+
+LIMITS = {"max_running_requests": 4, "max_context_tokens": 256}
+SAMPLED = SamplingParams(1.0, 1.0, 0, 12, (3,))
+LONG = SamplingParams(0.0, 1.0, 0, 200, ())
+CHUNKS = {"chunked_prefill_size": 16}
+"""Prompts come in pieces."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of one architecture."""
+    sizes = {"num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [], "head_dim": 16}
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [write_checkpoint(folder / f"{seed}", "qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangEngine]:
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    spec = server_spec(sglang_python, checkpoints[0], log, returns_routing=True, args=CHUNKS, **LIMITS)
+    server, client = Server(spec), Client(limit_s=60.0)
+    delivery = Delivery(
+        parts_of(checkpoints[0]), 0, device=torch.device("cpu"), keep=True, group=None, call=client.call
+    )
+    settings = SGLang(start_timeout_s=START_TIMEOUT_S, hang_timeout_s=60.0)
+    routing = ServerRouting.of(read_architecture(checkpoints[0]))
+    started = SGLangEngine(
+        server, client, delivery, group=None, settings=settings, advance=lambda: None, routing=routing, **LIMITS
+    )
+    try:
+        started.start()
+        yield started
+    finally:
+        started.close()
+
+
+def test_it_is_that_of_transformers(engine: SGLangEngine, checkpoints: list[Path]) -> None:
+    """Samples of one prompt share what was fed first of it."""
+    sync(engine, checkpoints[0], 0)
+    long = [replace(sample, prompt=sample.prompt * 20) for sample in ragged_requests(3)]
+    same = [replace(long[0], id=1000 + number, seed=number) for number in range(3)]
+    for done in engine.generate([*long, *same], SAMPLED):
+        check(checkpoints[0], done)
+
+
+def test_it_is_that_of_every_turn(engine: SGLangEngine, checkpoints: list[Path]) -> None:
+    sync(engine, checkpoints[0], 0)
+    turns = engine.generate([replace(one, turn_limit=4, goes_on=True) for one in ragged_requests(5)], SAMPLED)
+    for done in engine.generate([turn.observed((7, 9, 11), turn_limit=12) for turn in turns], SAMPLED):
+        check(checkpoints[0], done)
+
+
+def test_what_was_recorded_before_a_suspension_stays(engine: SGLangEngine, checkpoints: list[Path]) -> None:
+    """Aborted requests tell what they have fed; the rest is of the weights that drew it."""
+    sync(engine, checkpoints[0], 0)
+    engine.submit(ragged_requests(6), LONG)
+    while not any(len(sample.tokens) > 1 for sample in engine.progress([s.id for s in ragged_requests(6)])):
+        engine.step()
+    suspended = engine.suspend()
+    drawn = [sample for sample in suspended if sample.tokens]
+    assert drawn and all(not sample.is_finished for sample in drawn)
+    for sample in drawn:
+        check(checkpoints[0], sample)
+    sync(engine, checkpoints[1], 1)
+    for before, done in zip(suspended, engine.generate(suspended, LONG), strict=True):
+        assert done.tokens[: len(before.tokens)] == before.tokens
+        if before.tokens:
+            assert done.routing is not None and done.routing.first(len(before.routing or ())) == before.routing
+            assert len(done.routing) == len(done.context) - 1
+        else:
+            check(checkpoints[1], done)
