@@ -5,6 +5,8 @@ from typing import Any
 
 from rltrain.importing.conversions import count, interval, one_of, paths, ranks, real, text, truth
 from rltrain.importing.conversions import top_k as top_k_of
+from rltrain.importing.fully_sharded import set_fully_sharded
+from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.slime_learning import (
     is_supervised,
     set_algorithm,
@@ -188,12 +190,23 @@ def _model(keys: SourceKeys, out: Translation) -> None:
         modules = keys.get("recompute-modules", ["core_attn"])
         modules = [modules] if isinstance(modules, str) else modules
         out.set("model.recompute", {"granularity": "selective", "modules": modules}, "recompute-granularity, -modules")
-    backend = keys.get("train-backend", "megatron")
+    _replay(keys, out)
+    set_megatron_optimizer(megatron_options(keys, "", dashes=True), out, "", momentum=0.9)
+    backend = str(keys.get("train-backend", "megatron"))
     if backend != "megatron":
-        out.leave("train-backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
+        set_fully_sharded(keys, out, "train-backend", backend, out.get("actor.parallel.cp"), "fsdp-")
     if truth(keys.get("sequence-parallel", False)) and out.get("actor.parallel.tp") > 1:
         out.set("actor.parallel.sequence_parallel", True, "sequence-parallel")
     _stages(keys, out)
+
+
+def _replay(keys: SourceKeys, out: Translation) -> None:
+    """Routers visit what the engine chose, or what they chose in the pass of the old log-probs."""
+    recomputed = truth(keys.get("use-routing-replay", False))
+    if truth(keys.get("use-rollout-routing-replay", False)):
+        out.set("model.router_replay", "rollout", "use-rollout-routing-replay")
+    elif recomputed:
+        out.set("model.router_replay", "recompute", "use-routing-replay")
 
 
 def _stages(keys: SourceKeys, out: Translation) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 from rltrain.importing import verl_sft
 from rltrain.importing.batches import (
-    cut_fully_sharded,
     set_context,
     set_evaluation,
     set_mini_batches,
@@ -12,6 +11,7 @@ from rltrain.importing.batches import (
 from rltrain.importing.conversions import NOTHING, count, interval, paths, ranks, real, text, truth
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
+from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
 from rltrain.importing.verl_learning import (
@@ -27,6 +27,7 @@ from rltrain.importing.verl_learning import (
     set_optimizer,
 )
 from rltrain.importing.verl_leftovers import HARMLESS
+from rltrain.importing.verl_model import set_kind_of_optimizer, set_lora, set_router_replay
 
 SECTIONS = (
     "actor_rollout_ref",
@@ -196,7 +197,11 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     config_name = str(keys.get("--config-name", ""))
     strategy = str(keys.get(A + "strategy", keys.get("model_engine", "dp")))
     checkpointing = truth(keys.get("actor_rollout_ref.model.enable_gradient_checkpointing", True))
-    if "megatron" in (strategy + config_name):
+    megatron = "megatron" in (strategy + config_name)
+    set_lora(keys, out, "actor_rollout_ref.model.", megatron)
+    set_router_replay(keys, out)
+    set_kind_of_optimizer(keys, out, A + "optim.")
+    if megatron:
         apply(MEGATRON, keys, out)
         apply(EXPERTS, keys, out)
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
@@ -216,8 +221,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
         slices = keys.first(
             A + "fsdp_config.ulysses_sequence_parallel_size", A + "ulysses_sequence_parallel_size", default=1
         )[1]
-        out.set("actor.parallel.cp", count(slices), "ulysses_sequence_parallel_size")
-        cut_fully_sharded(out, "strategy", strategy)
+        set_fully_sharded(keys, out, "strategy", strategy, count(slices), A + "fsdp_config.")
         if checkpointing:
             out.set("model.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
         offloads = [A + f"fsdp_config.{what}_offload" for what in ("param", "optimizer")]
@@ -276,11 +280,6 @@ def _reward(keys: SourceKeys, out: Translation) -> None:
         out.differs("reward.reward_model.enable", True, "place role reward_model, or judge: docs/rewards.md")
     if truth(keys.get(R + "multi_turn.enable", False)):
         out.differs(R + "multi_turn.enable", True, "turns are those of an environment, env.function here")
-    if truth(keys.get(R + "enable_rollout_routing_replay", False)):
-        out.differs(R + "enable_rollout_routing_replay", True, "routers choose anew when training")
-    rank = keys.first("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank", default=0)[1]
-    if count(rank or 0):
-        out.differs("actor_rollout_ref.model.lora_rank", rank, "all weights are trained here")
     if truth(keys.get("distillation.enabled", False)):
         out.differs("distillation.enabled", True, "place role teacher: docs/roles.md")
 
