@@ -29,6 +29,8 @@ REASONS = {
     "no launch": "starts nothing that is known",
     "keys without a counterpart": "change what is computed",
     "model family": "config.json: model_type",
+    "model family of which transformers builds none": "transformers builds no causal",
+    "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
 }
 NO_SHAPE = "model whose name says no shape"

@@ -162,6 +162,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         use_qk_norm=True,
         attention_bias=True,
+        eos_token_id=[151329, 151336, 151338],
         rope_theta=1e6,
         max_position_embeddings=202752,
     ),

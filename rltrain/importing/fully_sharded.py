@@ -7,6 +7,8 @@ from rltrain.importing.translation import SourceKeys, Translation
 
 NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
+WITH_LOGITS = 16384
+"""Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -31,12 +33,19 @@ def set_fully_sharded(keys: SourceKeys, out: Translation, key: str, name: str, s
     chunk = out.settings.pop("model.logits_chunk_tokens", None)
     if chunk is not None:
         out.leave(chunk.origin, chunk.value, "transformers makes a micro-batch's logits at once: of memory alone")
+        if out.get("actor.micro_batch_tokens") > WITH_LOGITS:
+            origin = f"in the place of {chunk.origin}: a micro-batch's logits exist at once"
+            out.set("actor.micro_batch_tokens", WITH_LOGITS, origin)
 
 
 def _refused(out: Translation, name: str, slices: int) -> str | None:
     """What of the model or the config `backend: fsdp` does not take; None: nothing that can be told here."""
     if name not in NAMES:
         return f"the strategy {name}"
+    replicas = _ranks_of_actor(out) // slices
+    prompts = out.get("batch.prompts_per_step") // out.get("batch.mini_batches")
+    if replicas > prompts:
+        return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
     model = model_file.model_config(out.get("model.path"))
     if model.get("topk_method") == "noaux_tc" or model.get("model_type") in ("deepseek_v3", "glm4_moe"):
         return "experts that are chosen by a bias"

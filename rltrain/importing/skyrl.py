@@ -34,7 +34,7 @@ from rltrain.importing.skyrl_learning import (
     set_reward,
 )
 from rltrain.importing.skyrl_leftovers import HARMLESS
-from rltrain.importing.skyrl_model import set_lora, set_router_replay
+from rltrain.importing.skyrl_model import set_lora, set_router_replay, slices_of
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
@@ -116,6 +116,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
         out.differs(T + "critic_mini_batch_size", own, "actor and critic have the same mini-batches here")
     tokens = count(keys.get(T + "max_tokens_per_microbatch", -1))
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    longest = -(-longest // slices_of(keys))
     samples = count(keys.get(T + "micro_train_batch_size_per_gpu", 1))
     if tokens > 0:
         out.set("actor.micro_batch_tokens", tokens, T + "max_tokens_per_microbatch")
@@ -220,8 +221,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
             out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
         _reference_parallel(keys, out)
     else:
-        slices = count(keys.get(T + "policy.sequence_parallel_size", 1))
-        set_fully_sharded(keys, out, T + "strategy", strategy, slices, T + "policy.fsdp_config.")
+        set_fully_sharded(keys, out, T + "strategy", strategy, slices_of(keys), T + "policy.fsdp_config.")
     if truth(keys.get(T + "gradient_checkpointing", True)):
         out.set("model.recompute", "full", T + "gradient_checkpointing")
     _experts(keys, out)

@@ -9,6 +9,13 @@ REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
 RETURNED = ENGINE + "enable_return_routed_experts"
 
 
+def slices_of(keys: SourceKeys) -> int:
+    """Ranks that share out a sequence."""
+    if str(keys.get(T + "strategy", "fsdp")) == "megatron":
+        return count(keys.get(T + "policy.megatron_config.context_parallel_size", 1))
+    return count(keys.get(T + "policy.sequence_parallel_size", 1))
+
+
 def set_lora(keys: SourceKeys, out: Translation, megatron: bool) -> None:
     prefix = T + "policy.model.lora."
     names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.importing import model_file
 from rltrain.importing.conversions import count, interval, one_of, paths, ranks, real, text, truth
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.fully_sharded import set_fully_sharded
@@ -138,6 +139,19 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     stop = keys.get("rollout-stop")
     if stop is not None:
         out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, "rollout-stop")
+    ids = keys.get("rollout-stop-token-ids")
+    if ids is not None:
+        _stop_at(ids, keys, out)
+
+
+def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
+    """Tokens that end a response are the checkpoint's end-of-sequence tokens here."""
+    own = model_file.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
+    ended = {str(token) for token in (own if isinstance(own, list) else [own])}
+    if ended.issuperset(ids if isinstance(ids, list) else [ids]):
+        out.leave("rollout-stop-token-ids", ids, "the checkpoint's own end-of-sequence tokens")
+    else:
+        out.differs("rollout-stop-token-ids", ids, f"responses end at the end-of-sequence tokens, {own or 'unknown'}")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -255,7 +269,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
         out.set("reference.micro_batch_tokens", count(own), "max-tokens-per-gpu")
     else:
         sequences = count(keys.get("micro-batch-size", 1))
-        longest = out.get("rollout.max_context_tokens") * sequences
+        longest = -(-out.get("rollout.max_context_tokens") * sequences // out.get("actor.parallel.cp"))
         out.set("actor.micro_batch_tokens", longest, "micro-batch-size times the longest sample")
 
 

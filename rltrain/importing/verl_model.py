@@ -1,13 +1,27 @@
 """Of verl's keys those of adapters and of routers."""
 
 from rltrain.importing.adapters import set_adapters
-from rltrain.importing.conversions import truth
+from rltrain.importing.conversions import count, truth
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.translation import SourceKeys, Translation
 
 REPLAYS = {"R2": "recompute", "R3": "rollout"}
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
 RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+def is_megatron(keys: SourceKeys) -> bool:
+    strategy = str(keys.get("actor_rollout_ref.actor.strategy", keys.get("model_engine", "dp")))
+    return "megatron" in strategy + str(keys.get("--config-name", ""))
+
+
+def slices_of(keys: SourceKeys) -> int:
+    """Ranks that share out a sequence."""
+    actor = "actor_rollout_ref.actor."
+    if is_megatron(keys):
+        return count(keys.get(actor + "megatron.context_parallel_size", 1))
+    names = (actor + "fsdp_config.ulysses_sequence_parallel_size", actor + "ulysses_sequence_parallel_size")
+    return count(keys.first(*names, default=1)[1])
 
 
 def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
