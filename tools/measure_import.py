@@ -12,12 +12,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from stand_in_models import write_stand_in
+from stand_in_models import shape_of, write_stand_in
 
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import UserError
+from rltrain.importing import model_file
 from rltrain.importing.command import imported
 from rltrain.importing.sources import FRAMEWORKS
 from rltrain.importing.steps import Rows
@@ -27,6 +29,8 @@ REASONS = {
     "no launch": "starts nothing that is known",
     "keys without a counterpart": "change what is computed",
     "model family": "config.json: model_type",
+    "model family of which transformers builds none": "transformers builds no causal",
+    "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
 }
 NO_SHAPE = "model whose name says no shape"
@@ -60,7 +64,8 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
     """UserError where it is refused on its way."""
     rows = Rows(rows=arguments.rows)
     source = [script, *arguments.arguments]
-    found = imported(arguments.framework, source, rows=rows, allow_differences=arguments.allow_differences)
+    with patch.object(model_file, "model_config", lambda name: shape_of(str(name)) or {}):
+        found = imported(arguments.framework, source, rows=rows, allow_differences=arguments.allow_differences)
     settings: dict[str, Any] = {"model.path": found.get("model.path")}
     for role in ("critic", "reference"):
         if f"{role}.path" in found.settings:
@@ -71,13 +76,6 @@ def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
         if stand_in is None:
             return Outcome(script, NO_SHAPE, str(name))
         overrides.append(f"{key}={stand_in}")
-    latent = "kv_lora_rank" in (Path(overrides[0].partition("=")[2]) / "config.json").read_text()
-    if latent and found.get("rollout.engine") == "sglang":
-        # What the importer itself does where the model's folder is at hand.
-        settings_of_engine = [path for path in found.settings if path.startswith("rollout.sglang")]
-        for path in settings_of_engine:
-            del found.settings[path]
-        found.set("rollout.engine", "embedded", "latent attention")
     config = folder / "config.yaml"
     config.write_text(written(found, script), encoding="utf-8")
     options = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)

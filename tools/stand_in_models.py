@@ -43,6 +43,25 @@ DEEPSEEK = {
     "tie_word_embeddings": False,
     "rope_theta": 1e4,
 }
+GLM = {
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 151552,
+    "eos_token_id": 151329,
+    "max_position_embeddings": 32768,
+}
+GEMMA = {
+    "model_type": "gemma",
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 256000,
+    "eos_token_id": 1,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 8192,
+}
 
 
 def _dense(family: dict[str, Any], sizes: str, tied: bool = False, **more: Any) -> dict[str, Any]:
@@ -114,6 +133,51 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=163840,
         rope_scaling={**YARN, "factor": 32},
     ),
+    r"qwen2\.5-math$": _dense(QWEN2, "3584 28 28 4 18944", vocab_size=152064),  # a folder of SkyRL's, of 7B
+    r"qwen1\.5-moe-a2\.7b": _dense(
+        QWEN2,
+        "2048 24 16 16 5632",
+        model_type="qwen2_moe",
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    r"glm-(z1|4)-9b": _dense(GLM, "4096 40 32 2 13696", model_type="glm4", rope_theta=1e4),
+    r"glm-4\.[67](-355b.*|-fp8)?$": _dense(
+        GLM,
+        "5120 92 96 8 12288",
+        model_type="glm4_moe",
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        first_k_dense_replace=3,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+        attention_bias=True,
+        eos_token_id=[151329, 151336, 151338],
+        rope_theta=1e6,
+        max_position_embeddings=202752,
+    ),
+    r"gemma-(1\.1-)?2b": _dense(GEMMA, "2048 18 8 1 16384", tied=True),
+    r"gemma-(1\.1-)?7b": _dense(GEMMA, "3072 28 16 16 24576", tied=True),
+    r"seed-oss-36b": _dense(
+        LLAMA,
+        "5120 64 80 8 27648",
+        model_type="seed_oss",
+        head_dim=128,
+        vocab_size=155136,
+        attention_bias=True,
+        rope_theta=1e7,
+        max_position_embeddings=524288,
+    ),
     r"(deepseek-(v3|r1)|dsv3|deepseek-?671b)": _large(
         "7168 61 128 18432 2048 256 8",
         q_lora_rank=1536,
@@ -127,8 +191,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-|"
-    r"gpt-?oss|nemotron|mimo|minimax|seed-?oss|gemma|deepseek-v[24]|qwen1\.5|hy-?v?3)"
+    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-4\.7-flash|glm-5|"
+    r"gpt-?oss|nemotron|mimo|minimax|deepseek-v[24]|hy-?v?3)"
 )
 
 

@@ -2,23 +2,35 @@
 
 from typing import Any
 
-from rltrain.importing.model_file import has_latent_attention
+from rltrain.importing import model_file
 from rltrain.importing.translation import Translation
+from rltrain.legality.mechanisms import SERVED_BY_SGLANG
 
 SERVED_APART = ("sglang", "vllm")
 
 
 def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
-    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or attention is latent, which the
-    embedded engine alone serves. `arguments` are SGLang's."""
-    latent = has_latent_attention(out.get("model.path"))
+    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole, the family is not one of
+    SGLang's here or routers replay what the engine chose, which the embedded engine alone does. `arguments` are
+    SGLang's."""
+    latent = model_file.has_latent_attention(out.get("model.path"))
+    family = model_file.model_config(out.get("model.path")).get("model_type")
+    own = family is not None and family not in SERVED_BY_SGLANG
     ep = ep if isinstance(ep, int) else 1
-    if named in SERVED_APART and ep == 1 and not latent:
+    replays = out.get("model.router_replay") == "rollout"
+    if named in SERVED_APART and ep == 1 and not latent and not replays and not own:
         out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
         if arguments:
             out.set("rollout.sglang.args", arguments, origin)
         return
-    why = "it deals out whole experts" if ep > 1 else "it serves latent attention" if latent else "it is always there"
+    reasons = {
+        "it deals out whole experts": ep > 1,
+        "it serves latent attention": latent,
+        f"it serves {family}": own,
+        "it says which experts it chose": replays,
+        "it is always there": True,
+    }
+    why = next(reason for reason, holds in reasons.items() if holds)
     out.set("rollout.engine", "embedded", f"{named}: rltrain's own in its place, as {why}")
     if ep > 1:
         tp = out.get("rollout.parallel.tp")

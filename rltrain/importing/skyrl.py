@@ -3,7 +3,6 @@
 from typing import Any
 
 from rltrain.importing.batches import (
-    cut_fully_sharded,
     set_evaluation,
     set_mini_batches,
 )
@@ -21,6 +20,8 @@ from rltrain.importing.conversions import (
 )
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
+from rltrain.importing.fully_sharded import set_fully_sharded
+from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.skyrl_learning import (
     ALG,
     DECAYS,
@@ -33,6 +34,7 @@ from rltrain.importing.skyrl_learning import (
     set_reward,
 )
 from rltrain.importing.skyrl_leftovers import HARMLESS
+from rltrain.importing.skyrl_model import set_lora, set_router_replay, slices_of
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
@@ -114,6 +116,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
         out.differs(T + "critic_mini_batch_size", own, "actor and critic have the same mini-batches here")
     tokens = count(keys.get(T + "max_tokens_per_microbatch", -1))
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    longest = -(-longest // slices_of(keys))
     samples = count(keys.get(T + "micro_train_batch_size_per_gpu", 1))
     if tokens > 0:
         out.set("actor.micro_batch_tokens", tokens, T + "max_tokens_per_microbatch")
@@ -205,7 +208,11 @@ def _all_together(keys: SourceKeys, out: Translation, others: list[str], policy:
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:
     strategy = str(keys.get(T + "strategy", "fsdp"))
+    set_lora(keys, out, strategy == "megatron")
+    set_router_replay(keys, out)
     if strategy == "megatron":
+        prefix = T + "policy.megatron_config.optimizer_config_kwargs."
+        set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
         for name, here in MEGATRON.items():
             size = keys.get(f"{T}policy.megatron_config.{name}")
             if size not in NOTHING:
@@ -214,8 +221,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
             out.set("actor.parallel.sequence_parallel", True, "SkyRL's with tensor parallelism")
         _reference_parallel(keys, out)
     else:
-        out.set("actor.parallel.cp", count(keys.get(T + "policy.sequence_parallel_size", 1)), "sequence_parallel_size")
-        cut_fully_sharded(out, T + "strategy", strategy)
+        set_fully_sharded(keys, out, T + "strategy", strategy, slices_of(keys), T + "policy.fsdp_config.")
     if truth(keys.get(T + "gradient_checkpointing", True)):
         out.set("model.recompute", "full", T + "gradient_checkpointing")
     _experts(keys, out)
@@ -228,10 +234,6 @@ def _records(keys: SourceKeys, out: Translation) -> None:
         out.set("checkpoint.resume", "none", T + "resume_mode")
     elif mode == "from_path" and path not in NOTHING:
         out.set("checkpoint.resume", str(path), T + "resume_path")
-    for role in ("policy", "critic"):
-        rank = keys.get(f"{T}{role}.model.lora.rank", 0)
-        if rank not in NOTHING and count(rank):
-            out.differs(f"{T}{role}.model.lora.rank", rank, "all weights are trained here")
     own = keys.get(T + "ref.model.path")
     if own not in NOTHING and own != out.get("model.path"):
         out.set("reference.path", str(own), T + "ref.model.path")
@@ -245,8 +247,6 @@ def _experts(keys: SourceKeys, out: Translation) -> None:
             real(keys.get(T + "policy.megatron_config.moe_aux_loss_coeff", 0)),
             "moe_aux_loss_coeff",
         )
-    if truth(keys.get(T + "policy.megatron_config.moe_enable_routing_replay", False)):
-        out.differs(T + "policy.megatron_config.moe_enable_routing_replay", True, "routers choose anew when training")
 
 
 def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
@@ -308,5 +308,3 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
     ep = count(keys.get(ENGINE + "expert_parallel_size", 1))
     choose_engine(out, backend, min(ep, out.get("rollout.parallel.tp")), arguments, ENGINE + "*")
-    if truth(keys.get(ENGINE + "enable_return_routed_experts", False)):
-        out.differs(ENGINE + "enable_return_routed_experts", True, "routers choose anew when training")

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.importing import model_file
 from rltrain.importing.conversions import count, interval, one_of, paths, ranks, real, text, truth
 from rltrain.importing.conversions import top_k as top_k_of
+from rltrain.importing.fully_sharded import set_fully_sharded
+from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.slime_learning import (
     is_supervised,
     set_algorithm,
@@ -136,6 +139,19 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     stop = keys.get("rollout-stop")
     if stop is not None:
         out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, "rollout-stop")
+    ids = keys.get("rollout-stop-token-ids")
+    if ids is not None:
+        _stop_at(ids, keys, out)
+
+
+def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
+    """Tokens that end a response are the checkpoint's end-of-sequence tokens here."""
+    own = model_file.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
+    ended = {str(token) for token in (own if isinstance(own, list) else [own])}
+    if ended.issuperset(ids if isinstance(ids, list) else [ids]):
+        out.leave("rollout-stop-token-ids", ids, "the checkpoint's own end-of-sequence tokens")
+    else:
+        out.differs("rollout-stop-token-ids", ids, f"responses end at the end-of-sequence tokens, {own or 'unknown'}")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -188,12 +204,23 @@ def _model(keys: SourceKeys, out: Translation) -> None:
         modules = keys.get("recompute-modules", ["core_attn"])
         modules = [modules] if isinstance(modules, str) else modules
         out.set("model.recompute", {"granularity": "selective", "modules": modules}, "recompute-granularity, -modules")
-    backend = keys.get("train-backend", "megatron")
+    _replay(keys, out)
+    set_megatron_optimizer(megatron_options(keys, "", dashes=True), out, "", momentum=0.9)
+    backend = str(keys.get("train-backend", "megatron"))
     if backend != "megatron":
-        out.leave("train-backend", backend, "Megatron trains: data parallelism with a distributed optimizer")
+        set_fully_sharded(keys, out, "train-backend", backend, out.get("actor.parallel.cp"), "fsdp-")
     if truth(keys.get("sequence-parallel", False)) and out.get("actor.parallel.tp") > 1:
         out.set("actor.parallel.sequence_parallel", True, "sequence-parallel")
     _stages(keys, out)
+
+
+def _replay(keys: SourceKeys, out: Translation) -> None:
+    """Routers visit what the engine chose, or what they chose in the pass of the old log-probs."""
+    recomputed = truth(keys.get("use-routing-replay", False))
+    if truth(keys.get("use-rollout-routing-replay", False)):
+        out.set("model.router_replay", "rollout", "use-rollout-routing-replay")
+    elif recomputed:
+        out.set("model.router_replay", "recompute", "use-routing-replay")
 
 
 def _stages(keys: SourceKeys, out: Translation) -> None:
@@ -242,7 +269,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
         out.set("reference.micro_batch_tokens", count(own), "max-tokens-per-gpu")
     else:
         sequences = count(keys.get("micro-batch-size", 1))
-        longest = out.get("rollout.max_context_tokens") * sequences
+        longest = -(-out.get("rollout.max_context_tokens") * sequences // out.get("actor.parallel.cp"))
         out.set("actor.micro_batch_tokens", longest, "micro-batch-size times the longest sample")
 
 

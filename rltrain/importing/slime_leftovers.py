@@ -72,7 +72,6 @@ HARMLESS = {
         (
             "balance-data",
             "allgather-cp",
-            "optimizer-cpu-offload",
             "overlap-cpu-optimizer-d2h-h2d",
             "use-precision-aware-optimizer",
             "accumulate-allreduce-grads-in-fp32",
@@ -103,7 +102,6 @@ HARMLESS = {
             "no-check-for-nan-in-loss-and-grad",
             "deterministic-mode",
             "prefill-num-servers",
-            "optimizer",
             "cpu-offload*",
         ),
         SPEED,

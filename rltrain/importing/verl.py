@@ -4,14 +4,14 @@ from typing import Any
 
 from rltrain.importing import verl_sft
 from rltrain.importing.batches import (
-    cut_fully_sharded,
     set_context,
     set_evaluation,
     set_mini_batches,
 )
-from rltrain.importing.conversions import NOTHING, count, interval, paths, ranks, real, text, truth
+from rltrain.importing.conversions import NOTHING, count, interval, one_of, paths, ranks, real, text, truth
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
+from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
 from rltrain.importing.verl_learning import (
@@ -27,6 +27,7 @@ from rltrain.importing.verl_learning import (
     set_optimizer,
 )
 from rltrain.importing.verl_leftovers import HARMLESS
+from rltrain.importing.verl_model import is_megatron, set_kind_of_optimizer, set_lora, set_router_replay, slices_of
 
 SECTIONS = (
     "actor_rollout_ref",
@@ -80,6 +81,7 @@ PLAIN = (
     Rule(R + "top_k", "rollout.sampling.top_k", -1, top_k_of),
     Rule(R + "tensor_model_parallel_size", "rollout.parallel.tp", 2, count),
     Rule(R + "max_num_seqs", "rollout.max_running_requests", 256, count),
+    Rule(R + "quantization", "rollout.dtype", None, one_of({"fp8": "fp8"}, "types of engines' weights")),
     Rule(A + "ppo_epochs", "batch.epochs", 1, count),
     Rule(A + "clip_ratio_low", "loss.clip_low", 0.2, real),
     Rule(A + "clip_ratio_high", "loss.clip_high", 0.2, real),
@@ -151,6 +153,7 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     if chunked:
         out.set("model.logits_chunk_tokens", CHUNK, chunked[0])
     longest = out.get("data.max_prompt_tokens") + out.get("rollout.sampling.max_response_tokens")
+    longest = -(-longest // slices_of(keys))
     dynamic = truth(keys.get(A + "use_dynamic_bsz", False))
     set_micro(keys, out, "actor", A + "ppo_max_token_len_per_gpu", A + "ppo_micro_batch_size_per_gpu", dynamic, longest)
 
@@ -193,10 +196,13 @@ SEPARATE = "trainer.v1.separate_async."
 
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:
-    config_name = str(keys.get("--config-name", ""))
     strategy = str(keys.get(A + "strategy", keys.get("model_engine", "dp")))
     checkpointing = truth(keys.get("actor_rollout_ref.model.enable_gradient_checkpointing", True))
-    if "megatron" in (strategy + config_name):
+    megatron = is_megatron(keys)
+    set_lora(keys, out, "actor_rollout_ref.model.", megatron)
+    set_router_replay(keys, out)
+    set_kind_of_optimizer(keys, out, A + "optim.")
+    if megatron:
         apply(MEGATRON, keys, out)
         apply(EXPERTS, keys, out)
         if out.get("actor.parallel.vpp") > 1 and out.get("actor.parallel.pp") == 1:
@@ -213,11 +219,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
             out.set("model.recompute", value, TRANSFORMER + "recompute_granularity")
         offloads = [A + f"megatron.{what}_offload" for what in ("param", "grad", "optimizer")]
     else:
-        slices = keys.first(
-            A + "fsdp_config.ulysses_sequence_parallel_size", A + "ulysses_sequence_parallel_size", default=1
-        )[1]
-        out.set("actor.parallel.cp", count(slices), "ulysses_sequence_parallel_size")
-        cut_fully_sharded(out, "strategy", strategy)
+        set_fully_sharded(keys, out, "strategy", strategy, slices_of(keys), A + "fsdp_config.")
         if checkpointing:
             out.set("model.recompute", "full", "actor_rollout_ref.model.enable_gradient_checkpointing")
         offloads = [A + f"fsdp_config.{what}_offload" for what in ("param", "optimizer")]
@@ -276,11 +278,6 @@ def _reward(keys: SourceKeys, out: Translation) -> None:
         out.differs("reward.reward_model.enable", True, "place role reward_model, or judge: docs/rewards.md")
     if truth(keys.get(R + "multi_turn.enable", False)):
         out.differs(R + "multi_turn.enable", True, "turns are those of an environment, env.function here")
-    if truth(keys.get(R + "enable_rollout_routing_replay", False)):
-        out.differs(R + "enable_rollout_routing_replay", True, "routers choose anew when training")
-    rank = keys.first("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank", default=0)[1]
-    if count(rank or 0):
-        out.differs("actor_rollout_ref.model.lora_rank", rank, "all weights are trained here")
     if truth(keys.get("distillation.enabled", False)):
         out.differs("distillation.enabled", True, "place role teacher: docs/roles.md")
 

@@ -1,8 +1,10 @@
 """verl's supervised trainer. Defaults are those of verl/trainer/config/sft_trainer_engine.yaml."""
 
 from rltrain.importing.conversions import NOTHING, count, interval, pair, paths, ranks, real, text, truth
+from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
+from rltrain.importing.verl_model import set_kind_of_optimizer, set_lora
 
 RULES = (
     Rule("data.train_files", "data.train.path", None, paths),
@@ -42,8 +44,8 @@ HARMLESS = {
     "model.trust_remote_code": "no code of a checkpoint is run",
     "model.enable_gradient_checkpointing": "of memory alone",
     "model.use_liger": "of speed alone",
-    "model.target_modules": "no adapters",
-    "model.lora*": "no adapters",
+    "model.lora*": "no adapters, or of how they are stored",
+    "optim.optimizer_impl": "torch's or Megatron's",
     "data.*micro_batch_size*": "micro-batches are counted in tokens",
     "data.use_dynamic_bsz": "micro-batches are counted in tokens",
     "data.max_token_len_per_gpu": "micro-batches are counted in tokens",
@@ -82,13 +84,9 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     nodes = count(keys.get("--nnodes", keys.get("trainer.nnodes", 1)))
     out.place(["actor"], ranks(0, nodes * per_node), "trainer.nnodes x trainer.n_gpus_per_node")
     out.world_size, out.ranks_per_node = nodes * per_node, per_node
-    if out.get("actor.parallel.tp") > 1:
-        out.set("actor.parallel.sequence_parallel", True, "engine.sequence_parallel, on by default")
+    _backend(keys, out)
     if truth(keys.get("model.enable_gradient_checkpointing", True)):
         out.set("model.recompute", "full", "model.enable_gradient_checkpointing")
-    rank = keys.first("model.lora_rank", "model.lora.rank", default=0)[1]
-    if count(rank or 0):
-        out.differs("model.lora_rank", rank, "all weights are trained here")
     if keys.get("data.val_files") not in NOTHING:
         out.leave("data.val_files", keys.get("data.val_files"), "a loss on held-out conversations is not measured")
     out.settings.pop("evaluation.interval", None)
@@ -101,6 +99,18 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     if steps:
         out.set("actor.optimizer.warmup_steps", steps, "optim.lr_warmup_steps, _ratio")
     sort_out(keys, HARMLESS, out)
+
+
+def _backend(keys: SourceKeys, out: Translation) -> None:
+    """The engine is FSDP unless it is named."""
+    engine = str(keys.get("engine", keys.get("engine.strategy", "fsdp")))
+    megatron = "megatron" in engine
+    set_lora(keys, out, "model.", megatron)
+    set_kind_of_optimizer(keys, out, "optim.")
+    if not megatron:
+        set_fully_sharded(keys, out, "engine", engine, out.get("actor.parallel.cp"), "engine.")
+    elif out.get("actor.parallel.tp") > 1:
+        out.set("actor.parallel.sequence_parallel", True, "engine.sequence_parallel, on by default")
 
 
 def _optimizer(keys: SourceKeys, out: Translation) -> None:

@@ -1,0 +1,174 @@
+"""What other trainers shard, adapt, replay and keep on the host, by examples written after their documentation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+from rltrain.importing.command import imported
+from rltrain.importing.translation import Translation
+from rltrain.importing.writing import written
+
+SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 4
+ --hf-checkpoint MODEL --prompt-data /data/a.jsonl --input-key prompt --label-key label --rm-type math --num-rollout 9
+ --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024 --rollout-max-prompt-len 512
+ --attention-dropout 0.0 --hidden-dropout 0.0 --tensor-model-parallel-size 2 MORE"""
+VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/data/a.parquet
+ data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.path=MODEL
+ actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.n=5
+ trainer.total_training_steps=9 MORE"""
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron "
+SKYRL = """python -m skyrl.train.entrypoints.main_base data.train_data=/data/a.parquet trainer.policy.model.path=MODEL
+ trainer.placement.policy_num_gpus_per_node=4 generator.inference_engine.num_engines=4 trainer.max_training_steps=9
+ trainer.placement.ref_num_gpus_per_node=4 trainer.train_batch_size=64 trainer.policy_mini_batch_size=64
+ trainer.epochs=null MORE"""
+STOP = "--rollout-stop-token-ids 7 8"
+TEXTS = {"slime": SLIME, "verl": VERL, "skyrl": SKYRL}
+
+
+def found_of(framework: str, more: str, model: Path | str = "/models/m") -> Translation:
+    text = TEXTS[framework].replace("MODEL", str(model)).replace("MORE", more).replace("\n", " ")
+    return imported(framework, [text])
+
+
+def config_of(found: Translation, folder: Path) -> Config:
+    path = folder / "imported.yaml"
+    path.write_text(written(found, "a test"))
+    return load_config(path)
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    return tmp_path
+
+
+def test_fsdp_of_verl_shares_every_parameter_and_sequences_by_heads(tmp_path: Path) -> None:
+    keys = "fsdp_config.fsdp_size=4 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    keys += " actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False"
+    keys += " actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
+    config = config_of(
+        found_of("verl", "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor." + keys), tmp_path
+    )
+    actor = config.actor
+    assert config.backend_of("actor") == "fsdp" and (actor.parallel.tp, actor.parallel.cp) == (1, 2)
+    assert actor.fsdp and actor.fsdp.replicas == 2 and not actor.fsdp.reshard_after_forward and actor.offload is True
+
+
+def test_fsdp_of_skyrl_has_micro_batches_whose_logits_exist_at_once(tmp_path: Path) -> None:
+    keys = "trainer.micro_train_batch_size_per_gpu=64 trainer.policy.sequence_parallel_size=2"
+    found = found_of("skyrl", keys)
+    config = config_of(found, tmp_path)
+    assert config.backend_of("actor") == "fsdp" and config.actor.parallel.cp == 2
+    assert config.model.logits_chunk_tokens is None and config.actor.micro_batch_tokens == 16384
+    few = config_of(found_of("skyrl", keys.replace("=64", "=2")), tmp_path)
+    assert few.actor.micro_batch_tokens == 2 * (512 + 1024) // 2, "two samples on two ranks that share them out"
+
+
+def test_megatron_trains_what_fsdp_refuses(experts: Path) -> None:
+    adapted = found_of("verl", "actor_rollout_ref.model.lora_rank=8", experts)
+    assert adapted.get("actor.backend") is None and adapted.get("actor.parallel.tp") == 2
+    assert any("adapters with experts" in note for note in adapted.notes)
+    assert found_of("verl", "", experts).get("actor.backend") == "fsdp"
+    keys = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    few = found_of("verl", keys)
+    assert few.get("actor.backend") is None and any("more ranks (8)" in note for note in few.notes)
+
+
+def test_fsdp_of_slime_is_fsdp() -> None:
+    text = SLIME.replace("--tensor-model-parallel-size 2", "--train-backend fsdp")
+    found = imported("slime", [text.replace("MODEL", "/m").replace("MORE", "").replace("\n", " ")])
+    assert found.get("actor.backend") == "fsdp"
+
+
+def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
+    sharded = config_of(found_of("verl", "actor_rollout_ref.model.lora_rank=8"), tmp_path).model.lora
+    assert sharded and (sharded.rank, sharded.alpha, sharded.targets) == (8, 16, None)
+    keys = MEGATRON + "actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.lora_A_init_method=kaiming"
+    found = found_of("verl", keys + " actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_fc2]")
+    lora = config_of(found, tmp_path).model.lora
+    assert lora and lora.alpha == 32 and lora.targets == ("q_proj", "k_proj", "v_proj", "down_proj")
+    assert any("share one A" in note for note in found.notes)
+    keys = "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.alpha=8 trainer.policy.model.lora.dropout=0.1"
+    skyrl = config_of(found_of("skyrl", keys), tmp_path).model.lora
+    assert skyrl and (skyrl.rank, skyrl.alpha, skyrl.dropout) == (4, 8, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys", "said"),
+    [
+        ("verl", MEGATRON + "actor_rollout_ref.model.lora.rank=8", "xavier"),
+        ("verl", "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.target_modules=[lm_head]", "lm_head"),
+        ("verl", "algorithm.adv_estimator=gae critic.model.lora_rank=8", "a critic is trained whole"),
+        ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=xavier", "xavier"),
+        ("slime", "--optimizer sgd", "adamw and muon"),
+        ("slime", "--optimizer muon", "muon_extra_scale_factor"),
+        ("slime", "--exp-avg-dtype bf16", "both moments"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(framework: str, keys: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        found_of(framework, keys)
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys", "mode"),
+    [
+        ("slime", "--use-rollout-routing-replay --use-routing-replay", "rollout"),
+        ("slime", "--use-routing-replay", "recompute"),
+        ("verl", MEGATRON + "actor_rollout_ref.actor.megatron.router_replay.mode=R2", "recompute"),
+        (
+            "verl",
+            MEGATRON + "actor_rollout_ref.actor.megatron.router_replay.mode=R3"
+            " actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "rollout",
+        ),
+        (
+            "skyrl",
+            "trainer.strategy=megatron trainer.policy.megatron_config.moe_enable_routing_replay=true"
+            " generator.inference_engine.enable_return_routed_experts=true",
+            "rollout",
+        ),
+    ],
+)
+def test_routers_replay_what_the_engine_or_the_pass_before_chose(framework: str, keys: str, mode: str) -> None:
+    found = found_of(framework, keys)
+    assert found.get("model.router_replay") == mode
+    assert (found.get("rollout.engine") == "embedded") == (mode == "rollout"), "SGLang's choices are not taken over"
+
+
+def test_optimizers_of_megatron_keep_their_kind_types_and_place(tmp_path: Path) -> None:
+    flags = "--optimizer-cpu-offload --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    slime = config_of(found_of("slime", flags), tmp_path).actor.optimizer
+    assert slime.cpu_offload is True and slime.moments_dtype == "bfloat16" and slime.name == "adamw"
+    prefix = "actor_rollout_ref.actor.optim.override_optimizer_config."
+    keys = f"{MEGATRON} +{prefix}optimizer_cpu_offload=True +{prefix}optimizer_offload_fraction=0.5"
+    assert config_of(found_of("verl", keys), tmp_path).actor.optimizer.cpu_offload == 0.5
+    prefix = "trainer.policy.megatron_config.optimizer_config_kwargs."
+    keys = f"trainer.strategy=megatron {prefix}optimizer_cpu_offload=true"
+    assert config_of(found_of("skyrl", keys), tmp_path).actor.optimizer.cpu_offload is True
+    flags = "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2"
+    muon: Any = config_of(found_of("slime", flags), tmp_path).actor.optimizer
+    assert muon.name == "muon" and muon.muon.momentum == 0.9 and muon.muon.nesterov
+
+
+def test_engines_of_verl_hold_fp8(tmp_path: Path) -> None:
+    found = found_of("verl", "actor_rollout_ref.rollout.quantization=fp8")
+    assert config_of(found, tmp_path).rollout.dtype == "fp8"
+
+
+def test_ids_that_end_a_response_are_the_checkpoint_s_own_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": [7, 8]}))
+    assert "rollout-stop-token-ids" in [one.key for one in found_of("slime", STOP, tmp_path).leftovers]
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        found_of("slime", STOP + " 9", tmp_path)
+
+
+def test_families_that_sglang_has_not_are_served_by_the_own_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4"}))
+    assert found_of("slime", "", tmp_path).get("rollout.engine") == "embedded"
+    assert found_of("slime", "").get("rollout.engine") == "sglang"
