@@ -7,19 +7,20 @@ from rltrain.importing.translation import Translation
 from rltrain.legality.mechanisms import SERVED_BY_SGLANG
 
 SERVED_APART = ("sglang", "vllm")
+FROM_REPLAY = "enable_return_routed_experts"
+"""SGLang's argument that follows from model.router_replay."""
 
 
 def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, Any], origin: str) -> None:
-    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole, the family is not one of
-    SGLang's here or routers replay what the engine chose, which the embedded engine alone does. `arguments` are
-    SGLang's."""
+    """SGLang in the place of SGLang and vLLM, unless experts are dealt out whole or the family is not one of SGLang's
+    here, which the embedded engine alone does. `arguments` are SGLang's."""
     latent = model_file.has_latent_attention(out.get("model.path"))
     family = model_file.model_config(out.get("model.path")).get("model_type")
     own = family is not None and family not in SERVED_BY_SGLANG
     ep = ep if isinstance(ep, int) else 1
-    replays = out.get("model.router_replay") == "rollout"
-    if named in SERVED_APART and ep == 1 and not latent and not replays and not own:
+    if named in SERVED_APART and ep == 1 and not latent and not own:
         out.set("rollout.engine", "sglang", named if named == "sglang" else f"{named}: SGLang in its place")
+        arguments = {name: value for name, value in arguments.items() if name != FROM_REPLAY}
         if arguments:
             out.set("rollout.sglang.args", arguments, origin)
         return
@@ -27,7 +28,6 @@ def choose_engine(out: Translation, named: str, ep: Any, arguments: dict[str, An
         "it deals out whole experts": ep > 1,
         "it serves latent attention": latent,
         f"it serves {family}": own,
-        "it says which experts it chose": replays,
         "it is always there": True,
     }
     why = next(reason for reason, holds in reasons.items() if holds)

@@ -138,7 +138,7 @@ def test_what_has_no_counterpart_is_refused(framework: str, keys: str, said: str
 def test_routers_replay_what_the_engine_or_the_pass_before_chose(framework: str, keys: str, mode: str) -> None:
     found = found_of(framework, keys)
     assert found.get("model.router_replay") == mode
-    assert (found.get("rollout.engine") == "embedded") == (mode == "rollout"), "SGLang's choices are not taken over"
+    assert found.get("rollout.engine") == "sglang"
 
 
 def test_optimizers_of_megatron_keep_their_kind_types_and_place(tmp_path: Path) -> None:
