@@ -92,47 +92,6 @@ int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, i
   return launch<rs::Checksum>(tiles, slices, bases, first, last, num_blocks, device, stream);
 }
 
-// What changed of a section (reshard_cuda_delta.h): all pointers are to memory of `device`, the counts of
-// rs_cuda_delta_mark and *wrong of rs_cuda_delta_apply are zeros before. All else as rs_cuda_copy.
-int rs_cuda_delta_mark(const void* packed, const void* kept, int64_t elements, int item, void* marks, void* counts,
-                       int num_blocks, int device, void* stream) {
-  const rs::DeltaMark work = {packed,   kept, elements, item, static_cast<uint8_t*>(marks), static_cast<int32_t*>(counts)};
-  return launch_blocks(work, elements, num_blocks, device, stream);
-}
-
-int rs_cuda_delta_write(const void* packed, void* kept, int64_t elements, int item, const void* marks,
-                        const void* lengths, const void* place_starts, const void* value_starts, void* places,
-                        void* values, int num_blocks, int device, void* stream) {
-  const rs::DeltaWrite work = {packed,
-                               kept,
-                               elements,
-                               item,
-                               static_cast<const uint8_t*>(marks),
-                               static_cast<const uint8_t*>(lengths),
-                               static_cast<const int64_t*>(place_starts),
-                               static_cast<const int64_t*>(value_starts),
-                               static_cast<uint8_t*>(places),
-                               values};
-  return launch_blocks(work, elements, num_blocks, device, stream);
-}
-
-int rs_cuda_delta_apply(const void* slices, int64_t num_slices, const void* bases, int64_t begin, int64_t elements,
-                        int item, const void* lengths, const void* places, const void* place_starts,
-                        const void* value_starts, const void* values, void* wrong, int num_blocks, int device,
-                        void* stream) {
-  const rs::DeltaApply work = {static_cast<const rs_slice*>(slices),
-                               num_slices,
-                               static_cast<void* const*>(bases),
-                               begin,
-                               elements,
-                               item,
-                               static_cast<const uint8_t*>(lengths),
-                               static_cast<const uint8_t*>(places),
-                               static_cast<const int64_t*>(place_starts),
-                               static_cast<const int64_t*>(value_starts),
-                               values,
-                               static_cast<int32_t*>(wrong)};
-  return launch_blocks(work, elements, num_blocks, device, stream);
-}
+#include "reshard_cuda_delta_entries.h"
 
 }  // extern "C"

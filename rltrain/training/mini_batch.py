@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.algorithms.losses import LossOutput
+from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 
 # Beside the metrics of a mini-batch while they are reduced.
@@ -21,6 +22,11 @@ class Pending:
         self.response_tokens = 0
         self.num_parts = 0
         self.outputs: list[LossOutput] = []
+
+    def count(self, experience: Experience) -> None:
+        """A part with these samples begins."""
+        self.num_samples += experience.num_samples
+        self.response_tokens += int(experience.response_mask.sum())
 
     def reduced(self, replicas: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
         """The mini-batch's metrics with NUM_SAMPLES and DIVISOR. Collective over: the data-parallel group."""

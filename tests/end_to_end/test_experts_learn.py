@@ -9,7 +9,8 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 STEPS = 24
 
 
-@pytest.mark.parametrize("replay", ["off", pytest.param("rollout", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["off", "rollout"])
 def test_it_learns_and_engine_and_actor_agree(
     upcycled: Path, data_overrides: list[str], tmp_path: Path, replay: str
 ) -> None:

@@ -24,7 +24,7 @@ static int run(const void* tiles, const void* slices, const void* bases, int64_t
 }
 
 template <typename Work>
-static int run_blocks(const Work& work, int64_t elements, int num_blocks, int, void*) {
+static int launch_blocks(const Work& work, int64_t elements, int num_blocks, int, void*) {
   for (int block = 0; block < num_blocks; ++block)
     for (int thread = 0; thread < rs::kThreads; ++thread) rs::for_blocks(work, elements, block, num_blocks, thread);
   return 0;
@@ -51,46 +51,7 @@ int rs_cuda_checksum(const void* tiles, const void* slices, const void* bases, i
   return run<rs::Checksum>(tiles, slices, bases, first, last, num_blocks);
 }
 
-int rs_cuda_delta_mark(const void* packed, const void* kept, int64_t elements, int item, void* marks, void* counts,
-                       int num_blocks, int device, void* stream) {
-  const rs::DeltaMark work = {packed,   kept, elements, item, static_cast<uint8_t*>(marks), static_cast<int32_t*>(counts)};
-  return run_blocks(work, elements, num_blocks, device, stream);
-}
-
-int rs_cuda_delta_write(const void* packed, void* kept, int64_t elements, int item, const void* marks,
-                        const void* lengths, const void* place_starts, const void* value_starts, void* places,
-                        void* values, int num_blocks, int device, void* stream) {
-  const rs::DeltaWrite work = {packed,
-                               kept,
-                               elements,
-                               item,
-                               static_cast<const uint8_t*>(marks),
-                               static_cast<const uint8_t*>(lengths),
-                               static_cast<const int64_t*>(place_starts),
-                               static_cast<const int64_t*>(value_starts),
-                               static_cast<uint8_t*>(places),
-                               values};
-  return run_blocks(work, elements, num_blocks, device, stream);
-}
-
-int rs_cuda_delta_apply(const void* slices, int64_t num_slices, const void* bases, int64_t begin, int64_t elements,
-                        int item, const void* lengths, const void* places, const void* place_starts,
-                        const void* value_starts, const void* values, void* wrong, int num_blocks, int device,
-                        void* stream) {
-  const rs::DeltaApply work = {static_cast<const rs_slice*>(slices),
-                               num_slices,
-                               static_cast<void* const*>(bases),
-                               begin,
-                               elements,
-                               item,
-                               static_cast<const uint8_t*>(lengths),
-                               static_cast<const uint8_t*>(places),
-                               static_cast<const int64_t*>(place_starts),
-                               static_cast<const int64_t*>(value_starts),
-                               values,
-                               static_cast<int32_t*>(wrong)};
-  return run_blocks(work, elements, num_blocks, device, stream);
-}
+#include "reshard_cuda_delta_entries.h"
 
 // Float32 bits [count] as those of bfloat16, float16 and e4m3; bits of all float16 [2^16] as those of float32.
 void rs_cuda_narrow(const uint32_t* bits, int64_t count, uint16_t* bfloat16, uint16_t* float16, uint8_t* float8) {

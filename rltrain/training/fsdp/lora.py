@@ -2,9 +2,7 @@
 2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
 gradient."""
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from rltrain.config.lora import Lora
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
-
-SEEDS = 2**62
+from rltrain.training.adapter_mode import AdapterMode
 
 
 class Adapter(torch.nn.Module):
@@ -34,14 +31,14 @@ class Adapter(torch.nn.Module):
         return F.linear(F.linear(adapters.dropped(inputs), a) * adapters.scale, b)
 
 
-class Adapters:
+class Adapters(AdapterMode):
     """Those of a model whose other parameters are frozen; `settings.targets` and what is kept with them in one
     parameter elsewhere have one, so that states go from backend to backend."""
 
     def __init__(self, module: torch.nn.Module, architecture: Architecture, settings: Lora, seed: int) -> None:
         """To be called before `module` is sharded."""
-        self.scale, self._dropout, self._seed = settings.scale, settings.dropout, seed
-        self._on, self._draws = True, False
+        super().__init__(settings.dropout, seed)
+        self.scale = settings.scale
         self.adapted = architecture.adapted(settings.rank, settings.targets)
         self.names: dict[str, str] = {}
         """Of the adapters' tensors in checkpoints, by the names of the modules' parameters."""
@@ -58,40 +55,7 @@ class Adapters:
             self.names |= {layer + ADAPTER_A: name, layer + ADAPTER_B: other}
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + linear.lora(inputs[0]) if self._on else output
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """The model is the base alone."""
-        self._on = False
-        try:
-            yield
-        finally:
-            self._on = True
-
-    @contextmanager
-    def drawing(self, *at: int) -> Iterator[None]:
-        """Around what is computed in training at some point of a run: what is dropped follows from it and the seed, and
-        no one else's random numbers change."""
-        if not self._dropout:
-            yield
-            return
-        with torch.random.fork_rng(devices=[]):
-            digest = hashlib.sha256(repr((self._seed, at)).encode()).digest()
-            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            self._draws = True
-            try:
-                yield
-            finally:
-                self._draws = False
-
-    def dropped(self, inputs: Tensor) -> Tensor:
-        """The mask is drawn from a seed of torch's generator on the host, whose state recomputation restores."""
-        if not self._draws:
-            return inputs
-        generator = torch.Generator(inputs.device).manual_seed(int(torch.randint(SEEDS, ())))
-        kept = torch.empty_like(inputs).bernoulli_(1 - self._dropout, generator=generator)
-        return inputs * kept.div_(1 - self._dropout)
+        return output + linear.lora(inputs[0]) if self.is_on else output
 
     @torch.no_grad()
     def gather(self, sharded: Mapping[str, Tensor]) -> None:
@@ -106,27 +70,12 @@ class Adapters:
                 else:
                     self.whole_a[weight] = whole.clone()
 
-
-class MergedWeights(Mapping[str, Tensor]):
-    """`weights` by name, shards in rows, with what `adapters` add; each such one is made when it is asked for. `halves`
-    are the adapters' shards by their names in checkpoints."""
-
-    def __init__(self, weights: Mapping[str, Tensor], halves: Mapping[str, Tensor], adapters: Adapters) -> None:
-        self._weights, self._halves, self._adapters = weights, halves, adapters
-
     @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        weight, a = self._weights[name], self._adapters.whole_a.get(name)
+    def merged(self, halves: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
+        """`weight`, a shard in rows, with what its adapter adds, where it has one. `halves` are the adapters' shards by
+        their names in checkpoints."""
+        a = self.whole_a.get(name)
         if a is None:
             return weight
-        b = self._halves[PEFT_PREFIX + name.removesuffix(WEIGHT) + B]
-        return (b.float() @ a.float()).mul_(self._adapters.scale).add_(weight.float()).to(weight.dtype)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+        b = halves[PEFT_PREFIX + name.removesuffix(WEIGHT) + B]
+        return (b.float() @ a.float()).mul_(self.scale).add_(weight.float()).to(weight.dtype)

@@ -3,29 +3,30 @@
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction, LossOutput
+from rltrain.algorithms.losses import LossFunction
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.adapter_mode import MergedWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.fsdp.evaluable import BaseModel, EvaluableModel
-from rltrain.training.fsdp.lora import MergedWeights
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import ShardedAdam
 from rltrain.training.fsdp.passes import make_micro_batches, run
 from rltrain.training.fsdp.state import load_state, save_state
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
-from rltrain.training.packing import MicroBatch
+from rltrain.training.trainable import Trainable
 
 
-class TrainableModel(EvaluableModel):
+class TrainableModel(EvaluableModel, Trainable):
     """As training.backend.TrainedModel describes it, around a model whose weights are loaded, unless `load_state`
     follows. `role` is for messages. Gradients are reduced to shards after every micro-batch."""
 
@@ -48,12 +49,6 @@ class TrainableModel(EvaluableModel):
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
 
-    def train_batch(
-        self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
-    ) -> dict[str, float]:
-        (metrics,) = self.train_batches([experience], loss_function, temperature=temperature)
-        return metrics
-
     def train_batches(
         self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
     ) -> list[dict[str, float]]:
@@ -68,15 +63,8 @@ class TrainableModel(EvaluableModel):
         if self._pending is None:
             self.optimizer.forget_gradients()
             self._pending = Pending()
-        self._pending.num_samples += experience.num_samples
-        self._pending.response_tokens += int(experience.response_mask.sum())
-
-        def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, LossOutput]:
-            token_outputs = self.objective.token_outputs(self.model, batch, outputs, temperature)
-            output = loss_function(batch.experience, *token_outputs)
-            kept = LossOutput(output.loss.detach(), output.divisor, output.sums, output.token_sums, output.maxima)
-            return output.loss, kept
-
+        self._pending.count(experience)
+        loss = self.loss_of(loss_function, temperature)
         micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
         with self._drawing(self._pending.num_parts):
             self._pending.outputs += run(self.model, micro_batches, loss, backward=True)
@@ -137,7 +125,7 @@ class AdaptedModel(TrainableModel):
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
         assert model.adapters is not None, "a model without adapters is a TrainableModel"
         self.adapters_layout, self.adapters = model.learned_layout, model.learned
-        self.published = MergedWeights(self.parameters, self.adapters, model.adapters)
+        self.published = MergedWeights(self.parameters, partial(model.adapters.merged, self.adapters))
         self.base = BaseModel(model)
         self._gather()
 

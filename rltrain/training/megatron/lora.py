@@ -7,9 +7,7 @@ part of the inputs. An expert's tokens come and go by the dispatcher, which sums
 to be sent there, but the gradients of the half that all of them have are parts of a sum.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,17 +25,10 @@ from torch import Tensor
 from rltrain.config.lora import Lora
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, WEIGHT
 from rltrain.reshard.layout import Layout
+from rltrain.training.adapter_mode import AdapterMode
 
 Segment = tuple[int, int, int]
 """(part, first, stop): rows of B that go with the part of A of that number."""
-
-SEEDS = 2**62
-
-
-class Switch:
-    """Whether a model's adapters add anything."""
-
-    on = True
 
 
 class Adapter(torch.nn.Module):
@@ -50,15 +41,15 @@ class Adapter(torch.nn.Module):
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
         segments: Sequence[Segment],
         settings: Lora,
-        switch: Switch,
+        mode: AdapterMode,
     ) -> None:
         super().__init__()
         weight = linear.weight
         self.a, self.b = (
             torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device)) for shape in shapes
         )
-        self.rank, self.scale, self.dropout = settings.rank, settings.scale, settings.dropout
-        self.switch, self.group = switch, linear.tp_group
+        self.rank, self.scale = settings.rank, settings.scale
+        self.mode, self.group = mode, linear.tp_group
         self.by_rows = isinstance(linear, ColumnParallelLinear)
         self.of_expert = linear.is_expert
         self.sequence_parallel = linear.sequence_parallel and not self.of_expert
@@ -135,38 +126,30 @@ class Adapter(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
-        """The mask is drawn from a seed that torch's generator on the host gives, whose state recomputation restores:
-        ranks with the same inputs draw the same one, others do not."""
-        if not self.dropout or not self.training:
-            return inputs
-        seed = int(torch.randint(SEEDS, ()))
         has_own = self.sequence_parallel or not self.by_rows
-        generator = torch.Generator(inputs.device).manual_seed(seed + (self.group.rank() if has_own else 0))
-        kept = torch.empty_like(inputs).bernoulli_(1 - self.dropout, generator=generator)
-        return inputs * kept.div_(1 - self.dropout)
+        return self.mode.dropped(inputs, self.group.rank() if has_own else 0)
 
 
-class Adapters:
+class Adapters(AdapterMode):
     """Those of a rank's part of a model, whose other parameters are frozen. `parameters` are named as in
-    `layout.on(rank)`. `seed` is for what is dropped."""
+    `layout.on(rank)`."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, settings: Lora, seed: int = 0
     ) -> None:
-        self._draws, self._seed = settings.dropout > 0, seed
+        super().__init__(settings.dropout, seed)
         for chunk in chunks:
             chunk.requires_grad_(False)
         self.layout = layout
         self.parameters: dict[str, Tensor] = {}
         self.of_weight: dict[str, Adapter] = {}
         """By the name of the weight that it is added to."""
-        self._switch = Switch()
         mine = layout.on(rank)
         shapes, segments = dict(mine.parameters), _segments(layout, rank, settings.rank)
         for name in (name for name, _ in mine.parameters if name.endswith(ADAPTER_A)):
             layer, other = name.removesuffix(ADAPTER_A), name.removesuffix(ADAPTER_A) + ADAPTER_B
             linear = _module(chunks, layer)
-            adapter = Adapter(linear, (shapes[name], shapes[other]), segments[other], settings, self._switch)
+            adapter = Adapter(linear, (shapes[name], shapes[other]), segments[other], settings, self)
             linear.lora = adapter
             linear.register_forward_hook(_add)
             self.parameters |= {name: adapter.a, other: adapter.b}
@@ -175,52 +158,16 @@ class Adapters:
             # Layers that are computed anew have gradients only where what they are given has one.
             chunks[0].embedding.register_forward_hook(_with_gradient)  # type: ignore[union-attr]
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """The model is the base alone."""
-        self._switch.on = False
-        try:
-            yield
-        finally:
-            self._switch.on = True
-
-    @contextmanager
-    def drawing(self, *at: int) -> Iterator[None]:
-        """Around what is computed in training at some point of a run: what is dropped follows from it and the seed, and
-        no one else's random numbers change."""
-        if not self._draws:
-            yield
-            return
-        with torch.random.fork_rng(devices=[]):
-            digest = hashlib.sha256(repr((self._seed, at)).encode()).digest()
-            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            yield
-
     def sum_gradients_of_experts(self) -> None:
         """Complete what is whole on all ranks that an expert is cut over. Collective over: these ranks."""
         for adapter in self.of_weight.values():
             if adapter.partial is not None:
                 dist.all_reduce(adapter.partial.main_grad, group=adapter.group)  # type: ignore[attr-defined]
 
-
-class MergedWeights(Mapping[str, Tensor]):
-    """`weights` by name with what their adapters add; each such one is made when it is asked for, and never kept."""
-
-    def __init__(self, weights: Mapping[str, Tensor], adapters: Adapters) -> None:
-        self._weights, self._adapters = weights, adapters
-
-    def __getitem__(self, name: str) -> Tensor:
-        adapter, weight = self._adapters.of_weight.get(name), self._weights[name]
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """`weight` with what its adapter adds, where it has one."""
+        adapter = self.of_weight.get(name)
         return weight if adapter is None else adapter.merged(weight)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def is_adapter(parameter: str) -> bool:
@@ -259,7 +206,7 @@ def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
 
 
 def _add(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-    if not linear.lora.switch.on:
+    if not linear.lora.mode.is_on:
         return None
     output, bias = outputs
     return output + linear.lora(inputs[0]), bias

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossFunction, LossOutput, sample_shares
+from rltrain.algorithms.losses import LossFunction, sample_shares
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
+from rltrain.training.adapter_mode import MergedWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
-from rltrain.training.megatron.lora import Adapters, MergedWeights
+from rltrain.training.megatron.lora import Adapters
 from rltrain.training.megatron.loss_scale import LossScale
 from rltrain.training.megatron.memory import training_parts
 from rltrain.training.megatron.model import LanguageModel
@@ -30,10 +31,10 @@ from rltrain.training.megatron.routing import Routers
 from rltrain.training.megatron.state import load_state, save_state
 from rltrain.training.megatron.stepping import is_replaced, replace_steps
 from rltrain.training.mini_batch import DIVISOR, NUM_SAMPLES, Pending, SkippedSteps
-from rltrain.training.packing import MicroBatch
+from rltrain.training.trainable import Trainable
 
 
-class TrainableModel(EvaluableModel):
+class TrainableModel(EvaluableModel, Trainable):
     """As training.backend.TrainedModel describes it: data-parallel gradients, optimizer and learning-rate schedule
     around a model whose weights are loaded, unless `load_state` follows. `role` is for messages."""
 
@@ -69,12 +70,6 @@ class TrainableModel(EvaluableModel):
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
 
-    def train_batch(
-        self, experience: Experience, loss_function: LossFunction, *, temperature: float = 1.0
-    ) -> dict[str, float]:
-        (metrics,) = self.train_batches([experience], loss_function, temperature=temperature)
-        return metrics
-
     def train_batches(
         self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
     ) -> list[dict[str, float]]:
@@ -101,18 +96,8 @@ class TrainableModel(EvaluableModel):
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._pending = Pending()
-        self._pending.num_samples += experience.num_samples
-        self._pending.response_tokens += int(experience.response_mask.sum())
-
-        def loss(batch: MicroBatch, outputs: Tensor) -> tuple[Tensor, LossOutput]:
-            token_outputs = self.objective.token_outputs(self.model, batch, outputs, temperature)
-            output = loss_function(batch.experience, *token_outputs)
-            # A copy: the pipeline schedule frees the storage of what a stage returns.
-            kept = LossOutput(
-                output.loss.detach().clone(), output.divisor, output.sums, output.token_sums, output.maxima
-            )
-            return output.loss, kept
-
+        self._pending.count(experience)
+        loss = self.loss_of(loss_function, temperature)
         micro_batches = make_micro_batches(self.model, experience, self.settings.micro_batch_tokens)
         if micro_batches:
             if is_whole:
@@ -232,7 +217,7 @@ class AdaptedModel(TrainableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
-        self.published = MergedWeights(self.parameters, adapters)
+        self.published = MergedWeights(self.parameters, adapters.merged)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
 
