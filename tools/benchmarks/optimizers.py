@@ -10,7 +10,6 @@ train_step.py, whose model it is.
 """
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -94,14 +93,9 @@ class Variant:
 
 def main() -> None:
     arguments = train_step.parser(__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = train_step.join_ranks()
     grid = Grid(tuple(range(dist.get_world_size())))
-    groups = ProcessGroups(group_lists({"actor": grid}), backend="nccl" if cuda else "gloo", timeout_s=120)
+    groups = ProcessGroups(group_lists({"actor": grid}), backend=dist.get_backend(), timeout_s=120)
     variants = {name: Variant(name, arguments, groups, grid, device) for name in SETTINGS}
     updates = train_step.time_steps(
         {name: variant.update for name, variant in variants.items()}, arguments.repeats, device

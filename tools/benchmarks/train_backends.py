@@ -10,7 +10,6 @@ gradients and optimizer states that the first rank holds are reported beside the
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,12 +111,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="megatron.dp4,fsdp.dp4,fsdp.keep")
     arguments = parser.parse_args()
     arguments.experts = 0
-    torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = train_step.join_ranks()
     grids = {name: parse_way(name, dist.get_world_size()) for name in arguments.layouts.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         write_config(arguments, Path(folder))

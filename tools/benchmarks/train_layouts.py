@@ -10,7 +10,6 @@ the slowest rank. The last line is one JSON object. Sizes are options, as of tra
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -101,12 +100,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="dp4,tp4,tp2,pp2,cp2")
     parser.add_argument("--experts", type=int, default=0, help="of every layer; each token visits two")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = train_step.join_ranks()
     grids = {name: parse_layout(name, dist.get_world_size()) for name in arguments.layouts.split(",")}
     layouts = Layouts(arguments, grids, device)
     steps: dict[str, Callable[[], Any]] = {name: partial(layouts.step, name) for name in grids}

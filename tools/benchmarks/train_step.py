@@ -192,16 +192,22 @@ def copy_of(model: LanguageModel, make: Callable[[], LanguageModel]) -> Language
     return copy
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def join_ranks() -> torch.device:
+    """This rank's device; it computes on one thread. Collective over: all ranks."""
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
+    return device
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = join_ranks()
     grid = Grid(tuple(range(dist.get_world_size())), tp=arguments.tp)
-    groups = ProcessGroups(group_lists({"actor": grid}), backend="nccl" if cuda else "gloo", timeout_s=120)
+    groups = ProcessGroups(group_lists({"actor": grid}), backend=dist.get_backend(), timeout_s=120)
     architecture = architecture_of(arguments)
 
     def make() -> LanguageModel:
