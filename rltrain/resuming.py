@@ -29,8 +29,10 @@ from rltrain.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
-FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "batch.samples_per_prompt", "data.shuffle")
+FIXED_KEYS = ("algorithm", "seed", "batch.prompts_per_step", "data.shuffle")
 """Where a run is in its prompts follows from the step alone, with these."""
+DRAWN_BY = ("schedule", "batch.samples_per_prompt")
+"""Where one of these has changed, what was drawn ahead does not fit the steps to come."""
 
 
 def find_checkpoint(config: Config, job_store: JobStore) -> Resumed | None:
@@ -120,16 +122,22 @@ def check_resumed(
     if problems:
         raise CheckpointError(
             f"checkpoint.resume: {checkpoint.folder} does not fit this config: {'; '.join(problems)}. Start with what "
-            "it was saved with, or anew with another checkpoint.dir"
+            "it was saved with, or anew with another checkpoint.dir, from its weights if you like: "
+            f"rltrain convert run-to-hf --input {checkpoint.folder} --output DIR, and model.path: DIR"
         )
 
 
 def _config_problems(config: Config, saved: Mapping[str, Any]) -> Iterator[str]:
-    now = config.model_dump(mode="json")
     for key in FIXED_KEYS:
-        before, here = (reduce(lambda section, name: section[name], key.split("."), values) for values in (saved, now))
+        before, here = _values(key, saved, config)
         if before != here:
             yield f"{key} is {here}, but it was saved with {before}"
+
+
+def _values(key: str, saved: Mapping[str, Any], config: Config) -> Iterator[Any]:
+    """Of a key that may be of a section: the saved one, and that of the run that goes on."""
+    for values in (saved, config.model_dump(mode="json")):
+        yield reduce(lambda section, name: section[name], key.split("."), values)
 
 
 def _architecture_problems(architectures: Mapping[str, Architecture], saved: Mapping[str, Any]) -> Iterator[str]:
@@ -145,8 +153,8 @@ def _architecture_problems(architectures: Mapping[str, Architecture], saved: Map
 def remaining_order(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Order, bool]:
     """What is left to do, and whether it goes on with the responses and experience that the checkpoint holds.
 
-    Where the schedule has changed, or the run had ended, the steps ahead are drawn anew. ConfigError where what is left
-    cannot finish.
+    Where the schedule or the number of samples has changed, or the run had ended, the steps ahead are drawn anew.
+    ConfigError where what is left cannot finish.
     """
     check(_rest(shortened(config, checkpoint.step), placement, checkpoint)[0], placement)
     return _rest(config, placement, checkpoint)
@@ -157,7 +165,8 @@ def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Or
     whole = build_order(config, placement)
     rest = whole.from_step(step)
     crossing = [list(entry.transfer) for entry in whole.crossing(whole.boundary(step)).values()]
-    if crossing == run["crossing"] and run["config"]["schedule"] == config.schedule.model_dump(mode="json"):
+    fits = all(before == here for before, here in (_values(key, run["config"], config) for key in DRAWN_BY))
+    if crossing == run["crossing"] and fits:
         return rest, True
     return build_order(config, placement, first_step=step), False
 

@@ -11,7 +11,8 @@ from rltrain.checkpoint.conversion.description import describe
 from rltrain.checkpoint.conversion.element_type import CHOICES
 from rltrain.checkpoint.conversion.formats import FORMAT_NAMES, format_of, open_source
 from rltrain.checkpoint.conversion.processes import Processes, join_processes
-from rltrain.checkpoint.conversion.sources import HfSource
+from rltrain.checkpoint.conversion.run_source import RunSource
+from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
 from rltrain.errors import CheckpointError, UserError
@@ -52,7 +53,16 @@ def _hf_to_megatron(arguments: argparse.Namespace, processes: Processes) -> int:
 
 def _megatron_to_hf(arguments: argparse.Namespace, processes: Processes) -> int:
     _refuse_other_format(arguments.input, "megatron")
-    source = open_source(arguments.input, "--input", settings=arguments.hf_config)
+    return _to_hf(open_source(arguments.input, "--input", settings=arguments.hf_config), arguments, processes)
+
+
+def _run_to_hf(arguments: argparse.Namespace, processes: Processes) -> int:
+    _refuse_other_format(arguments.input, "run")
+    share = (processes.rank, processes.count)
+    return _to_hf(RunSource(arguments.input, "--input", arguments.hf_config, share=share), arguments, processes)
+
+
+def _to_hf(source: Source, arguments: argparse.Namespace, processes: Processes) -> int:
     max_file_bytes = int(arguments.max_file_gb * 10**9)
     return _timed(
         arguments.output,
@@ -99,8 +109,8 @@ def _refuse_other_format(path: Path, wanted: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/convert_checkpoint.py",
-        description="Convert checkpoints between Hugging Face and Megatron, and compare them. Under torchrun the work "
-        "is split over its processes.",
+        description="Convert checkpoints between Hugging Face and Megatron, export those of runs, and compare them. "
+        "Under torchrun the work is split over its processes.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -112,12 +122,16 @@ def _parser() -> argparse.ArgumentParser:
         "--iteration", type=_count, metavar="N", help="write iter_N, as a training run would (default: a release)"
     )
 
-    to_hf = commands.add_parser("megatron-to-hf", help="write a Hugging Face checkpoint (safetensors)")
-    _add_conversion(to_hf, _megatron_to_hf)
-    _add_hf_config(to_hf)
-    to_hf.add_argument(
-        "--max-file-gb", type=_size, default=5.0, help="of a safetensors file, in 10^9 bytes (default 5)"
-    )
+    for name, run, what in (
+        ("megatron-to-hf", _megatron_to_hf, "write a Hugging Face checkpoint (safetensors)"),
+        ("run-to-hf", _run_to_hf, "the same of the actor in a run's checkpoint, adapters merged"),
+    ):
+        to_hf = commands.add_parser(name, help=what)
+        _add_conversion(to_hf, run)
+        _add_hf_config(to_hf)
+        to_hf.add_argument(
+            "--max-file-gb", type=_size, default=5.0, help="of a safetensors file, in 10^9 bytes (default 5)"
+        )
 
     inspect = commands.add_parser("inspect", help="say what a checkpoint holds, and whether it is complete")
     inspect.set_defaults(run=_inspect)
@@ -146,7 +160,7 @@ def _add_hf_config(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer, for Megatron checkpoints that were written without",
+        help="folder with config.json and tokenizer, for checkpoints that were written without",
     )
 
 

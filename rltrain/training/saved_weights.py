@@ -6,8 +6,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.reshard.layout import Layout
-from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, replica_of
 
 WEIGHTS = "weights"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rltrain.algorithms.value import of_states, value_loss
+from rltrain.checkpoint.run.saved_state import PIECES
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
@@ -23,7 +24,6 @@ from rltrain.models.architecture import is_unlisted
 from rltrain.models.unlisted import read_unlisted
 from rltrain.training.backend import ModelSite, TrainedModel
 from rltrain.training.build import BACKENDS
-from rltrain.training.saved_state import PIECES
 from tests.distributed.cases_training import load_experience, negative_log_likelihood
 from tests.distributed.tiny_checkpoints import TEMPERATURE
 

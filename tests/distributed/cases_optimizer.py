@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rltrain.checkpoint.run.saved_state import Destination, SavedState
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
 from rltrain.errors import CheckpointError
 from rltrain.training import activation_offload
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.optimization.orthogonal import COEFFICIENTS
-from rltrain.training.saved_state import Destination, SavedState
 from tests.distributed.cases_training import (
     GRIDS,
     SEVERAL_MICRO_BATCHES,

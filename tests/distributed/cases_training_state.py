@@ -16,6 +16,7 @@ from rltrain.algorithms.likelihood import likelihood_loss
 from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.value import of_states, value_loss
 from rltrain.checkpoint.hf import load_parameters
+from rltrain.checkpoint.run.saved_state import PIECES, Destination, SavedState
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
@@ -29,7 +30,6 @@ from rltrain.training.megatron.optimizer_state import MOMENTS, optimized_paramet
 from rltrain.training.megatron.state import MASTER
 from rltrain.training.megatron.trainable import TrainableModel
 from rltrain.training.optimization.stepping import ADAM_STATES
-from rltrain.training.saved_state import PIECES, Destination, SavedState
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4

@@ -13,6 +13,8 @@ from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
 from rltrain.models.of_roles import role_architectures
+from rltrain.tools.convert_command import main as convert
+from tests.converted_checkpoints import stored_tensors
 from tests.end_to_end.jobs import REPOSITORY, column, run, train
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -107,9 +109,18 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warmed_up, data_overri
     last = [step for step in learnt(found["first"]) if step][-1]
     (same,), (other,) = ([step for step in learnt(found[name]) if step] for name in ("same", "other"))
     assert same == last
+    assert_the_last_checkpoint_is_what_was_exported(tmp_path / "first", tmp_path / "later")
     assert {k: v for k, v in other.items() if k != "train/tokens"} == pytest.approx(
         {k: v for k, v in last.items() if k != "train/tokens"}, rel=1e-3, abs=1e-5
     )
+
+
+def assert_the_last_checkpoint_is_what_was_exported(output: Path, later: Path) -> None:
+    """Adapters merged into the base; the export's were merged into shards of it, so that sums may round otherwise."""
+    assert convert(["run-to-hf", "--input", str(output / "checkpoints"), "--output", str(later)]) == 0
+    exported, converted = stored_tensors(output / "hf"), stored_tensors(later)
+    assert converted.keys() == exported.keys()
+    assert all((converted[name] - exported[name]).abs().max() <= 1e-6 for name in exported)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from rltrain.checkpoint.run.files import read_manifest
 from rltrain.checkpoint.run.folder import RUN_FILE
+from rltrain.tools.convert_command import main as convert
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.test_fp8_rollouts import FP8
 
@@ -88,7 +89,7 @@ CONFIGS = {
         "configs/quickstart.yaml",
         (
             *(FEW, FEW_ROWS, *BY_SOLVED_RATE, "evaluation={interval: 2, keep_best: {metric: eval/score}}"),
-            "checkpoint.save_hf_interval=2",
+            f"checkpoint.save_hf_interval={SAVED}",
         ),
     ),
     "asynchronous": (
@@ -119,7 +120,7 @@ CONFIGS = {
     ),
 }
 FAST = ("sequential",)
-EXPORTS = {"sequential": [f"step_{step:07d}" for step in (2, 4)]}
+EXPORTS = {"sequential": [f"step_{SAVED:07d}"]}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +134,15 @@ def test_a_resumed_run_equals_one_that_never_stopped(saved_and_resumed, name, tm
     assert column([*rest.values()], "train/grad_norm")
     assert [path.name for path in sorted(tmp_path.glob("first/hf_steps/*"))] == EXPORTS.get(name, [])
     assert_checkpoint_is_in_the_metrics(tmp_path / "first")
+    for step in EXPORTS.get(name, []):
+        assert_what_is_exported_later_is_equal(tmp_path / "first", step, tmp_path / "later")
     if "keep_best" in str(overrides):
         assert_the_same_is_the_best(whole, tmp_path / "first", tmp_path / "0")
+
+
+def assert_what_is_exported_later_is_equal(output: Path, step: str, later: Path) -> None:
+    assert convert(["run-to-hf", "--input", str(output / "checkpoints" / step), "--output", str(later)]) == 0
+    assert convert(["verify", str(later), str(output / "hf_steps" / step)]) == 0
 
 
 def assert_the_same_is_the_best(whole: dict[int, dict[str, float]], first: Path, resumed: Path) -> None:

@@ -1,6 +1,5 @@
 """Training states in files, by layouts alone: every element is saved once and found again in any other layout."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import canonical_tensors
@@ -20,13 +20,10 @@ from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.layout import PIECE, Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.match import elements
-from rltrain.training.saved_state import Counts, Destination, SavedState, contents, flat_name
-from rltrain.training.shards import answered_for, replica_of, sharing_groups, within
+from rltrain.training.shards import answered_for, sharing_groups, within
 from tests.model_shards import tiny_architecture
+from tests.state_files import COUNTS, PADDING, flats_of, places, random_cuts, ranges_of, save
 
-KIND = "master"
-PADDING = -1.0
-COUNTS = Counts(num_updates=7, optimizer_steps=5)
 GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 3), (2, 2, 2), (4, 1, 1), (1, 1, 4)]
 EXPERT_GRIDS = [
     {"ranks": 4, "ep": 2},
@@ -59,18 +56,6 @@ def cut_pieces(draw: st.DrawFn) -> tuple[Array, np.ndarray, np.ndarray]:
     return pieces, starts, stops
 
 
-def places(pieces: Array) -> Iterator[tuple[tuple[int, int, int], tuple[int, int]]]:
-    """((tensor, row, column), (parameter, position)) of every element."""
-    for piece in pieces:
-        for row in range(piece["rows"]):
-            for col in range(piece["cols"]):
-                position = piece["offset"] + row * piece["stride"] + col
-                yield (
-                    (int(piece["tensor"]), int(piece["row"] + row), int(piece["col"] + col)),
-                    (int(piece["parameter"]), int(position)),
-                )
-
-
 @given(cut_pieces())
 def test_a_range_of_a_piece_is_at_most_three_boxes(cut: tuple[Array, np.ndarray, np.ndarray]) -> None:
     pieces, starts, stops = cut
@@ -92,62 +77,10 @@ def layout_of(shape: tuple[int, int, int], tied: bool, family: str) -> Layout:
     return megatron_layout(architecture, Grid(tuple(range(2, 2 + tp * pp * dp)), tp=tp, pp=pp))
 
 
-def ranges_of(layout: Layout, rank: int, draw_cuts: Callable[[int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """A rank's share of each of its parameters; replicas, which come to the same cuts, have consecutive shares."""
-    index, _ = replica_of(layout, rank)
-    sizes = [int(np.prod(shape)) for _, shape in layout.on(rank).parameters]
-    cuts = [[0, *draw_cuts(number), size] for number, size in enumerate(sizes)]
-    limits = np.array([sorted(min(cut, size) for cut in of) for of, size in zip(cuts, sizes, strict=True)])
-    return limits[:, index], limits[:, index + 1]
-
-
-def random_cuts(seed: int, layout: Layout, rank: int) -> Callable[[int], list[int]]:
-    part, (_, replicas) = layout.parts[layout.ranks.index(rank)], replica_of(layout, rank)
-    return lambda number: np.random.default_rng((seed, part, number)).integers(0, 900, replicas - 1).tolist()
-
-
-@cache
-def whole_tensors(layout: Layout) -> list[Tensor]:
-    """As matrices of numbers that tell all elements apart."""
-    sizes = layout.tensors.matrix_shapes.prod(axis=1)
-    starts = np.cumsum(sizes) - sizes
-    shapes = layout.tensors.matrix_shapes.tolist()
-    return [
-        torch.arange(start, start + size, dtype=torch.float32).view(shape)
-        for start, size, shape in zip(starts.tolist(), sizes.tolist(), shapes, strict=True)
-    ]
-
-
-@cache
-def flats_of(layout: Layout, rank: int) -> list[Tensor]:
-    """The rank's flattened parameters. Not to be written to."""
-    whole, on = whole_tensors(layout), layout.on(rank)
-    flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in on.parameters]
-    for (tensor, row, col), (parameter, position) in places(on.pieces):
-        flats[parameter][position] = whole[tensor][row, col]
-    return flats
-
-
-def save(layout: Layout, folder: Path, seed: int = 0, counts: Counts = COUNTS) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for rank in layout.ranks:
-        starts, stops = ranges_of(layout, rank, random_cuts(seed, layout, rank))
-        pieces = within(answered_for(layout, rank), starts, stops)
-        names, flats = [name for name, _ in layout.on(rank).parameters], flats_of(layout, rank)
-        tensors = {
-            flat_name(KIND, names[i]): flats[i][starts[i] : stops[i]].clone() for i in np.unique(pieces["parameter"])
-        }
-        saved = contents(layout.tensors, names, pieces, tensors, counts)
-        files.append(folder / f"rank_{rank:05d}.safetensors")
-        save_file(dict(saved.tensors), files[-1], dict(saved.metadata))
-    return files
-
-
 def load(layout: Layout, rank: int, files: list[Path]) -> list[Tensor]:
     """The rank's flattened parameters as they are found in the files."""
     flats = [torch.full((int(np.prod(shape)),), PADDING) for _, shape in layout.on(rank).parameters]
-    SavedState(files, layout.tensors).read([Destination(KIND, layout.on(rank).pieces, flats)])
+    SavedState(files, layout.tensors).read([Destination(MASTER, layout.on(rank).pieces, flats)])
     return flats
 
 
@@ -268,11 +201,11 @@ def test_a_file_of_something_else_is_refused(saved: Saved) -> None:
 def test_a_file_without_what_it_promises_is_refused(saved: Saved) -> None:
     state = SavedState(saved.files, saved.layout.tensors)
     tensors = load_file(saved.files[0])
-    name = flat_name(KIND, "decoder.layers.0.mlp.linear_fc1.weight")
+    name = flat_name(MASTER, "decoder.layers.0.mlp.linear_fc1.weight")
     for changed in ({k: v for k, v in tensors.items() if k != name}, {**tensors, name: tensors[name][:-1]}):
         save_file(changed, saved.files[0])
         with pytest.raises(CheckpointError, match=f"rank_00002.safetensors: {name} is not what pieces says"):
-            state.read([Destination(KIND, saved.layout.on(2).pieces, flats_of(saved.layout, 2))])
+            state.read([Destination(MASTER, saved.layout.on(2).pieces, flats_of(saved.layout, 2))])
 
 
 def test_another_model_is_named_with_both_shapes(saved: Saved) -> None:

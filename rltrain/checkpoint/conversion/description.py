@@ -8,6 +8,7 @@ from pathlib import Path
 from rltrain.checkpoint.conversion.element_type import type_name
 from rltrain.checkpoint.conversion.formats import FORMAT_NAMES, format_of, open_source
 from rltrain.checkpoint.conversion.megatron_source import MegatronSource
+from rltrain.checkpoint.conversion.run_source import RunSource
 from rltrain.checkpoint.conversion.sources import num_bytes
 
 SHOWN = "{:<20}{}"
@@ -25,6 +26,8 @@ def describe(path: Path, option: str, *, settings: Path | None = None, tensors: 
         yield SHOWN.format("vocabulary rows", source.keys.padded_vocab_size)
         yield SHOWN.format("global tensors", len(source.keys.keys))
         yield SHOWN.format("layers stacked", "yes" if source.keys.stacked else "no")
+    if isinstance(source, RunSource):
+        yield SHOWN.format("step", source.checkpoint.step)
     for field in fields(source.architecture):
         yield SHOWN.format(field.name, getattr(source.architecture, field.name))
     elements = source.tensors.matrix_shapes.prod(axis=1)

@@ -163,8 +163,14 @@ def name_of(step: int) -> str:
     return f"step_{step:07d}"
 
 
-def checkpoint_at(path: Path) -> Resumed:
-    """The checkpoint that a user names: its own folder, or one of several, of which the newest is taken.
+def is_of_run(path: Path) -> bool:
+    """Whether it is the folder of a run's checkpoint, or one of several."""
+    folders = [path, *path.iterdir()] if path.is_dir() else []
+    return any(STEP_NAME.fullmatch(folder.resolve().name) and (folder / MANIFEST_FILE).exists() for folder in folders)
+
+
+def checkpoint_at(path: Path, option: str = "checkpoint.resume") -> Resumed:
+    """The checkpoint that a user names by `option`: its own folder, or one of several, of which the newest is taken.
 
     CheckpointError where there is none.
     """
@@ -174,8 +180,8 @@ def checkpoint_at(path: Path) -> Resumed:
     elif path.is_dir() and (candidates := CheckpointFolder(path).candidates()):
         return candidates[0]
     raise CheckpointError(
-        f"checkpoint.resume: {path} is not a checkpoint of a run: expected auto, none, a folder {name_of(10)} with a "
-        f"{MANIFEST_FILE}, or a folder of such"
+        f"{option}: {path} is not a checkpoint of a run: expected {'' if option.startswith('--') else 'auto, none, '}"
+        f"a folder {name_of(10)} with a {MANIFEST_FILE}, or a folder of such"
     )
 
 

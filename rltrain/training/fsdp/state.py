@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import MOMENTS, ShardedAdam
-from rltrain.training.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import replica_of
 
 

@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents
+from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
@@ -27,7 +28,6 @@ from rltrain.training.megatron.optimizer_state import (
     optimizer_name,
     step_count,
 )
-from rltrain.training.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.training.shards import answered_for, sharing_groups, within
 
 Range = tuple[int, int]

@@ -12,14 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.run.files import Contents
-from rltrain.errors import CheckpointError
+from rltrain.errors import CheckpointError, named_by
 from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
-from rltrain.reshard.layout import PIECE
+from rltrain.reshard.layout import BOX_FIELDS, PIECE
 from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
 
 FORMAT = "rltrain training state 1"
-CONFIG_KEY = "config key checkpoint.resume"
+CONFIG_KEY = "checkpoint.resume"
 FIELDS = PIECE.names or ()
 MASTER = "master"
 """The kind of values that are the weights, in fp32."""
@@ -87,13 +88,15 @@ class _Moves:
 class SavedState:
     """The files of all ranks that saved a state, each of which holds other elements.
 
-    CheckpointError where one is missing or damaged, is of a model with other tensors, or of another moment.
+    `option` is the config key or option that named them, for messages. CheckpointError where one is missing or
+    damaged, is of a model with other tensors, or of another moment.
     """
 
-    def __init__(self, files: Sequence[Path], tensors: CanonicalTensors) -> None:
+    def __init__(self, files: Sequence[Path], tensors: CanonicalTensors, option: str = CONFIG_KEY) -> None:
+        self._named_by = named_by(option)
         if not files:
-            raise CheckpointError(f"the checkpoint has no files of this role's training state ({CONFIG_KEY})")
-        self._files, self._tensors = files, tensors
+            raise CheckpointError(f"the checkpoint has no files of this role's training state ({self._named_by})")
+        self._files, self.tensors = files, tensors
         self._expected = _described(tensors)
         self._parameters: list[list[str]] = []
         tables, counts = zip(*map(self._open, files), strict=True)
@@ -109,7 +112,7 @@ class SavedState:
         if self.counts.optimizer_steps and saved != name:
             raise CheckpointError(
                 f"the training state in {self._files[0].parent} has the states of {saved}, and {role}.optimizer.name "
-                f"is {name}; expected {saved}, or a run that begins anew from exported weights ({CONFIG_KEY})"
+                f"is {name}; expected {saved}, or a run that begins anew from exported weights ({self._named_by})"
             )
 
     def read(self, destinations: Sequence[Destination]) -> None:
@@ -121,20 +124,32 @@ class SavedState:
         for destination in destinations:
             _zero_padding(destination)
         for number in np.unique(np.concatenate([move.file for move in moves])):
-            with _opened(self._files[number]) as opened:
+            with self._opened(self._files[number]) as opened:
                 for move in moves:
                     self._copy(opened, number, move)
 
+    def read_box(self, kind: str, box: Box) -> Tensor:
+        """[rows, cols] of values of one kind, fp32. CheckpointError as `read`."""
+        flat = torch.empty(box.rows * box.cols)
+        piece = np.zeros(1, dtype=PIECE)
+        piece[list(BOX_FIELDS)] = tuple(box)
+        piece["stride"] = box.cols
+        self.read([Destination(kind, piece, [flat])])
+        return flat.view(box.rows, box.cols)
+
     def _open(self, file: Path) -> tuple[Array, Counts]:
         """The table of pieces in one file, and its counts."""
-        with _opened(file) as opened:
+        with self._opened(file) as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise CheckpointError(
-                    f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({CONFIG_KEY})"
+                    f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({self._named_by})"
                 )
             if metadata["tensors"] != self._expected:
-                raise CheckpointError(f"{file} {_difference(json.loads(metadata['tensors']), self._tensors)}")
+                raise CheckpointError(
+                    f"{file} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
+                    f"that was trained, or start anew ({self._named_by})"
+                )
             self._parameters.append(json.loads(metadata["parameters"]))
             table = opened.get_tensor(PIECES).numpy()
         pieces = np.empty(len(table), dtype=PIECE)
@@ -151,7 +166,7 @@ class SavedState:
                 first, other = self._files[numbers[0]], self._files[number]
                 raise CheckpointError(
                     f"{first} and {other} were not saved together: {counts[numbers[0]]} and {counts[number]}; copy "
-                    f"all files of one checkpoint ({CONFIG_KEY})"
+                    f"all files of one checkpoint ({self._named_by})"
                 )
         return counts[numbers[0] if numbers else 0]
 
@@ -163,8 +178,8 @@ class SavedState:
             piece = to.pieces[wrong[0]]
             raise CheckpointError(
                 f"the {len(self._files)} files of the training state in {self._files[0].parent} hold {held[wrong[0]]} "
-                f"elements of {describe(piece, self._tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
-                f"Files of some ranks are missing or twice there ({CONFIG_KEY})"
+                f"elements of {describe(piece, self.tensors)}; expected each of {piece['rows'] * piece['cols']} once. "
+                f"Files of some ranks are missing or twice there ({self._named_by})"
             )
         return _Moves(
             to,
@@ -186,6 +201,17 @@ class SavedState:
             except (SafetensorError, RuntimeError) as problem:
                 raise CheckpointError(f"{self._files[number]}: {name} is not what {PIECES} says: {problem}") from None
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        try:
+            opened = safe_open(file, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete ({self._named_by})") from None
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{file} is damaged or cut short: {problem} ({self._named_by})") from None
+        with opened:
+            yield opened
 
 
 def _view(flat: Tensor, begin: np.int64, box: np.void, stride: np.int64) -> Tensor:
@@ -210,19 +236,4 @@ def _difference(saved: Mapping[str, Sequence[int]], tensors: CanonicalTensors) -
     model = {name: list(shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True)}
     name = next(name for name in [*model, *saved] if model.get(name) != saved.get(name))
     here, there = (f"has shape {shapes[name]}" if name in shapes else "does not exist" for shapes in (model, saved))
-    return (
-        f"is of another model: {name} {there} there; in the model of this run it {here}. Resume with the model that "
-        f"was trained, or start anew ({CONFIG_KEY})"
-    )
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        opened = safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete ({CONFIG_KEY})") from None
-    except (SafetensorError, OSError) as problem:
-        raise CheckpointError(f"{file} is damaged or cut short: {problem} ({CONFIG_KEY})") from None
-    with opened:
-        yield opened
+    return f"is of another model: {name} {there} there; in the model of this run it {here}"
