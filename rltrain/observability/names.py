@@ -5,6 +5,7 @@ docs/metrics.md is made from this table: python -m rltrain.observability.names.
 
 import re
 
+from rltrain.observability.aliases import table
 from rltrain.tasks.metrics import Metric
 from rltrain.tasks.roles import all_tasks
 
@@ -105,6 +106,7 @@ def document() -> str:
         f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |"
         for metric in sorted(METRICS, key=lambda metric: sections.index(_section(metric)))
     ]
+    lines += ["", "## What other trainers call them", "", *table()]
     lines += ["", "Made by `python -m rltrain.observability.names > docs/metrics.md`."]
     return "\n".join(lines)
 
