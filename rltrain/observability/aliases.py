@@ -1,4 +1,4 @@
-"""What other trainers call the metrics that rltrain has, as their code of August 2026 names them. For docs/metrics.md."""
+"""What other trainers call metrics that rltrain has, as their code of August 2026 names them; for docs/metrics.md."""
 
 from typing import NamedTuple
 

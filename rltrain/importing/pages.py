@@ -1,0 +1,70 @@
+"""The pages on coming from other trainers: what is written by hand, with the tables that imports work by.
+
+python -m rltrain.importing.pages    # writes docs/coming_from/*.md from the templates beside them
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import rltrain.importing
+from rltrain.importing.translation import Rule
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "coming_from"
+PAGES = ("slime", "verl", "skyrl", "rlinf")
+TEMPLATE = ".template.md"
+
+
+def page(framework: str) -> str:
+    """Of one of PAGES."""
+    text = (FOLDER / f"{framework}{TEMPLATE}").read_text(encoding="utf-8")
+    for name, table in (("one_to_one", one_to_one(framework)), ("left_over", left_over(framework))):
+        text = text.replace(f"<!-- {name} -->", table)
+    return (
+        text + f"\nMade by `python -m rltrain.importing.pages` from {framework}{TEMPLATE} and the rules of imports.\n"
+    )
+
+
+def one_to_one(framework: str) -> str:
+    """Keys that have one counterpart each, with the default that is taken where the source has none."""
+    rules = {rule.key: rule for module in modules_of(framework) for rule in _rules_in(module)}
+    return "\n".join(["| key | here | default there |", "| --- | --- | --- |", *map(_row, rules.values())])
+
+
+def left_over(framework: str) -> str:
+    """Patterns of keys that change nothing of what is computed, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for module in modules_of(framework):
+        for pattern, reason in getattr(module, "HARMLESS", {}).items():
+            by_reason.setdefault(reason, []).append(f"`{pattern}`")
+    rows = (f"| {reason} | {', '.join(dict.fromkeys(patterns))} |" for reason, patterns in by_reason.items())
+    return "\n".join(["| reason | keys |", "| --- | --- |", *rows])
+
+
+def modules_of(framework: str) -> Iterator[ModuleType]:
+    """Its file, and those beside it that are named after it."""
+    for module in pkgutil.iter_modules(rltrain.importing.__path__):
+        if module.name == framework or module.name.startswith(f"{framework}_"):
+            yield importlib.import_module(f"{rltrain.importing.__name__}.{module.name}")
+
+
+def _rules_in(module: ModuleType) -> Iterator[Rule]:
+    for value in vars(module).values():
+        if isinstance(value, tuple):
+            yield from (rule for rule in value if isinstance(rule, Rule))
+
+
+def _row(rule: Rule) -> str:
+    default = (
+        ""
+        if rule.default is None
+        else f"`{str(rule.default).lower() if rule.default in (True, False) else rule.default}`"
+    )
+    return f"| `{rule.key}` | `{rule.path}` | {default} |"
+
+
+if __name__ == "__main__":
+    for framework in PAGES:
+        (FOLDER / f"{framework}.md").write_text(page(framework), encoding="utf-8")
