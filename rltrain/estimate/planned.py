@@ -12,6 +12,7 @@ from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
 from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
@@ -102,6 +103,13 @@ class PlannedJob:
     @property
     def logit_bytes(self) -> int:
         return _item_bytes(self.config.model.head)
+
+    def has_local_layers(self, role: str) -> bool:
+        """Whether Megatron's own layers train or evaluate a role's model, where Transformer Engine is installed too."""
+        model = self.config.model
+        adapted = model.lora is not None and role == "actor"
+        local = model.transformer_impl == "local" or model.dtype == "float32"
+        return local or adapted or bool(local_mechanisms(self.architectures[role]))
 
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""

@@ -176,7 +176,7 @@ class TrainingTime:
             output = values if a.mla else a.query_size
             return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
         sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
-        return sent if model.transformer_impl == "local" else max(sent - attention_s, 0.0)
+        return sent if self.job.has_local_layers(self.role) else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
         """What the products of experts take over those of as many tokens that are spread evenly and fill tiles."""
