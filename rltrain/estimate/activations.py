@@ -3,8 +3,8 @@
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
 or latent attention by a fused kernel, no dropout. Per token that the rank computes, in elements: the inputs of both
 norms, which have the type of the residual stream, and of both blocks (4 hidden), queries, keys and values, what
-attention puts out, and what the MLP's matrices put out. Where adapters alone learn, the inputs of matrices that have none
-are not kept.
+attention puts out, and what the MLP's matrices put out. Where adapters alone learn, the inputs of matrices that have
+none are not kept.
 """
 
 from dataclasses import dataclass

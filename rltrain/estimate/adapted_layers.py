@@ -1,5 +1,5 @@
-"""What autograd keeps of a layer's inputs for the gradients of its matrices: of every matrix that learns, of a frozen one
-nothing, and of the adapters beside it their inputs and what is between their halves."""
+"""What autograd keeps of a layer's inputs for the gradients of its matrices: those of every matrix that learns, of a
+frozen one nothing, and of adapters their inputs and what is between their halves."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.element_types import item_bytes
 from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.schedule.order import Order
@@ -93,16 +93,16 @@ class PlannedJob:
     @property
     def item_bytes(self) -> int:
         """Of an element of the weights."""
-        return _item_bytes(self.config.model.dtype)
+        return item_bytes(self.config.model.dtype)
 
     @property
     def residual_bytes(self) -> int:
         """Of an element of the residual stream."""
-        return _item_bytes(self.config.model.residual)
+        return item_bytes(self.config.model.residual)
 
     @property
     def logit_bytes(self) -> int:
-        return _item_bytes(self.config.model.head)
+        return item_bytes(self.config.model.head)
 
     def has_local_layers(self, role: str) -> bool:
         """Whether Megatron's own layers train or evaluate a role's model, where Transformer Engine is installed too."""
@@ -157,7 +157,3 @@ def plan_job(
 ) -> PlannedJob:
     """PlacementError where a role's sizes do not divide its ranks."""
     return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)
-
-
-def _item_bytes(dtype: str) -> int:
-    return int(ITEM_BYTES[ElementType[dtype.upper()]])

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,
-        *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
+        *("observability.run_logs", "schedule", "rollout.layout", "rollout.workspace", "reshard", "models", "cluster"),
         "residency.memory_plan",
     ),
     "evaluation": (*BASE, "data"),
@@ -133,6 +133,7 @@ FAST_TO_IMPORT = (
     "reshard.plan.prediction",
     "reshard.megatron_layout",
     "rollout.layout",
+    "rollout.workspace",
     "dry_run.description",
     "sandbox.means",
     "interface",
