@@ -63,7 +63,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "residency.memory_plan",
     ),
     "evaluation": (*BASE, "data"),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
+    "legality": (
+        *BASE,
+        *("schedule.shape", "residency.memory_plan", "models", "cluster", "algorithms", "rewards"),
+        "evaluation.estimators",
+    ),
     "importing": (*BASE, "data", "legality"),
     "folders": BASE,
     "roles": (
