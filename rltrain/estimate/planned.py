@@ -111,6 +111,11 @@ class PlannedJob:
         local = model.transformer_impl == "local" or model.dtype == "float32"
         return local or adapted or bool(local_mechanisms(self.architectures[role]))
 
+    @property
+    def attends_packed(self) -> bool:
+        """Whether one kernel takes the sequences of a micro-batch as they lie: none does in float32."""
+        return self.config.model.dtype != "float32"
+
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
         is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]
