@@ -90,7 +90,8 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     check(build_order(shortened(config), placement), placement)
     native.backend(world.device.type)
     if world.rank == 0:
-        for doubt in (*doubts(config, placement), *doubts_about_variables(os.environ)):
+        on_gpus = world.device.type == "cuda"
+        for doubt in (*doubts(config, placement, on_gpus=on_gpus), *doubts_about_variables(os.environ)):
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)

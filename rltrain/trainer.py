@@ -17,7 +17,7 @@ from rltrain.observability.evaluation_table import EvaluationTable
 from rltrain.observability.metrics import Sinks
 from rltrain.observability.progress import Progress
 from rltrain.observability.reporter import Reporter, Sink
-from rltrain.observability.role_work import RoleWork
+from rltrain.observability.role_work import RoleWork, of_whole_job
 from rltrain.observability.run_logs import write_job
 from rltrain.observability.trace import start_trace
 from rltrain.resuming import restore
@@ -58,9 +58,10 @@ def build_reporter(job: Job, order: Order, at_publish: Callable[[], Metrics]) ->
     steps = range(job.first_step, job.config.steps + 1)
 
     def of_whole_step(merged: Metrics) -> Metrics:
-        if not merged.keys() >= {"train/tokens", "perf/step_time_s"}:
-            return {}
-        return {"perf/tokens_per_gpu_s": merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size}
+        found = of_whole_job(merged, job.world.size, peak_flops(job))
+        if merged.keys() >= {"train/tokens", "perf/step_time_s"}:
+            found["perf/tokens_per_gpu_s"] = merged["train/tokens"] / merged["perf/step_time_s"] / job.world.size
+        return found
 
     return Reporter(
         job.job_store, expected, steps, ranks, logging_rank, sinks, at_publish, job.shape.lead, of_whole_step, late
@@ -189,7 +190,7 @@ class Trainer:
             if self.job.world.device.type == "cuda":
                 # A task's communication is over before the next task's begins.
                 torch.cuda.synchronize()
-        self.work.add(self.hosted & set(entry.actors), spent.work_s, self.job.operations.take())
+        self.work.add(self.hosted & set(entry.actors), spent.work_s, *self.job.operations.take())
         metrics |= {f"perf/{entry.name}_s": spent.work_s, f"perf/{entry.name}_wait_s": spent.wait_s}
         if self.rank == reporting_rank(self.job, entry):
             self.reporter.add(entry.step, metrics)
@@ -209,7 +210,9 @@ class Trainer:
         of_rank = {"host", "offload", "onload", "peak", "reserved"} if self.rank == self.job.leader else set()
         memory = self.residency.metrics()
         metrics = {name: memory[name] for name in memory if re.split("[/_]", name)[1] in leads | of_rank}
-        metrics |= self.work.metrics(sorted(leads))
+        of_device = {name: memory[f"memory/{name}"] for name in ("peak_bytes", "reserved_bytes")}
+        metrics |= {f"memory/{role}_{name}": size for role in leads for name, size in of_device.items()}
+        metrics |= self.work.metrics({role: len(self.job.placement.ranks(role)) for role in sorted(leads)})
         return metrics | (self.checkpointing.metrics() if self.rank == self.job.leader else {})
 
     def _syncs(self) -> dict[str, Callable[[int, int], Metrics | None]]:

@@ -66,7 +66,8 @@ class Served(Section):
     kv_cache_gb: Literal["auto"] | Positive = "auto"
     """Memory for keys and values on each rank of the embedded engine, in units of 1e9 bytes. Samples start as it has
     room; where it runs out those that started last wait again, and go on with the tokens that they have drawn. auto: on
-    a GPU nine tenths of what is free when the engine has its turn; on a CPU no limit."""
+    a GPU what is free when the engine has its turn, without what its passes and a weight sync need, and a 20th of
+    the device; on a CPU no limit."""
     offload: Offload = "auto"
 
 

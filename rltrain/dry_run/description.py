@@ -24,13 +24,13 @@ from rltrain.dry_run.sizes import seconds, size
 from rltrain.dry_run.steps import describe_mode, describe_order, describe_overlaps
 from rltrain.dry_run.table import table
 from rltrain.dry_run.time import describe_time
-from rltrain.estimate.calibration import factors_of
+from rltrain.estimate.calibration import calibration_of
 from rltrain.estimate.changes import best_changes
 from rltrain.estimate.delta import CHANGED_SHARE, keeping, kept_bytes, sent_share
 from rltrain.estimate.hardware import Gpu, gpu_named
 from rltrain.estimate.peak import rank_memories
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.step_time import Clock
+from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.estimate.workload import Workload
 from rltrain.hub import with_cached_copies
@@ -42,6 +42,7 @@ from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
 from rltrain.reshard.plan.planner import traffic
+from rltrain.residency.memory_plan import ranks_left_by_engines
 from rltrain.schedule.check import check
 from rltrain.schedule.steady import steady_order
 from rltrain.schedule.steps import build_order, num_entries, shortened
@@ -99,12 +100,12 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
     """Bytes and seconds. ConfigError where the job does not fit, unless other placements are asked for."""
     gpu = gpu_named(options.gpu)
     workload = Workload.of(job.config, options.prompt_tokens, options.response_tokens)
-    factors = factors_of(options.calibrate, gpu) if options.calibrate else {}
+    calibration = calibration_of([options.calibrate], gpu) if options.calibrate else Calibration()
     memories = rank_memories(job, gpu)
     fits = all(memory.fits(gpu) for memory in memories)
     if not fits and not options.search:
         refuse_what_does_not_fit(memories, gpu, options.gpu, best_changes(job, gpu, is_legal))
-    clock = Clock(job, gpu, workload, factors)
+    clock = Clock(job, gpu, workload, calibration)
     peaks = describe_fit(memories, gpu, job.ranks_per_node)
     source = str(options.calibrate) if options.calibrate else None
     found = {
@@ -113,7 +114,7 @@ def estimates(job: PlannedJob, options: DryRunOptions) -> Sections:
         "Weight sync": describe_weight_sync(job, clock.sync, gpu, options.every_rank),
     }
     if options.search:
-        found["Placements that would be fastest"] = describe_proposals(job, gpu, workload, factors)
+        found["Placements that would be fastest"] = describe_proposals(job, gpu, workload, calibration)
     return found
 
 
@@ -173,7 +174,9 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
         f"{size(predicted.busiest_receiver_bytes)}; {seconds(predicted.network)} between nodes, at least "
         f"{seconds(predicted.network_bound)} by any plan, {seconds(predicted.node)} within",
     ]
-    if where := keeping(job):
+    if (where := keeping(job)) and ranks_left_by_engines(job.config, job.placement):
+        lines.append("sends everything every time: see weight_sync.delta under Warnings")
+    elif where:
         kept = max(kept_bytes(job, rank) for rank in job.grids["actor"].ranks)
         lines.append(
             f"sends what changed: {100 * sent_share(job):.1f}% of these bytes in the mean, if a step changes "

@@ -6,14 +6,14 @@ from rltrain.dry_run.table import table
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.search import proposals
-from rltrain.estimate.step_time import Factors
+from rltrain.estimate.step_time import Calibration
 from rltrain.estimate.workload import Workload
 
 
-def describe_proposals(job: PlannedJob, gpu: Gpu, workload: Workload, factors: Factors) -> list[str]:
+def describe_proposals(job: PlannedJob, gpu: Gpu, workload: Workload, calibration: Calibration) -> list[str]:
     """A line for each, fastest first: what to write in the config, and what it would take."""
     rows = [["a step", "tokens/s/GPU", "peak", "keys"]]
-    for made in proposals(job, gpu, workload, factors, is_legal):
+    for made in proposals(job, gpu, workload, calibration, is_legal):
         keys = " ".join(f"{key}={_value(value)}" for key, value in made.keys.items())
         numbers = [seconds(made.step.step_s), digits(made.step.tokens_per_s), size(made.memory.peak.total)]
         rows.append([*numbers, keys])

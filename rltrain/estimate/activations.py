@@ -3,11 +3,25 @@
 Counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), for this model: RMSNorm, gated MLP, grouped-query
 or latent attention by a fused kernel, no dropout. Per token that the rank computes, in elements: the inputs of both
 norms, which have the type of the residual stream, and of both blocks (4 hidden), queries, keys and values, what
-attention puts out, and what the MLP's matrices put out.
+attention puts out, and what the MLP's matrices put out. Where adapters alone learn, the inputs of matrices that have
+none are not kept.
 """
 
 from dataclasses import dataclass
 
+from rltrain.estimate.adapted_layers import (
+    EXPERT_FC1,
+    EXPERT_FC2,
+    FC1,
+    FC2,
+    PROJECTION,
+    QKV,
+    SHARED_FC1,
+    SHARED_FC2,
+    KeptInputs,
+    kept_inputs,
+)
+from rltrain.estimate.optimizer import learns_adapters
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
 from rltrain.models import Architecture
@@ -78,23 +92,33 @@ class Activations:
 
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""
-        return (
-            (4 if self.architecture.post_norms else 2) * self._normed()
-            + self._attention()
-            + (self._experts() if sparse else self._mlp())
-        )
+        post_norms = 2 * self._normed() if self.architecture.post_norms else 0
+        blocks = self._blocks_inputs(sparse) + self._attention(sparse) + self._inside(sparse)
+        return 2 * self._norm() + post_norms + blocks
 
     def _recomputed(self, sparse: bool) -> int:
         """Of `layer`, what parts of it that are computed anew do not keep."""
-        repeats, a = self.job.config.model.recomputed.repeats, self.architecture
-        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim) * self.job.item_bytes
+        repeats = self.job.config.model.recomputed.repeats
         parts = (
-            (repeats("core_attn"), values // self.job.grids[self.role].tp),
-            (repeats("layernorm"), 2 * self._hidden(self.job.item_bytes)),
-            (repeats("mlp") and not sparse, self._mlp()),
-            (repeats("moe") and sparse, self._experts() if sparse else 0),
+            (repeats("core_attn"), self._attended()),
+            (repeats("layernorm"), self._blocks_inputs(sparse)),
+            (repeats("moe" if sparse else "mlp"), self._inside(sparse)),
         )
         return sum(size for is_repeated, size in parts if is_repeated)
+
+    def _kept_inputs(self, sparse: bool) -> KeptInputs:
+        return kept_inputs(self.job, self.role, sparse)
+
+    def _blocks_inputs(self, sparse: bool) -> int:
+        """What norms put out for attention, and for the MLP or the experts, whose router takes it too. A block that is
+        computed anew keeps it whatever learns."""
+        kept = self._kept_inputs(sparse)
+        second = kept.copies(SHARED_FC1 if sparse else FC1) > 0 or not learns_adapters(self.job, self.role)
+        again = self.job.config.model.recomputed.repeats("moe" if sparse else "mlp")
+        return ((kept.copies(QKV) > 0) + (second or again)) * self._hidden(self.job.item_bytes)
+
+    def _inside(self, sparse: bool) -> int:
+        return self._experts() if sparse else self._mlp()
 
     def _hidden(self, item_bytes: int) -> int:
         """Of one hidden state: cut among tensor-parallel ranks by sequence parallelism."""
@@ -102,16 +126,30 @@ class Activations:
         is_cut = parallel.sequence_parallel or self.architecture.is_split_by_tokens
         return self.architecture.hidden_size * item_bytes // (parallel.tp if is_cut else 1)
 
+    def _norm(self) -> int:
+        """A norm's input; transformers' norms have it in fp32 in between, and what their weight is multiplied by, which
+        one that is frozen does not keep."""
+        between = 1 + (not learns_adapters(self.job, self.role)) if self.job.grids[self.role].is_sharded else 0
+        return self._hidden(self.job.residual_bytes) + between * self._hidden(FP32)
+
     def _normed(self) -> int:
-        """A norm's input and output; transformers' norms have both in fp32 in between."""
-        between = 2 * self._hidden(FP32) if self.job.grids[self.role].is_sharded else 0
-        return self._hidden(self.job.residual_bytes) + self._hidden(self.job.item_bytes) + between
+        """A norm's input and output."""
+        return self._norm() + self._hidden(self.job.item_bytes)
 
     def _ends(self) -> int:
-        """The final norm's."""
-        return self._normed() if self.has_head else 0
+        """The final norm's. A frozen head keeps no input, unless it makes logits again in parts."""
+        if not self.has_head:
+            return 0
+        is_kept = self.job.config.model.logits_chunk_tokens or not learns_adapters(self.job, self.role)
+        return self._normed() if is_kept else self._norm()
 
-    def _attention(self) -> int:
+    def _attended(self) -> int:
+        """What attention puts out."""
+        a = self.architecture
+        values = a.num_heads * (a.mla.value_head_dim if a.mla else a.head_dim)
+        return values * self.job.item_bytes // self.job.grids[self.role].tp
+
+    def _attention(self, sparse: bool) -> int:
         a, item, config = self.architecture, self.job.item_bytes, self.job.config
         queries, values = a.query_size, a.num_heads * a.head_dim
         keys = a.kv_size
@@ -120,26 +158,35 @@ class Activations:
             keys, values = a.query_size, a.num_heads * a.mla.value_head_dim
             latents = 2 * ((a.mla.q_rank or 0) + a.mla.kv_rank + a.mla.rope_head_dim)
         kept_values = values if a.mla else a.kv_size
-        inputs = queries + keys + kept_values + (queries + keys if a.qk_norm else 0)
+        frozen_norms = self.job.grids[self.role].is_sharded and learns_adapters(self.job, self.role)
+        inputs = queries + keys + kept_values + (queries + keys if a.qk_norm and not frozen_norms else 0)
         copies = 0
-        if config.model.transformer_impl == "local":
+        if self.job.has_local_layers(self.role):
             all_ranks = 1 if config.model.cp_communication == "all_to_all" else self.job.grids[self.role].cp
             copies = queries + (keys + kept_values) * all_ranks + values
-        split = (inputs + 2 * values + copies) * item + a.num_heads * FP32
-        return split // self.job.grids[self.role].tp + latents * item
+        kept = self._kept_inputs(sparse)
+        again = max(kept.copies(QKV) - 1, 0) * self._hidden(item)
+        split = (inputs + (1 + kept.copies(PROJECTION)) * values + copies) * item + a.num_heads * FP32
+        return split // self.job.grids[self.role].tp + (latents + kept.beside(QKV, PROJECTION)) * item + again
 
     def _mlp(self) -> int:
-        """Gate and up, the activated gate, their product."""
-        return 4 * self.architecture.ffn_hidden_size * self.job.item_bytes // self.job.grids[self.role].tp
+        """Gate and up, the activated gate, their product, which the last matrix is given."""
+        kept, item = self._kept_inputs(sparse=False), self.job.item_bytes
+        again = max(kept.copies(FC1) - 1, 0) * self._hidden(item)
+        inside = (3 + kept.copies(FC2)) * self.architecture.ffn_hidden_size // self.job.grids[self.role].tp
+        return (inside + kept.beside(FC1, FC2)) * item + again
 
     def _experts(self) -> int:
         """Tokens are taken to be shared out evenly over the ranks of expert parallelism. Routers keep scores and
         weights, and what their losses are made of."""
         moe, item, grid = self.architecture.moe, self.job.item_bytes, self.job.grids[self.role]
         assert moe is not None
-        etp = grid.etp or grid.tp
-        dispatched = 2 * moe.top_k * self.architecture.hidden_size * etp // grid.tp
-        inside = 4 * (moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size) // grid.tp
+        etp, kept = grid.etp or grid.tp, self._kept_inputs(sparse=True)
+        dispatched = (1 + kept.copies(EXPERT_FC1)) * moe.top_k * self.architecture.hidden_size * etp // grid.tp
+        inside = (3 + kept.copies(EXPERT_FC2)) * moe.top_k * moe.ffn_hidden_size // grid.tp
+        inside += (3 + kept.copies(SHARED_FC2)) * moe.shared_ffn_hidden_size // grid.tp
+        inside += moe.top_k * kept.beside(EXPERT_FC1, EXPERT_FC2) + kept.beside(SHARED_FC1, SHARED_FC2)
+        again = max(kept.copies(SHARED_FC1) - 1, 0) * self._hidden(item)
         settings = self.job.config.model.moe
         scores = 2 + 2 * (settings.aux_loss_coef > 0) + (settings.z_loss_coef > 0)
-        return (dispatched + inside) * item + scores * moe.num_experts * FP32 // grid.tp
+        return (dispatched + inside) * item + again + scores * moe.num_experts * FP32 // grid.tp

@@ -1,8 +1,8 @@
-"""What a run took, over what was foretold of it: factors by which the seconds of other jobs are foretold."""
+"""What a run took beside what was foretold of it, by which the seconds of other jobs are foretold."""
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import DataError
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob, plan_job
-from rltrain.estimate.step_time import Clock, Factors
+from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.workload import Workload
 from rltrain.models.of_roles import role_architectures
 from rltrain.observability.run_logs import JOB_FILE, METRICS_FILE
@@ -23,22 +23,30 @@ from rltrain.schedule.steady import fullest_step
 WARM_UP_STEPS = 2
 """Steps at the start that are not looked at, where there are more."""
 
+STEP = "perf/step_time_s"
 Record = dict[str, Any]
 
 
-def factors_of(run: Path, gpu: Gpu, typical: Callable[[Iterable[float]], float] = median) -> Factors:
-    """By task, what is `typical` of its seconds in `run`, an output_dir, over those foretold for that run on `gpu`.
+def calibration_of(runs: Iterable[Path], gpu: Gpu) -> Calibration:
+    """By medians of the steps of `runs`, output_dirs of one config, against what is foretold for it on `gpu`.
 
-    Tasks that the run did not have are left out. DataError where the folder lacks what a run writes.
+    Tasks that they did not have are left out. DataError where a folder lacks what a run writes.
     """
-    job, records = read_measured(run)
-    clock = Clock(job, gpu, measured_workload(job, records))
+    job, records = read_measured(runs)
+    workload = measured_workload(job, records)
+    factors = _factors(Clock(job, gpu, workload), records)
+    of_tasks = Clock(job, gpu, workload, Calibration(factors)).step().step_s
+    return Calibration(factors, max(0.0, median(values_of(records, STEP)) - of_tasks))
+
+
+def _factors(clock: Clock, records: list[Record]) -> dict[str, float]:
+    job = clock.job
     tasks = [entry for _, entry in job.order.of_step(fullest_step(job.order)) if entry.kind == "task"]
     foretold: dict[str, float] = defaultdict(float)
     for entry in tasks:
         foretold[entry.name] += max(clock.task(entry.name, role) for role in entry.roles)
     took = {task: values_of(records, f"perf/{task}_s") for task in foretold}
-    return {task: typical(took[task]) / seconds for task, seconds in foretold.items() if seconds and took[task]}
+    return {task: median(took[task]) / seconds for task, seconds in foretold.items() if seconds and took[task]}
 
 
 def measured_workload(job: PlannedJob, records: list[Record]) -> Workload:
@@ -59,8 +67,14 @@ def values_of(records: list[Record], metric: str) -> list[float]:
     return [record[metric] for record in records if record.get(metric) is not None]
 
 
-def read_measured(run: Path) -> tuple[PlannedJob, list[Record]]:
-    """A run's job and the metrics of its steps but the first ones. DataError where `run` is no run's output_dir."""
+def read_measured(runs: Iterable[Path]) -> tuple[PlannedJob, list[Record]]:
+    """The job of runs of one config, the first one's, and the metrics of all their steps but the first ones. DataError
+    where one of `runs` is no run's output_dir."""
+    found = [_read(run) for run in runs]
+    return found[0][0], [record for _, records in found for record in records]
+
+
+def _read(run: Path) -> tuple[PlannedJob, list[Record]]:
     expected = f"expected the output_dir of a run, with {METRICS_FILE} and {JOB_FILE}"
     try:
         records = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
@@ -69,7 +83,7 @@ def read_measured(run: Path) -> tuple[PlannedJob, list[Record]]:
         world_size, ranks_per_node = int(saved["world_size"]), int(saved["ranks_per_node"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise DataError(f"option --calibrate: {run}: {error}; {expected}") from error
-    steps = [record for record in records if "perf/step_time_s" in record]
+    steps = [record for record in records if STEP in record]
     if not steps:
         raise DataError(f"option --calibrate: {run}: {METRICS_FILE} has no step that was timed; {expected}")
     placement = placement_of(config, world_size, ranks_per_node)

@@ -2,6 +2,7 @@
 
 from rltrain.estimate.planned import PlannedJob
 from rltrain.reshard.kernels.delta_format import BLOCK
+from rltrain.residency.memory_plan import ranks_left_by_engines
 
 CHANGED_SHARE = 0.03
 """Of elements of 16 bits that a step changes, as published of such training: 1 to 3%. Of wider ones all do."""
@@ -29,9 +30,10 @@ def kept_bytes(job: PlannedJob, rank: int) -> int:
 
 def sent_share(job: PlannedJob) -> float:
     """Bytes of a sync over those of a full one, in the mean over `full_every` of them: a changed element is sent with a
-    byte for its place, and a block of elements has one for how many these are."""
+    byte for its place, and a block of elements has one for how many these are. Engines that have left their GPU get
+    everything."""
     delta = job.config.weight_sync.delta
-    if delta is None:
+    if delta is None or ranks_left_by_engines(job.config, job.placement):
         return 1.0
     item = job.item_bytes
     changed = CHANGED_SHARE if item <= 2 else 1.0

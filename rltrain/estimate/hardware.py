@@ -38,6 +38,10 @@ class Efficiency(Section):
     its memory's bandwidth, of which one core of an AMD EPYC reaches a third to a half."""
     layer_s: NonNegative = 2e-4
     """Launching the kernels of a layer in a forward pass that is not recorded; twice as long backward."""
+    micro_batch_s: NonNegative = 2e-3
+    """A micro-batch besides, in a pass forward: packing it, log-probs and the loss; as long again backward."""
+    update_s: NonNegative = 2e-3
+    """An optimizer step besides: clipping, and what the host waits for."""
     decode_layer_s: NonNegative = 1.5e-5
     """A layer of a recorded decode step, beyond what it reads and multiplies."""
     decode_step_s: NonNegative = 1e-3
@@ -51,6 +55,9 @@ class Efficiency(Section):
     the host waits for them before it launches what follows."""
     expert_imbalance: Positive = 1.2
     """Tokens of the rank whose experts get most over the mean, in a layer: the others wait for it. 1: an even load."""
+    crowding: Positive = 1.0
+    """By how much computing takes longer where several ranks of a role are on one node: 1 for GPUs, which share no
+    memory; cores of a CPU do."""
     task_s: NonNegative = 0.02
     """Beginning and ending a task: experience packed and sent."""
     reward_s: NonNegative = 1e-3

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from math import ceil
 
-from rltrain.cluster.grid import Grid
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import GB, Gpu
 from rltrain.estimate.optimizer import (
@@ -20,6 +19,14 @@ from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_
 from rltrain.models import Architecture
 from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.rollout.layout import ARRIVING_BYTES
+from rltrain.rollout.workspace import (
+    PASS_TOKENS,
+    SAMPLING_COPIES,
+    WEIGHT_SYNC_BUFFERS,
+    room_for_cache,
+    workspace,
+    workspace_beside_cache,
+)
 from rltrain.tasks.declaration import Key
 from rltrain.tasks.roles import DECLARED, SYNCED, drawing_roles, model_tasks, served_roles, trained_roles
 
@@ -27,13 +34,7 @@ MIB = 2**20
 FP32 = 4
 POSITIONS_MULTIPLE = 8
 """Positions of the embedded engine's cache are a multiple of it."""
-WEIGHT_SYNC_BUFFERS = 4
-"""Two that a rank packs and two that it receives into."""
-EMBEDDED_SHARE_OF_FREE = 0.9
-"""What rollout.kv_cache_gb: auto takes of what is free on a GPU."""
 SGLANG_STAGING_SLOTS = 2
-PREFILL_TOKENS = 8192
-"""At a time: more prompts are read in several passes, and by SGLang longer ones in pieces."""
 SGLANG_EXPERT_BYTES = 4
 """Bytes of an expert's number in its record."""
 SGLANG_MEMORY_FRACTION = 0.85
@@ -42,8 +43,6 @@ chooses depends on the device and is near this."""
 LOGPROB_CHUNK_ELEMENTS = 1 << 26
 """Logits that are looked at in fp32 at a time."""
 LOGPROB_COPIES = 2
-SAMPLING_COPIES = 3
-"""Of the running responses' logits in fp32, while tokens are drawn."""
 
 
 def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_bytes: int = 2) -> int:
@@ -102,7 +101,8 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
         fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
         room = memory * fraction - job.served_bytes_of(role)
     elif isinstance(rollout.kv_cache_gb, str):
-        room = (memory - beside) * EMBEDDED_SHARE_OF_FREE
+        needed = workspace_beside_cache(job.config, job.architectures[role], job.grids[role], role)
+        room = room_for_cache(memory - beside, memory, needed)
     else:
         room = rollout.kv_cache_gb * GB
     wanted = _cache(job, role, rollout.max_running_requests * _positions(job, role))
@@ -229,23 +229,17 @@ def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
         running = min(running, job.samples_per_replica(role))
     prompts = min(-(-running // samples_per_prompt), running)
     prompt = job.config.data.max_prompt_tokens
-    at_once = PREFILL_TOKENS if served.engine == "sglang" else max(PREFILL_TOKENS, prompt)
-    inside = architecture.hidden_size + _widest(architecture, grid)
-    of_token = architecture.hidden_size * job.residual_bytes + inside * job.item_bytes
-    hidden = min(prompts * prompt, at_once) * of_token
-    return {"logits": running * architecture.vocab_size * FP32 * SAMPLING_COPIES, "activations": hidden}
-
-
-def _widest(architecture: Architecture, grid: Grid) -> int:
-    """Elements of a token within a layer of an engine: in its attention, its MLP, or the experts that it visits."""
-    widest = max(3 * architecture.ffn_hidden_size, architecture.query_size + 2 * architecture.kv_size) // grid.tp
-    if mla := architecture.mla:
-        of_a_head = 4 * architecture.head_dim + 2 * mla.value_head_dim  # queries, keys and values are each put together
-        widest = max(widest, architecture.num_heads * of_a_head // grid.tp)
-    if moe := architecture.moe:
-        inner = 3 * moe.ffn_hidden_size * grid.ep // grid.tp
-        widest = max(widest, moe.top_k * (3 * architecture.hidden_size + inner))
-    return widest
+    at_once = PASS_TOKENS if served.engine == "sglang" else max(PASS_TOKENS, prompt)
+    needed = workspace(
+        architecture,
+        grid,
+        num_running=running,
+        prefill_tokens=min(prompts * prompt, at_once),
+        item_bytes=job.item_bytes,
+        residual_bytes=job.residual_bytes,
+        fp8=served.dtype == "fp8" and served.engine == "embedded",
+    )
+    return {"logits": needed.logits, "activations": needed.activations}
 
 
 def _logit_bytes(job: PlannedJob, role: str, tokens: int, trains: bool) -> int:

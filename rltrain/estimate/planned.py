@@ -11,7 +11,8 @@ from rltrain.cluster.rank_lists import group_lists
 from rltrain.config.schema import Config
 from rltrain.estimate.shares import served_bytes
 from rltrain.models import Architecture
-from rltrain.models.element_types import ITEM_BYTES, ElementType
+from rltrain.models.element_types import item_bytes
+from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.of_roles import reference_is_actors_base, reference_uses_actor_modules
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
@@ -92,16 +93,28 @@ class PlannedJob:
     @property
     def item_bytes(self) -> int:
         """Of an element of the weights."""
-        return _item_bytes(self.config.model.dtype)
+        return item_bytes(self.config.model.dtype)
 
     @property
     def residual_bytes(self) -> int:
         """Of an element of the residual stream."""
-        return _item_bytes(self.config.model.residual)
+        return item_bytes(self.config.model.residual)
 
     @property
     def logit_bytes(self) -> int:
-        return _item_bytes(self.config.model.head)
+        return item_bytes(self.config.model.head)
+
+    def has_local_layers(self, role: str) -> bool:
+        """Whether Megatron's own layers train or evaluate a role's model, where Transformer Engine is installed too."""
+        model = self.config.model
+        adapted = model.lora is not None and role == "actor"
+        local = model.transformer_impl == "local" or model.dtype == "float32"
+        return local or adapted or bool(local_mechanisms(self.architectures[role]))
+
+    @property
+    def attends_packed(self) -> bool:
+        """Whether one kernel takes the sequences of a micro-batch as they lie: none does in float32."""
+        return self.config.model.dtype != "float32"
 
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
@@ -149,7 +162,3 @@ def plan_job(
 ) -> PlannedJob:
     """PlacementError where a role's sizes do not divide its ranks."""
     return PlannedJob(config, placement, role_grids(config, placement), architectures, ranks_per_node)
-
-
-def _item_bytes(dtype: str) -> int:
-    return int(ITEM_BYTES[ElementType[dtype.upper()]])

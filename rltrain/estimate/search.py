@@ -10,7 +10,7 @@ from rltrain.estimate.changes import with_keys
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.peak import RankMemory, largest, rank_memories
 from rltrain.estimate.planned import PlannedJob, plan_job
-from rltrain.estimate.step_time import Clock, Factors, StepTime
+from rltrain.estimate.step_time import Calibration, Clock, StepTime
 from rltrain.estimate.workload import Workload
 from rltrain.tasks.roles import DECLARED, model_roles
 
@@ -36,7 +36,7 @@ def proposals(
     job: PlannedJob,
     gpu: Gpu,
     workload: Workload,
-    factors: Factors,
+    calibration: Calibration,
     is_legal: Callable[[PlannedJob], bool],
 ) -> list[Proposal]:
     """The best few, fastest step first; of equal ones that with the lowest peak. Deterministic. The schedule's mode
@@ -46,10 +46,12 @@ def proposals(
     for keys, candidate in _candidates(job, is_legal):
         memory = largest(rank_memories(candidate, gpu))
         if memory.fits(gpu):
-            found.append((Clock(candidate, gpu, workload, factors, exact_sync=False).step(), memory, keys, candidate))
+            found.append(
+                (Clock(candidate, gpu, workload, calibration, exact_sync=False).step(), memory, keys, candidate)
+            )
     found.sort(key=lambda made: (made[0].step_s, made[1].peak.total, str(made[2])))
     exact = [
-        Proposal(keys, memory, Clock(candidate, gpu, workload, factors).step())
+        Proposal(keys, memory, Clock(candidate, gpu, workload, calibration).step())
         for _, memory, keys, candidate in found[:BEST]
     ]
     return sorted(exact, key=lambda made: (made.step.step_s, made.memory.peak.total, str(made.keys)))

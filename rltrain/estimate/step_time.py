@@ -1,7 +1,7 @@
 """Seconds of every task and of a step, and how long each role waits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import mean
 
@@ -19,8 +19,16 @@ from rltrain.schedule.order import WEIGHT_SYNC, Entry
 from rltrain.schedule.steady import fullest_step, steady_order
 from rltrain.tasks.roles import DECLARED, SYNCED, model_tasks
 
-Factors = Mapping[str, float]
-"""By task, what a measured run took over what was foretold of it."""
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a measured run took beside what was foretold of it."""
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By task, what it took over what was foretold."""
+    between_s: float = 0.0
+    """Of a step, what it took beyond its tasks: experience on its way, metrics, waits for ranks that come later."""
+
 
 RARE_TASKS = (
     *("decide_to_stop", "stop_if_reached", "checkpoint", "save_hf", "save_best", "save_candidate", "keep_candidate"),
@@ -48,10 +56,16 @@ class Clock:
     thousands of ranks."""
 
     def __init__(
-        self, job: PlannedJob, gpu: Gpu, workload: Workload, factors: Factors | None = None, *, exact_sync: bool = True
+        self,
+        job: PlannedJob,
+        gpu: Gpu,
+        workload: Workload,
+        calibration: Calibration | None = None,
+        *,
+        exact_sync: bool = True,
     ) -> None:
         self.job, self.gpu, self.workload = job, gpu, workload
-        self._factors = factors or {}
+        self._calibration = calibration or Calibration()
         self._exact_sync = exact_sync
         self.sync = PlannedSync(job)
         self._seconds: dict[tuple[str, str], float] = {}
@@ -81,7 +95,7 @@ class Clock:
         ends = [
             max(periods[entry].end for entry in periods if entry.step == step) for step in (steps[0] - 1, steps[-1])
         ]
-        step_s = (ends[1] - ends[0]) / len(steps)
+        step_s = (ends[1] - ends[0]) / len(steps) + self._calibration.between_s
         inside = [entry for entry in periods if entry.step in steps]
         busy = {
             rank: sum(seconds(entry, rank) for entry in inside if set(entry.roles) & set(kinds[rank].roles))
@@ -104,11 +118,12 @@ class Clock:
 
     def _factor(self, name: str) -> float:
         """Of a task that was not measured, the mean of those that were and do the same: pass forward, or back too."""
-        if name in self._factors:
-            return self._factors[name]
+        factors = self._calibration.factors
+        if name in factors:
+            return factors[name]
         computing = model_tasks()
         trains = computing.get(name, (None, None))[1]
-        alike = [factor for task, factor in self._factors.items() if task in computing and computing[task][1] == trains]
+        alike = [factor for task, factor in factors.items() if task in computing and computing[task][1] == trains]
         return mean(alike) if alike else 1.0
 
     def _task(self, name: str, role: str) -> float:
@@ -123,7 +138,7 @@ class Clock:
             return sync.seconds(self.gpu) if self._exact_sync else least_sync_s(self.job, synced, self.gpu)
         if name == "generate":
             made = generation(self.job, self.gpu, self.workload, self._cache_bytes)  # all prompts run, not a chunk's
-            return share * (made.prefill_s + made.decode_s) + task_s
+            return share * (made.prefill_s + made.decode_s) * self._crowding("rollout") + task_s
         if name == "verdicts":
             return share * judging(self.job, self.gpu, self.workload) + task_s
         if name == "score":
@@ -132,13 +147,20 @@ class Clock:
         model_role, trains = model_tasks().get(name, (None, False))
         if model_role is None:
             return task_s
-        model = TrainingTime(self.job, model_role, self.gpu, self.workload)
+        model, crowding = TrainingTime(self.job, model_role, self.gpu, self.workload), self._crowding(model_role)
         if not trains:
-            return model.evaluating(share) + task_s
+            return model.evaluating(share) * crowding + task_s
         if name.startswith("accumulate"):
-            return model.accumulating(share) + task_s
+            return model.accumulating(share) * crowding + task_s
         accumulated = self.job.shape.accumulates_actor if model_role == "actor" else self.job.shape.accumulates_critic
-        return (0.0 if accumulated else model.accumulating(1.0)) + model.optimizer_steps() + task_s
+        passes = 0.0 if accumulated else model.accumulating(1.0) * crowding
+        return passes + model.optimizer_steps() + task_s
+
+    def _crowding(self, role: str) -> float:
+        """Of the computing of a role's ranks."""
+        ranks = self.job.grids[role].ranks
+        nodes = {rank // self.job.ranks_per_node for rank in ranks}
+        return self.gpu.efficiency.crowding if len(ranks) > len(nodes) else 1.0
 
     def _moves(self, kind: Kind) -> dict[tuple[str, int], float]:
         """Seconds before each task, by its name and chunk, in which parts leave for the host or come back from it; none

@@ -44,7 +44,7 @@ class PlannedSync:
             architecture,
             grid,
             dtype=self.job.config.model.dtype,
-            transformer_engine=self.job.config.model.transformer_impl != "local",
+            transformer_engine=not self.job.has_local_layers(role),
         )
 
     def prediction(self, gpu: Gpu) -> Prediction:

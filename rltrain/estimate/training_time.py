@@ -9,7 +9,7 @@ from rltrain.config.schema import Trained
 from rltrain.estimate.activations import Activations
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.links import GridLinks
-from rltrain.estimate.optimizer import learned_elements, orthogonalizing_s, sharded_elements
+from rltrain.estimate.optimizer import learned_elements, learns_adapters, orthogonalizing_s, sharded_elements
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import gathering_s
 from rltrain.estimate.shares import layers_of_chunks, layers_of_stage
@@ -22,8 +22,13 @@ EXPERT_TILE = 128
 """Rows that a grouped product computes at a time: of every expert's last tile half are padding, on average."""
 COLLECTIVES_PER_LAYER = 2
 """Of tensor parallelism in a pass through a layer, each of the layer's hidden states."""
+SHORT_TOKENS, SHORTEST_FRACTION = 128, 0.6
+"""Sequences that need padding share a batch where the longest has no more tokens, or the shortest as large a share of
+its tokens."""
 BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_REPLICA = 40_000_000, 1_000_000
 """Of gradients that Megatron reduces at once, unless it is told: as many, or as many for each replica."""
+UPDATE_COLLECTIVES = 8
+"""Of a few numbers each, among replicas in an optimizer step: norms, whether all is finite, divisors, metrics."""
 OPTIMIZER_BYTES = 2 * (2 * FP32) + FP32
 """Per element of a rank's share: both moments read and written, the gradient read."""
 
@@ -69,7 +74,9 @@ class TrainingTime:
         optimized, hosted = sharded_elements(self.job, self.role, stage), float(settings.optimizer.cpu_offload)
         step = (1 - hosted) * optimized * (OPTIMIZER_BYTES + master) / self.gpu.memory
         step += hosted * optimized * max(1 / self.gpu.efficiency.host_adam, FP32 / self.gpu.host)
-        stepping = times * (step + orthogonalizing_s(self.job, self.role, stage, self.gpu))
+        told = UPDATE_COLLECTIVES * self.links.dp.latency_s * (self.links.dp.size > 1)
+        besides = self.gpu.efficiency.update_s + told
+        stepping = times * (step + besides + orthogonalizing_s(self.job, self.role, stage, self.gpu))
         if self.grid.is_sharded:  # gradients are reduced by every micro-batch, and weights gathered
             return stepping
         held = learned_elements(self.job, self.role, stage)
@@ -134,15 +141,17 @@ class TrainingTime:
         experts = sum(layers) * expert_flops(a)
         products = sum(layer_flops(a, sparse) for sparse in layers) - experts
         head = forward_flops(a).head if stage == self.grid.pp - 1 else 0
-        attention = len(layers) / a.num_layers * forward_flops(a).of_attention(self.workload.sample / 2)
+        attention = len(layers) / a.num_layers * self._attention_flops()
         times = 1 + BACKWARD if backward else 1
+        gradients = 1 if learns_adapters(self.job, self.role) else BACKWARD  # of frozen matrices the inputs' alone
+        multiplied = 1 + backward * gradients
         whole = sum(recompute.full_layers(len(chunk)) for chunk in layers_of_chunks(a, self.grid, stage))
         repeated = backward * whole / (len(layers) or 1)
         of_layers = products / gpu.efficiency.matmul + experts * self._unevenness() / gpu.efficiency.experts
         attended = times + (backward if recompute.repeats("core_attn") else repeated)
         of_attention = attended * attention / gpu.efficiency.attention
-        of_head = (times + (backward and model.logits_chunk_tokens is not None)) * head
-        at_peak = (times + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
+        of_head = (multiplied + (backward and model.logits_chunk_tokens is not None)) * head
+        at_peak = (multiplied + repeated) * of_layers + of_head / gpu.efficiency.matmul + of_attention
         if backward and recompute.repeats("mlp"):
             at_peak += (len(layers) - sum(layers)) * mlp_flops(a) / gpu.efficiency.matmul
         if backward and recompute.repeats("moe"):
@@ -157,11 +166,21 @@ class TrainingTime:
         if self.links.ep.size > 1:
             latencies += walks * 2 * sum(layers) * (gpu.efficiency.dispatch_s + self.links.ep.latency_s)
         latencies += walks * len(layers) * self.links.cp.latency_s * (self.grid.cp > 1)
-        each = walks * len(layers) * gpu.efficiency.layer_s + latencies
+        each = walks * (len(layers) * gpu.efficiency.layer_s + gpu.efficiency.micro_batch_s) + latencies
         if self.grid.is_sharded:  # as far as it takes longer than what it goes on beside
             collectives = gathering_s(self.job, self.role, self.links, backward=backward)
             each += max(0.0, collectives - per_token * self.job.micro_batch_rows(self.role))
         return per_token + walks * self._moved(layers) / self.grid.cp, each
+
+    def _attention_flops(self) -> float:
+        """Of one token in all layers. Sequences that no kernel takes as they lie are padded to the longest among those
+        of similar length, or among all where they are short."""
+        flops, mean = forward_flops(self.architecture), self.workload.sample
+        if self.job.attends_packed:
+            return flops.of_attention(mean / 2)
+        longest = self.workload.prompt + self.workload.longest_response
+        width = longest if longest <= SHORT_TOKENS else mean * 2 / (1 + SHORTEST_FRACTION)
+        return width / mean * flops.of_attention(width / 2)
 
     def _moved_by_attention(self, passes: float, attention_s: float) -> float:
         """Seconds per token in which context parallelism sends keys and values, heads, or their gradients in as many
@@ -176,7 +195,7 @@ class TrainingTime:
             output = values if a.mla else a.query_size
             return passes * link.scattered((a.query_size + keys + values + output) * item / link.size)
         sent = passes * (keys + values) * item * (link.size - 1) / link.size / link.bandwidth
-        return sent if model.transformer_impl == "local" else max(sent - attention_s, 0.0)
+        return sent if self.job.has_local_layers(self.role) else max(sent - attention_s, 0.0)
 
     def _unevenness(self) -> float:
         """What the products of experts take over those of as many tokens that are spread evenly and fill tiles."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
+from rltrain.residency.memory_plan import ranks_left_by_engines
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
 """Policy losses that are a mean over sequences."""
@@ -31,7 +32,7 @@ def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
             yield f"the environment variable {name} is read by nobody; expected one of {', '.join(VARIABLES)}"
 
 
-def doubts(config: Config, placement: Placement) -> Iterator[str]:
+def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Iterator[str]:
     """One sentence each, with the config key and what to do."""
     if idle := placement.idle:
         who = f"ranks {format_ranks(idle)} host" if len(idle) > 1 else f"rank {idle[0]} hosts"
@@ -48,6 +49,12 @@ def doubts(config: Config, placement: Placement) -> Iterator[str]:
         yield (
             f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
             "the longer it is; expected sequence_mean, which its paper has"
+        )
+    if on_gpus and config.weight_sync.delta and (ranks := ranks_left_by_engines(config, placement)):
+        yield (
+            f"weight_sync.delta: got a section with rollout.offload auto on ranks {format_ranks(ranks)}, where engines "
+            "share GPUs with other roles and give their weights up before every sync, which then sends everything; "
+            "expected rollout.offload: false, engines on ranks of their own, or weight_sync.delta: null"
         )
     limits = {key: getattr(config.checks, key) for key in ("max_logprob_diff", "max_kl")}
     if any(limits.values()) and config.schedule.mode == "asynchronous" and not config.schedule.in_flight_sync:

@@ -20,6 +20,11 @@ ITEM_BYTES = np.array([4, 2, 2, 1], dtype=np.int64)
 """Bytes per element, by ElementType."""
 
 
+def item_bytes(dtype: str) -> int:
+    """Of an element of `dtype`, as torch spells it."""
+    return int(ITEM_BYTES[ElementType[dtype.upper()]])
+
+
 def uniform(num_tensors: int, dtype: str) -> TypeArray:
     """The type `dtype`, as torch spells it ("float32", "bfloat16", "float16"), for every one of `num_tensors`."""
     return np.full(num_tensors, ElementType[dtype.upper()], dtype=np.uint8)

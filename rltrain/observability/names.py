@@ -27,6 +27,16 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("perf/<role>_mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
     Metric(
+        "perf/<role>_tokens_per_gpu_s",
+        "tokens/s",
+        "tokens that went through its model per second of those tasks and rank, prompts and passes of each kind alike",
+    ),
+    Metric("perf/<role>_pflop", "PFLOP", "what its model computed since its last report, on all of its ranks"),
+    Metric(
+        "perf/tflops_per_gpu", "TFLOP/s", "what all roles' models computed, per second of the step and rank of the job"
+    ),
+    Metric("perf/mfu", "fraction", "the same over what the device can do in model.dtype, where that is known"),
+    Metric(
         "perf/<task>_s",
         "s",
         "work of one task of the step, such as generate, score, update or weight_sync, on the reporting rank: without "
@@ -51,6 +61,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/host_bytes", "bytes", "host memory kept for what leaves the device, of all roles of the rank"),
     Metric("memory/peak_bytes", "bytes", "most allocated on the device; on a CPU the process's peak so far"),
     Metric("memory/reserved_bytes", "bytes", "what torch's allocator has of the device; on a CPU the resident set"),
+    Metric(
+        "memory/<role>_peak_bytes", "bytes", "as memory/peak_bytes, of the role's first rank, all of whose roles count"
+    ),
+    Metric("memory/<role>_reserved_bytes", "bytes", "as memory/reserved_bytes, of the same rank"),
     Metric("memory/offload_s", "s", "tasks waiting for other roles to leave the device"),
     Metric("memory/onload_s", "s", "tasks waiting for what they need to come back; less with residency.prefetch"),
 )

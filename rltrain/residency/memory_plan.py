@@ -3,9 +3,11 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
+from rltrain.cluster.placement import Placement
+from rltrain.config.schema import Config
 from rltrain.schedule.order import Order
 from rltrain.tasks.declaration import Key, Needs
-from rltrain.tasks.roles import OF_ONE_STEP, needs_of
+from rltrain.tasks.roles import OF_ONE_STEP, device_roles, needs_of
 
 Place = Literal["device", "host", "dropped"]
 """Where a part is: dropped means nowhere, since nobody will read it before it has been rewritten."""
@@ -19,6 +21,16 @@ def leaving_roles(offload: Mapping[str, bool | str], guests: Collection[str] = (
     """
     is_shared = len(offload.keys() - set(guests)) > 1
     return frozenset(role for role, choice in offload.items() if (is_shared if choice == "auto" else choice))
+
+
+def ranks_left_by_engines(config: Config, placement: Placement) -> tuple[int, ...]:
+    """GPUs that the rollout's engines leave between their tasks, so that a weight sync finds none of their weights."""
+    if "rollout" not in placement.roles:
+        return ()
+    hosted = {rank: device_roles() & set(placement.hosts(rank)) for rank in placement.ranks("rollout")}
+    offload = {role: getattr(config, role).offload for roles in hosted.values() for role in roles}
+    leaving = (rank for rank, roles in hosted.items() if "rollout" in leaving_roles({r: offload[r] for r in roles}))
+    return tuple(leaving)
 
 
 class MemoryPlan:

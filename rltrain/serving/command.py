@@ -141,7 +141,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-running-requests", type=int, default=64, help="decoded at once; others wait")
     made.add_argument("--max-requests", type=int, default=1024, help="decoded or waiting; more are refused")
     made.add_argument(
-        "--kv-cache-gb", type=float, help="by default nine tenths of what a GPU has free; no limit on CPUs"
+        "--kv-cache-gb",
+        type=float,
+        help="by default what a GPU has free beside the engine's other needs; no limit on CPUs",
     )
     made.add_argument(
         "--temperature", type=float, default=1.0, help="this and the next two: where requests say nothing"

@@ -12,9 +12,11 @@ from rltrain.cluster.grid import Grid
 from rltrain.data.tokenizer import TextDecoder
 from rltrain.errors import ConfigError
 from rltrain.models import read_architecture
+from rltrain.models.element_types import item_bytes
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.embedded.kv_budget import budget_of
 from rltrain.rollout.layout import engine_layout
+from rltrain.rollout.workspace import PASS_TOKENS, workspace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,10 +37,18 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
     """On the whole checkpoint. Raises UserError where it cannot be served."""
     architecture = read_architecture(settings.checkpoint)
     dtype = _dtype(settings)
-    layout = engine_layout(architecture, Grid((0,)), dtype=dtype)
+    grid = Grid((0,))
+    layout = engine_layout(architecture, grid, dtype=dtype)
     device = torch.device(settings.device)
     parameters = allocate_parameters(layout, 0, device=device)
     load_parameters(settings.checkpoint, layout, 0, parameters, config_key="--checkpoint")
+    needed = workspace(
+        architecture,
+        grid,
+        num_running=settings.max_running_requests,
+        prefill_tokens=max(PASS_TOKENS, settings.max_context_tokens),
+        item_bytes=item_bytes(dtype),
+    )
     return EmbeddedEngine(
         architecture,
         parameters,
@@ -48,7 +58,7 @@ def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") 
         dtype=getattr(torch, dtype),
         device=device,
         tokenizer=TextDecoder(tokenizer),
-        kv_budget=budget_of(settings.kv_cache_gb, device),
+        kv_budget=budget_of(settings.kv_cache_gb, device, needed.generating),
     )
 
 

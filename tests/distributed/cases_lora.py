@@ -23,6 +23,7 @@ from rltrain.training.megatron.model import LanguageModel, add_adapters
 from rltrain.training.megatron.trainable import AdaptedModel
 from tests.distributed import cases_experts, cases_fsdp
 from tests.distributed.cases_training import GRIDS, load_experience, load_model, negative_log_likelihood, share_of
+from tests.distributed.tiny_checkpoints import VOCAB_SIZE
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)
@@ -34,6 +35,15 @@ BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
 SAVED, RESUMED = "tp2_dp2_sp", "pp2_dp2"
 MAX_TOKENS = 110
 NUM_STEPS = 3
+LEARNING: dict[str, dict[str, Any] | None] = {
+    "everything": None,
+    "all matrices": {"rank": 4},
+    "queries": {"rank": 4, "targets": ["q_proj"]},
+    "projections": {"rank": 4, "targets": ["o_proj", "down_proj"]},
+    "gates with dropout": {"rank": 4, "targets": ["gate_proj"], "dropout": 0.1},
+}
+KEPT_ROWS = 64
+"""Tokens of the shorter of two samples; a multiple of what micro-batches are padded to."""
 
 
 def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any]:
@@ -51,6 +61,8 @@ def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any
             results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
     results["resumed"] = _resume(Path(dense), groups, Path(folder))
     results |= _by_backend(Path(dense), groups, Path(folder))
+    if dist.get_rank() == 0:
+        results["kept"] = _kept_by_autograd(Path(dense), groups)
     if dist.get_rank() in GRIDS["tp2_sp"].ranks:
         for recompute in ("none", "full"):
             results[f"dropout/{recompute}"] = _drop(Path(dense), groups, recompute)
@@ -210,3 +222,34 @@ def _train_experts(path: Path, name: str, groups: ProcessGroups) -> list[dict[st
     )
     experience = cases_experts.share_of(path, layout.grid)
     return [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
+
+
+def _kept_by_autograd(path: Path, groups: ProcessGroups) -> dict[str, float]:
+    """By backend and what learns, the bytes of a token that a forward pass keeps for backward, weights left out: what
+    twice as long a sample keeps beyond the first."""
+    return {
+        f"{backend}/{name}": (_kept(backend, lora, path, groups, 2) - _kept(backend, lora, path, groups, 1)) / KEPT_ROWS
+        for backend in ("megatron", "fsdp")
+        for name, lora in LEARNING.items()
+    }
+
+
+def _kept(backend: str, lora: dict[str, Any] | None, path: Path, groups: ProcessGroups, times: int) -> int:
+    model: Any = cases_fsdp.build(cases_fsdp.Way(backend, model={"lora": lora}), path, groups)
+    held, places = dict[int, Any](), torch.arange(times * KEPT_ROWS)
+    one_sample = Experience(
+        group_ids=torch.zeros(1, dtype=torch.int64),
+        sample_ids=torch.zeros(1, dtype=torch.int64),
+        lengths=torch.tensor([len(places)]),
+        tokens=places % VOCAB_SIZE,
+        response_mask=places > 0,
+    )
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held.setdefault(storage._cdata, (storage.nbytes(), storage))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.accumulate(one_sample, negative_log_likelihood)
+    return sum(num_bytes for num_bytes, _ in held.values())

@@ -7,10 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.cases_lora import FROM_PEFT, LORA, OF_EXPERTS, RESUMED, SAVED, TARGETS, TRAINED
+from rltrain.estimate.activations import Activations
+from rltrain.models import read_architecture
+from tests.distributed.cases_lora import FROM_PEFT, LEARNING, LORA, OF_EXPERTS, RESUMED, SAVED, TARGETS, TRAINED
 from tests.distributed.family_checkpoints import make_family_checkpoint
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.unit.test_estimated_memory import job_of
 
 RELATIVE = 1e-4
 LAYER, OF_MEGATRON = "model.layers.1.", "decoder.layers.1."
@@ -216,3 +219,26 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
     first = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, tmp_path / ADAPTERS)
     assert f"such as {first} with shape None" in error(LORA, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_what_adapters_keep_for_backward_is_foretold(ranks: list[dict[str, Any]], base: Path, backend: str) -> None:
+    """By the difference from what training of everything keeps, which is foretold by the byte. Transformers' model has
+    no gradient before the first matrix with an adapter, which its first layer is taken to have."""
+
+    def foretold(lora: dict[str, Any] | None) -> Activations:
+        model, placement = {"path": "m", "dtype": "float32", "lora": lora}, {"actor": 0, "rollout, reward": 1}
+        return Activations(
+            job_of(read_architecture(base), placement, 2, model=model, actor={"backend": backend}), "actor", 0
+        )
+
+    (kept,) = reports(ranks, "kept")
+    whole, token_id = foretold(None), 8
+    for name, lora in LEARNING.items():
+        less = kept[f"{backend}/everything"] - kept[f"{backend}/{name}"]
+        missing = whole.training(1) - foretold(lora).training(1) + token_id * (lora is not None) - less
+        if backend == "megatron":
+            assert missing == 0, name
+        else:
+            assert -foretold(lora).layer(sparse=False) < missing <= 0, name
+    assert kept[f"{backend}/queries"] < kept[f"{backend}/all matrices"] < kept[f"{backend}/everything"]

@@ -22,6 +22,7 @@ PLACEMENTS = {
     ),
 }  # fmt: skip
 STEPS = 3
+PARAMETERS = 125e3
 FEW_SAMPLES = 3 / 64
 """Of the samples of a step, or the problems of an evaluation."""
 
@@ -77,3 +78,18 @@ def test_syncs_are_verified_and_counted(rewards):
     assert set(column(verified, "perf/weight_sync_network_ratio")) == {1.0}
     assert min(column(verified, "perf/weight_sync_bytes")) > 0
     assert column(rewards["colocated"], "perf/weight_sync_bytes") == [], "a full gather plans nothing"
+
+
+@pytest.mark.parametrize("name", ["disaggregated", "hybrid"])
+def test_every_role_reports_how_it_used_its_devices(rewards, name):
+    record, roles = rewards[name][1], ("actor", "reference", "rollout")
+    for role in roles:
+        assert 0 <= record[f"perf/{role}_idle"] < 1
+        flops_per_token = record[f"perf/{role}_tflops"] * 1e12 / record[f"perf/{role}_tokens_per_gpu_s"]
+        passes = 3 if role == "actor" else 1
+        assert flops_per_token == pytest.approx(passes * 2 * PARAMETERS, rel=0.3)
+        assert record[f"memory/{role}_peak_bytes"] >= record[f"memory/{role}_resident_bytes"] > 0
+        assert record[f"memory/{role}_reserved_bytes"] > 0
+    done = sum(record[f"perf/{role}_pflop"] for role in roles) * 1e3
+    assert record["perf/tflops_per_gpu"] == pytest.approx(done / record["perf/step_time_s"] / 4)
+    assert record["perf/tokens_per_gpu_s"] > 0

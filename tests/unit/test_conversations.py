@@ -297,7 +297,7 @@ def test_passes_compute_every_token_after_those_before_it(
     lengths: list[tuple[int, int]], most_tokens: int, most_scores: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "_PASS_TOKENS", most_tokens)
+        patch.setattr(prefill, "PASS_TOKENS", most_tokens)
         patch.setattr(prefill, "_PASS_SCORES", most_scores)
         passes = suffix_passes(
             Suffix(slot, first, tuple(range(first, first + count))) for slot, (first, count) in enumerate(lengths)

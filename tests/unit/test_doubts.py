@@ -57,6 +57,16 @@ def test_evaluations_without_prompts_are_doubted() -> None:
     assert doubt.startswith("evaluation.interval: got 5 without data.eval")
 
 
+def test_changes_for_engines_that_have_left_their_gpus_are_doubted() -> None:
+    delta, together = "weight_sync.delta={}", "placement={'actor, reference, rollout, reward': all}"
+    assert doubts_about(delta) == [], "engines on ranks of their own"
+    (doubt,) = doubts_about(delta, together)
+    assert doubt.startswith("weight_sync.delta: got a section with rollout.offload auto on ranks 0-3")
+    assert doubts_about(delta, together, "rollout.offload=false") == []
+    config = load_config(SHIPPED, [delta, together])
+    assert [*doubts(config, resolve_placement(config.placement, 4, 4), on_gpus=False)] == []
+
+
 def test_rollouts_in_fp8_without_a_correction_are_doubted() -> None:
     (doubt,) = doubts_about("rollout.dtype=fp8", "loss.old_logprobs=actor")
     assert doubt.startswith("rollout.dtype: got fp8 with loss.correction.high null")

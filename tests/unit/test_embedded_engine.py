@@ -156,7 +156,7 @@ def test_prefill_in_small_passes_gives_the_same_completions(qwen3: Path, monkeyp
     engine, _ = load_engine(qwen3)
     requests = ragged_requests(8)
     expected = engine.generate(requests, sampled())
-    monkeypatch.setattr(prefill, "_PASS_TOKENS", 10)
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 10)
     assert_same_completions(engine.generate(requests, sampled()), expected)
 
 

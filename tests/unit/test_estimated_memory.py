@@ -92,6 +92,7 @@ def test_prompts_are_read_so_many_tokens_at_a_time():
             16,
             batch={"prompts_per_step": number},
             data={"train": {"path": "t"}, "max_prompt_tokens": 2048},
+            rollout={"max_running_requests": 64},
         )
         for number in (64, 640)
     )
@@ -248,7 +249,7 @@ def test_ranks_that_are_alike_are_told_of_once():
     assert [len(memory.ranks) for memory in rank_memories(job, H100)] == [2048, 2048]
 
 
-def test_a_server_takes_no_more_than_it_is_left():
+def test_engines_take_no_more_than_they_are_left():
     apart = {"actor": "0-7", "rollout, reward": "8-15"}
     rollout = {"max_running_requests": 1024, "max_context_tokens": 8192, "sampling": {"max_response_tokens": 7000}}
     batch = {"prompts_per_step": 4096, "samples_per_prompt": 8}
@@ -256,8 +257,7 @@ def test_a_server_takes_no_more_than_it_is_left():
     for engine in ("embedded", "sglang"):
         job = job_of(qwen3_8b(), apart, 16, rollout={**rollout, "engine": engine}, batch=batch)
         peaks[engine] = rank_memories(job, H100)[-1]
-    assert not peaks["embedded"].fits(H100)
-    assert peaks["sglang"].fits(H100)
+    assert peaks["embedded"].fits(H100) and peaks["sglang"].fits(H100)
     assert sum(peaks["sglang"].parts.values()) == pytest.approx(0.85 * 84.9 * GB, rel=0.001)
 
 

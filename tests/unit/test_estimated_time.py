@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 
 from rltrain.errors import ConfigError, DataError
-from rltrain.estimate.calibration import factors_of
+from rltrain.estimate.calibration import calibration_of
 from rltrain.estimate.delta import sent_share
 from rltrain.estimate.hardware import GPUS
 from rltrain.estimate.links import group_link
 from rltrain.estimate.peak import cache_bytes, rank_memories
 from rltrain.estimate.rollout_time import decode_step, generation, weights_read
 from rltrain.estimate.search import proposals
-from rltrain.estimate.step_time import Clock
+from rltrain.estimate.step_time import Calibration, Clock
 from rltrain.estimate.sync_time import PlannedSync, least_sync_s
-from rltrain.estimate.training_time import TrainingTime
+from rltrain.estimate.training_time import SHORT_TOKENS, SHORTEST_FRACTION, TrainingTime
 from rltrain.estimate.workload import Workload
 from rltrain.observability.run_logs import write_job
 from rltrain.tools.quickstart.tiny_model import Size, qwen3_config
+from rltrain.training import packed_attention
 from tests.unit.test_estimated_memory import anything, job_of
 from tools.benchmarks.model_shapes import qwen3_8b, qwen3_30b_a3b
 
@@ -200,34 +201,48 @@ def test_a_measured_run_gives_the_factor_of_every_task(tmp_path):
     config = make_run(tmp_path, 1)
     line = {"step": 3, "perf/step_time_s": 1.0, "rollout/response_length_mean": 100, "rollout/response_length_max": 300}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/update_s": 0.0}) + "\n")
-    assert factors_of(tmp_path, H100) == {"update": 0.0}
+    assert calibration_of([tmp_path], H100).factors == {"update": 0.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 7.0}) + "\n")
-    factor = factors_of(tmp_path, H100)["generate"]
+    factor = calibration_of([tmp_path], H100).factors["generate"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/generate_s": 14.0}) + "\n")
-    assert factors_of(tmp_path, H100)["generate"] == pytest.approx(2 * factor)
+    assert calibration_of([tmp_path], H100).factors["generate"] == pytest.approx(2 * factor)
     assert config.steps == 10
+
+
+def test_what_a_measured_step_takes_beyond_its_tasks_is_added(tmp_path):
+    make_run(tmp_path, 1)
+    times = {"perf/update_s": 2.0, "perf/generate_s": 7.0, "perf/score_s": 0.5, "perf/weight_sync_s": 0.1}
+    line = {"step": 3, "rollout/response_length_mean": 100, "rollout/response_length_max": 300, **times}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, "perf/step_time_s": 30.0}) + "\n")
+    made = calibration_of([tmp_path], H100)
+    job = job_of(qwen3_8b(), {"actor": "0", "rollout, reward": "1"}, 2)
+    with_it, without = (Clock(job, H100, WORKLOAD, of).step().step_s for of in (made, Calibration(made.factors)))
+    assert with_it - without == pytest.approx(made.between_s) and 20 < made.between_s < 21
 
 
 def test_a_task_that_was_not_measured_takes_the_factor_of_those_alike():
     job = job_of(qwen3_8b(), APART, 16, **{**LONG, "loss": {"old_logprobs": "actor"}})
-    plain, slow = Clock(job, H100, WORKLOAD), Clock(job, H100, WORKLOAD, {"reference_logprobs": 3.0, "update": 5.0})
+    plain, slow = (
+        Clock(job, H100, WORKLOAD),
+        Clock(job, H100, WORKLOAD, Calibration({"reference_logprobs": 3.0, "update": 5.0})),
+    )
     assert slow.task("actor_logprobs", "actor") == pytest.approx(3 * plain.task("actor_logprobs", "actor"))
     assert slow.task("generate", "rollout") == plain.task("generate", "rollout")
 
 
 def test_a_folder_that_no_run_left_is_refused(tmp_path):
     with pytest.raises(DataError, match="--calibrate.*job.json"):
-        factors_of(tmp_path, H100)
+        calibration_of([tmp_path], H100)
 
 
 def test_search_proposes_what_fits_fastest_first():
     job = job_of(qwen3_8b(), {"actor, rollout, reward": "0-7"}, 8, **LONG)
-    found = proposals(job, H100, WORKLOAD, {}, anything)
-    again = proposals(job, H100, WORKLOAD, {}, anything)
+    found = proposals(job, H100, WORKLOAD, Calibration(), anything)
+    again = proposals(job, H100, WORKLOAD, Calibration(), anything)
     assert found and [made.keys for made in found] == [made.keys for made in again]
     steps = [made.step.step_s for made in found]
     assert steps == sorted(steps) and all(made.memory.fits(H100) for made in found)
-    assert proposals(job, H100, WORKLOAD, {}, lambda job: False) == []
+    assert proposals(job, H100, WORKLOAD, Calibration(), lambda job: False) == []
 
 
 def test_models_that_tell_the_reward_take_room_and_time():
@@ -246,6 +261,59 @@ def test_models_that_tell_the_reward_take_room_and_time():
     assert asked.bytes_of["judge.kv_cache"] > 1e9 and "reward_model.weights" not in asked.bytes_of, "they take turns"
 
 
+def test_steps_and_micro_batches_cost_something_however_few_tokens_they_have():
+    def with_costs(**costs):
+        return H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update=costs)})
+
+    def seconds(gpu, ranks="0-7", **actor):
+        job = job_of(
+            qwen3_8b(), {"actor": ranks, "rollout, reward": "8-15"}, 16, **{**LONG, "batch": BATCHES}, actor=actor
+        )
+        time = TrainingTime(job, "actor", gpu, Workload(100, 400, 400))
+        return time.accumulating(1.0), time.optimizer_steps()
+
+    free, paid = with_costs(micro_batch_s=0, update_s=0), with_costs(micro_batch_s=1, update_s=10)
+    passes, updates = (later - now for later, now in zip(seconds(paid), seconds(free), strict=True))
+    assert updates == pytest.approx(2 * 10), "mini-batches"
+    assert passes == pytest.approx(2 * 2 * round(passes / 4)) and passes >= 4, "forward and backward of each"
+    slow = with_costs(collective_s=1, update_s=0)
+    alone, among = (seconds(slow, ranks)[1] - seconds(free, ranks)[1] for ranks in ("0", "0-7"))
+    assert alone == 0 and among >= 2 * 8
+
+
+def test_cores_of_a_cpu_crowd_each_other():
+    crowded = H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update={"crowding": 1.5})})
+    several, one = {"actor": "0-7", "rollout, reward": "8-15"}, {"actor": "0", "rollout, reward": "8"}
+    for placement, factor in ((several, 1.5), (one, 1.0)):
+        job = job_of(qwen3_8b(), placement, 16, **LONG)
+        alone, beside = (Clock(job, gpu, WORKLOAD).task("generate", "rollout") for gpu in (H100, crowded))
+        assert beside - 0.02 == pytest.approx(factor * (alone - 0.02))
+
+
+def test_attention_in_float32_is_paid_for_with_padding():
+    assert (SHORT_TOKENS, SHORTEST_FRACTION) == (packed_attention.SHORT_TOKENS, packed_attention.SHORTEST_FRACTION)
+
+    def seconds(dtype, longest):
+        model = {"path": "m", "dtype": dtype}
+        job = job_of(qwen3_8b(), APART, 16, model=model, **LONG)
+        workload = Workload(prompt=8, response=16, longest_response=longest)
+        return TrainingTime(job, "actor", H100, workload).accumulating(1.0)
+
+    assert seconds("bfloat16", 100) == seconds("bfloat16", 40), "one kernel takes sequences as they lie"
+    assert seconds("float32", 100) > seconds("float32", 40) > 0
+    assert seconds("float32", 4000) == seconds("float32", 1000), "long ones lie with those of similar length"
+
+
+def test_gradients_of_frozen_matrices_are_not_paid_for():
+    """Next to no time goes into anything but products and attention in a large dense model."""
+
+    def seconds(lora):
+        job = job_of(qwen3_8b(), APART, 16, **{**LONG, "model": {"path": "m", "lora": lora}})
+        return TrainingTime(job, "actor", H100, Workload(100, 400, 400)).accumulating(1.0)
+
+    assert seconds({"rank": 16}) / seconds(None) == pytest.approx(2 / 3, abs=0.03)
+
+
 def test_a_sync_of_what_changed_is_told_by_the_bytes_that_it_sends():
     place = {"actor": "0-7", "rollout, reward": "8-15"}
     full, delta = (
@@ -255,3 +323,5 @@ def test_a_sync_of_what_changed_is_told_by_the_bytes_that_it_sends():
     assert sent_share(full.job) == 1 and sent_share(delta.job) == pytest.approx(share)
     saved = full.seconds(H100) - delta.seconds(H100)
     assert saved == pytest.approx((1 - share) * full.prediction(H100).network, rel=0.01)
+    together = job_of(qwen3_8b(), {"actor, rollout, reward": "0-7"}, 8, weight_sync={"delta": {}})
+    assert sent_share(together) == 1, "engines leave their GPUs"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rltrain.cluster import interfaces, world
 from rltrain.cluster.interfaces import address_among_nodes, interface_with, own_address
-from rltrain.cluster.world import World, start_process_groups
+from rltrain.cluster.world import World, join_world, start_process_groups
 from rltrain.errors import StallError
 from tests.unit.shared_store import on_ranks, open_store
 
@@ -56,6 +56,18 @@ def test_every_node_is_found_by_its_route_to_the_others(monkeypatch: pytest.Monk
 def test_a_second_node_that_does_not_come_is_named() -> None:
     with open_store() as store, pytest.raises(StallError, match="rank 0 has waited 0.1 s for .* the second node"):
         address_among_nodes(store, 0, 2, "127.0.0.1", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("num_ranks", "address"), [(2, "127.0.0.1"), (4, "10.0.0.1")])
+def test_ranks_of_several_nodes_know_the_address_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, address: str
+) -> None:
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "master"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world.dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, num_ranks)]))
+    monkeypatch.setattr(world, "join_attempt", lambda *_: 0)
+    monkeypatch.setattr(world, "address_among_nodes", lambda *_: "10.0.0.1")
+    assert join_world(timeout_s=1).address == address
 
 
 @pytest.fixture

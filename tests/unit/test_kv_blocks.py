@@ -26,6 +26,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.schedule.order import Order
 from rltrain.tasks.roles import TRAINED_PARTS
+from tests.model_shards import tiny_architecture
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 from tests.unit.schedule_configs import make_config
@@ -259,7 +260,8 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
 def test_auto_is_refused_where_others_will_need_what_is_free_now(device: str, leaves: bool, others: list[str]) -> None:
     def site(leaves: bool, others: list[str]) -> Any:
         world = SimpleNamespace(device=torch.device(device))
-        return SimpleNamespace(world=world, leaves=leaves, others=others)
+        served = {"config": make_config(model={"path": "m"}), "architecture": tiny_architecture(), "grid": Grid((0,))}
+        return SimpleNamespace(world=world, leaves=leaves, others=others, **served)
 
     budget = build.budget_within(site(leaves, others), "auto", "rollout")
     assert (budget is None) == (device == "cpu"), "a CPU has no limit"

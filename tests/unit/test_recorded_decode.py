@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rltrain.rollout.embedded import EmbeddedEngine
+from rltrain.rollout.embedded.decoder import Decoder
 from rltrain.rollout.embedded.kv_cache import rounded
+from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.recording import Recordings, recorder
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
@@ -112,3 +114,15 @@ def test_sizes_of_recorded_steps() -> None:
     assert sorted({rounded(n, 2) for n in range(1, 33)}) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     assert sorted({rounded(n, 4) for n in range(9, 65)}) == [10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
     assert all(n <= rounded(n, 4) <= n * 1.34 for n in range(1, 3000))
+
+
+def test_few_sizes_are_recorded(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs some 60 ms on a GPU, and memory: no more than two between powers of two, however many samples run."""
+    sizes, running = set[int](), set[int]()
+    forward, step = EngineModel.forward, Decoder.step
+    monkeypatch.setattr(EngineModel, "forward", lambda self, *rest: (sizes.add(len(rest[0])), forward(self, *rest))[1])
+    monkeypatch.setattr(Decoder, "step", lambda self, num, *rest: (running.add(num), step(self, num, *rest))[1])
+    engine, _, _ = recording_engine(qwen3, max_running_requests=64)
+    engine.generate(ragged_requests(64), SAMPLED)
+    assert max(running) == 64 and len(running) > 2 * 6 + 1
+    assert len(sizes) <= 2 * 6 + 1

@@ -59,11 +59,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,
-        *("observability.run_logs", "schedule", "rollout.layout", "reshard", "models", "cluster"),
+        *("observability.run_logs", "schedule", "rollout.layout", "rollout.workspace", "reshard", "models", "cluster"),
         "residency.memory_plan",
     ),
     "evaluation": (*BASE, "data"),
-    "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
+    "legality": (
+        *BASE,
+        *("schedule.shape", "residency.memory_plan", "models", "cluster", "algorithms", "rewards"),
+        "evaluation.estimators",
+    ),
     "importing": (*BASE, "data", "legality"),
     "folders": BASE,
     "roles": (
@@ -133,6 +137,7 @@ FAST_TO_IMPORT = (
     "reshard.plan.prediction",
     "reshard.megatron_layout",
     "rollout.layout",
+    "rollout.workspace",
     "dry_run.description",
     "sandbox.means",
     "interface",

@@ -23,6 +23,18 @@ def qwen3_30b_a3b() -> Architecture:
     )
 
 
+def qwen3_235b_a22b() -> Architecture:
+    return _qwen3(
+        family="qwen3_moe",
+        num_layers=94,
+        hidden_size=4096,
+        num_heads=64,
+        num_kv_heads=4,
+        ffn_hidden_size=12288,
+        moe=MoE(num_experts=128, top_k=8, ffn_hidden_size=1536),
+    )
+
+
 def deepseek_v3() -> Architecture:
     """671B parameters, without the layer for multi-token prediction."""
     return Architecture(

@@ -1,11 +1,16 @@
-"""Steps that NeMo-RL has published for H100s, beside what rltrain's estimates give for the same jobs.
+"""Steps that NeMo-RL has published for H100s, and training alone that Megatron Bridge has, beside what rltrain's
+estimates give for the same jobs.
 
     python tools/benchmarks/published.py
 
 Published: NVIDIA-NeMo/RL, docs/about/performance-summary.md. Sizes, batches and mean sequence lengths are those of its
 table for v0.4, steps those of v0.4 and, where it is known, of v0.6. Assumed: prompts of 160 tokens, the longest
 response as long as the sequence allows, full recomputation, SGLang as the engine, micro-batches of one longest
-sequence, and nothing but the efficiencies of rltrain/estimate/hardware.py. Prints a table in Markdown.
+sequence, and nothing but the efficiencies of rltrain/estimate/hardware.py.
+
+Training alone: NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11 on DGX-H100, with its sizes, but not
+interleaved where layers do not divide. It was in FP8, of which the estimate knows nothing; tokens were spread evenly
+over the experts, as they are taken to be here. Prints two tables in Markdown.
 """
 
 import sys
@@ -16,7 +21,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from model_shapes import deepseek_v3, qwen3_30b_a3b, qwen3_32b  # noqa: E402
+from model_shapes import deepseek_v3, qwen3_30b_a3b, qwen3_32b, qwen3_235b_a22b  # noqa: E402
 
 from rltrain.cluster.placement import resolve_placement  # noqa: E402
 from rltrain.config.schema import Config  # noqa: E402
@@ -24,6 +29,7 @@ from rltrain.estimate.hardware import GPUS  # noqa: E402
 from rltrain.estimate.peak import largest, rank_memories  # noqa: E402
 from rltrain.estimate.planned import PlannedJob, plan_job  # noqa: E402
 from rltrain.estimate.step_time import Clock  # noqa: E402
+from rltrain.estimate.training_time import TrainingTime  # noqa: E402
 from rltrain.estimate.workload import Workload  # noqa: E402
 from rltrain.models import Architecture  # noqa: E402
 
@@ -94,7 +100,64 @@ def planned(run: Published) -> PlannedJob:
     return plan_job(config, placement, dict.fromkeys(["actor", *placement.roles], architecture), RANKS_PER_NODE)
 
 
+@dataclass(frozen=True)
+class PreTraining:
+    """`tokens_per_s` of a GPU, as published. Sequences have 4096 tokens."""
+
+    name: str
+    model: Callable[[], Architecture]
+    num_gpus: int
+    samples: int
+    micro_batch: int
+    training: dict[str, int | bool]
+    dtype: str
+    tokens_per_s: float
+
+
+SEQUENCE_TOKENS = 4096
+EVEN = H100.model_copy(update={"efficiency": H100.efficiency.model_copy(update={"expert_imbalance": 1.0})})
+PRE_TRAINING = (
+    PreTraining(
+        "Qwen3-30B-A3B", qwen3_30b_a3b, 16, 512, 2, {"pp": 2, "vpp": 24, "ep": 8}, "FP8", 5275
+    ),
+    PreTraining(
+        "Qwen3-235B-A22B", qwen3_235b_a22b, 256, 2048, 1,
+        {"tp": 2, "pp": 8, "ep": 32, "etp": 1, "sequence_parallel": True}, "FP8", 1575,
+    ),
+)  # fmt: skip
+
+
+def tokens_per_s(run: PreTraining) -> float:
+    """Of a GPU, foretold."""
+    config = Config.model_validate(
+        {
+            "algorithm": "sft",
+            "steps": 10,
+            "placement": {"actor": "all"},
+            "model": {"path": run.name},
+            "data": {"train": {"path": "-"}, "max_prompt_tokens": 1},
+            "actor": {"parallel": run.training, "micro_batch_tokens": run.micro_batch * SEQUENCE_TOKENS},
+            "rollout": {
+                "sampling": {"max_response_tokens": SEQUENCE_TOKENS - 1},
+                "max_context_tokens": SEQUENCE_TOKENS,
+            },
+            "batch": {"prompts_per_step": run.samples, "samples_per_prompt": 1, "mini_batches": 1},
+        }
+    )
+    placement = resolve_placement(config.placement, run.num_gpus, RANKS_PER_NODE)
+    job = plan_job(config, placement, {"actor": run.model()}, RANKS_PER_NODE)
+    time = TrainingTime(job, "actor", EVEN, Workload(1, SEQUENCE_TOKENS - 1, SEQUENCE_TOKENS - 1))
+    return run.samples * SEQUENCE_TOKENS / (time.accumulating(1.0) + time.optimizer_steps()) / run.num_gpus
+
+
 def main() -> None:
+    _print_steps()
+    print("\n| model | H100s | published, tokens/s/GPU | foretold in bf16 |\n|---|---|---|---|")
+    for run in PRE_TRAINING:
+        print(f"| {run.name} | {run.num_gpus} | {run.tokens_per_s:g} ({run.dtype}) | {tokens_per_s(run):.0f} |")
+
+
+def _print_steps() -> None:
     print(
         "| model | H100s | order | published, s a step | foretold, s a step | of it generate, log-probs, train | peak |"
     )

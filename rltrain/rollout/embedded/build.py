@@ -12,6 +12,7 @@ from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
 from rltrain.rollout.embedded.parameters import allocate_parameters, quantized_matrices
 from rltrain.rollout.layout import whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
+from rltrain.rollout.workspace import workspace_beside_cache
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def keeps_recordings(site: EngineSite, kv_cache: MemoryPart) -> bool:
 
 def budget_within(site: EngineSite, given: float | str, role: str) -> KvBudget | None:
     """For the engine of a site, whose config section is `role`; ConfigError where auto cannot be known."""
-    budget = budget_of(given, site.world.device)
+    workspace_bytes = workspace_beside_cache(site.config, site.architecture, site.grid, role)
+    budget = budget_of(given, site.world.device, workspace_bytes)
     if budget and budget.given == "auto" and site.others and not site.leaves:
         raise ConfigError(
             f"{role}.kv_cache_gb: got auto for an engine that stays on its GPU beside {', '.join(site.others)}; "

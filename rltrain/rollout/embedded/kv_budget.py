@@ -7,10 +7,9 @@ import torch
 
 from rltrain.errors import ConfigError
 from rltrain.rollout.embedded.block_tables import blocks_of
+from rltrain.rollout.workspace import room_for_cache
 
 GB = 10**9
-_SHARE_OF_FREE = 0.9
-"""The rest is for what a step computes: activations of a prefill, logits, and recorded steps."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,20 @@ class KvBudget:
     num_bytes: Callable[[], int]
 
 
-def budget_of(given: float | str, device: torch.device) -> KvBudget | None:
-    """What rollout.kv_cache_gb means on `device`: "auto" is no limit where the device is the host."""
+def budget_of(given: float | str, device: torch.device, workspace_bytes: int) -> KvBudget | None:
+    """What rollout.kv_cache_gb means on `device`: "auto" is no limit where the device is the host, and on a GPU what is
+    free without the `workspace_bytes` that the engine needs besides."""
     if not isinstance(given, str):
         num_bytes = int(given * GB)
         return KvBudget(given, lambda: num_bytes)
-    return KvBudget(given, lambda: free_bytes(device)) if device.type == "cuda" else None
+    return KvBudget(given, lambda: free_bytes(device, workspace_bytes)) if device.type == "cuda" else None
 
 
-def free_bytes(device: torch.device) -> int:
-    """Of what is free on a CUDA device now, the share that keys and values may have."""
+def free_bytes(device: torch.device, workspace_bytes: int) -> int:
+    """Of what is free on a CUDA device now, what keys and values may have."""
     torch.cuda.empty_cache()  # what the allocator keeps for others lies in pieces
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _SHARE_OF_FREE)
+    free, total = torch.cuda.mem_get_info(device)
+    return room_for_cache(free, total, workspace_bytes)
 
 
 def num_blocks(

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from rltrain.rollout.embedded.kv_cache import Entered, Head, KvCache, Suffix
 from rltrain.rollout.embedded.model import EngineModel
+from rltrain.rollout.workspace import PASS_TOKENS
 
-_PASS_TOKENS = 8192
-"""Padded tokens of one pass; bounds its activations. A longer prompt stands alone."""
 _PASS_SCORES = 1 << 22
 """Pairs of a padded token and a position that it may attend to, in one pass over suffixes; bounds what one head takes
 for its scores."""
@@ -38,7 +37,7 @@ def head_passes(heads: Iterable[Head]) -> list[list[Head]]:
     """Those of `heads` that have tokens, from short to long, in parts that fit one pass each."""
     passes: list[list[Head]] = []
     for head in sorted((head for head in heads if head), key=len):
-        if passes and (len(passes[-1]) + 1) * len(head) <= _PASS_TOKENS:
+        if passes and (len(passes[-1]) + 1) * len(head) <= PASS_TOKENS:
             passes[-1].append(head)
         else:
             passes.append([head])
@@ -59,14 +58,14 @@ def suffix_passes(suffixes: Iterable[Suffix]) -> list[list[Suffix]]:
 
 
 def _pieces(suffix: Suffix) -> Iterator[Suffix]:
-    size = max(1, min(_PASS_TOKENS, _PASS_SCORES // suffix.end))
+    size = max(1, min(PASS_TOKENS, _PASS_SCORES // suffix.end))
     for start in range(0, len(suffix.tokens), size):
         yield Suffix(suffix.slot, suffix.first + start, suffix.tokens[start : start + size])
 
 
 def _fits_one_pass(suffixes: Sequence[Suffix]) -> bool:
     num_tokens = len(suffixes) * max(len(suffix.tokens) for suffix in suffixes)
-    return num_tokens <= _PASS_TOKENS and num_tokens * max(suffix.end for suffix in suffixes) <= _PASS_SCORES
+    return num_tokens <= PASS_TOKENS and num_tokens * max(suffix.end for suffix in suffixes) <= _PASS_SCORES
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> Tensor:

@@ -60,20 +60,21 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Product(torch.autograd.Function):
-    """inputs [..., inner] @ weight [outer, inner].T."""
+    """inputs [..., inner] @ weight [outer, inner].T. Of a frozen weight the inputs are not kept."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape = inputs.shape
         return rows_product(inputs.flatten(0, -2), weight).view(*inputs.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
-        of_rows, rows = gradients[0].flatten(0, -2), inputs.flatten(0, -2)
-        of_inputs = rows_product(of_rows, weight.t()).view_as(inputs) if ctx.needs_input_grad[0] else None
-        return of_inputs, columns_product(of_rows, rows) if ctx.needs_input_grad[1] else None
+        of_rows = gradients[0].flatten(0, -2)
+        of_inputs = rows_product(of_rows, weight.t()).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        return of_inputs, columns_product(of_rows, inputs.flatten(0, -2)) if ctx.needs_input_grad[1] else None
 
 
 class _Product:
