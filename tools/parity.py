@@ -3,9 +3,9 @@
     python tools/parity.py CHECKPOINT [--texts FILE] [--dtype bfloat16] [--residual-dtype float32] ...
 
 CHECKPOINT is a Hugging Face folder. One process runs the model of the training backend on all texts at once, as an
-update does, the embedded engine token by token, as it decodes, and with --transformers the model of transformers. Prints
-for every stage how far they are apart and names the first that differs by more than --threshold; exit status 1 if
-there is one.
+update does, the embedded engine token by token, as it decodes, and with --transformers that of transformers. Prints for
+every stage how far they are apart and names the first that differs by more than --threshold; exit status 1 if there
+is one.
 """
 
 import argparse
