@@ -20,7 +20,7 @@ from rltrain.errors import ParityError
 from rltrain.hub import with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts, doubts_about_variables
+from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
@@ -90,8 +90,9 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
     check(build_order(shortened(config), placement), placement)
     native.backend(world.device.type)
     if world.rank == 0:
-        on_gpus = world.device.type == "cuda"
-        for doubt in (*doubts(config, placement, on_gpus=on_gpus), *doubts_about_variables(os.environ)):
+        of_models = doubts_about_models(config, architectures)
+        of_placement = doubts(config, placement, on_gpus=world.device.type == "cuda")
+        for doubt in (*of_placement, *of_models, *doubts_about_variables(os.environ)):
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)

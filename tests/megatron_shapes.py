@@ -2,8 +2,9 @@
 
 Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
 "grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}, "latent_norm_eps": [of fused
-norms], "context_parallel": [[ranks, how] of each attention]}. Models have the local implementation, and where
-PYTHONPATH has the stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that.
+norms], "context_parallel": [[ranks, how] of each attention], "whole": [names of matrices that are no shards]}.
+Models have the local implementation, and where PYTHONPATH has the stand-in for Transformer Engine, which itself needs a
+GPU, rltrain's modules of that.
 """
 
 import json
@@ -34,7 +35,8 @@ from rltrain.cluster.rank_lists import model_group_lists
 from rltrain.models import Architecture
 from rltrain.reshard.megatron_layout import padded_vocab_size
 from rltrain.training.megatron.context_parallel import RING
-from rltrain.training.megatron.layers import HAVE_TE, block_spec
+from rltrain.training.megatron.implementation import HAVE_TE
+from rltrain.training.megatron.layers import block_spec, mark_parallel_weights
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.model_shards import VARIANTS, tiny_architecture
 
@@ -153,6 +155,8 @@ def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
         )
     module = torch.nn.ModuleList(chunks) if grid.vpp > 1 else chunks[0]
     held = [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if n.endswith("expert_bias"))]
+    if HAVE_TE:
+        mark_parallel_weights(module)
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)]
     return {
         "parameters": {name: list(tensor.shape) for name, tensor in held},
@@ -165,6 +169,7 @@ def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
             for name, m in module.named_modules()
             if HAVE_TE and name.endswith("core_attention") and m.cp_group
         ],
+        "whole": [n for n, p in module.named_parameters() if p.dim() > 1 and not vars(p).get("tensor_model_parallel")],
     }
 
 

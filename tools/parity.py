@@ -2,9 +2,10 @@
 
     python tools/parity.py CHECKPOINT [--texts FILE] [--dtype bfloat16] [--residual-dtype float32] ...
 
-CHECKPOINT is a Hugging Face folder. One process runs Megatron's model on all texts at once, as an update does, the
-embedded engine token by token, as it decodes, and with --transformers the model of transformers. Prints for every stage
-how far they are apart and names the first that differs by more than --threshold; exit status 1 if there is one.
+CHECKPOINT is a Hugging Face folder. One process runs the model of the training backend on all texts at once, as an
+update does, the embedded engine token by token, as it decodes, and with --transformers that of transformers. Prints for
+every stage how far they are apart and names the first that differs by more than --threshold; exit status 1 if there
+is one.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from rltrain.tools.parity.comparison import (
 from rltrain.tools.parity.samples import random_samples, read_samples
 from rltrain.tools.parity.states import Checked, Run, stages
 
-TRAINER, ENGINE, TRANSFORMERS = "trainer", "engine", "transformers"
+TRAINER, SHARDED, ENGINE, TRANSFORMERS = "trainer", "sharded trainer", "engine", "transformers"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--engine-checkpoint", type=Path, metavar="DIR", help="another for the engine (default: the same)"
     )
     made.add_argument("--texts", type=Path, metavar="FILE", help="one text per line (default: random tokens)")
+    made.add_argument("--backend", choices=["megatron", "fsdp"], default="megatron", help="of the trainer")
     made.add_argument("--samples", type=int, default=8, help="of random tokens")
     made.add_argument("--tokens", type=int, default=64, help="of a random sample; the most of a text")
     made.add_argument("--dtype", choices=sorted(THRESHOLDS), default="bfloat16", help="model.dtype")
@@ -54,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
 def compare(arguments: argparse.Namespace, console: Console) -> bool:
     """Print what was found; whether no stage is beyond the threshold. Raises UserError."""
     types = {"residual_dtype": arguments.residual_dtype, "head_dtype": arguments.head_dtype}
-    types = {key: value for key, value in types.items() if value != arguments.dtype}
+    types = {key: value for key, value in types.items() if value not in (None, arguments.dtype)}
+    if types and arguments.backend == "fsdp":
+        raise UserError(f"--backend fsdp: its model is computed in --dtype alone; expected no {', '.join(types)}")
     trained, served = (
         Checked(schema.Model(path=str(path), dtype=arguments.dtype, **types), arguments.device)
         for path in (arguments.checkpoint, arguments.engine_checkpoint or arguments.checkpoint)
@@ -65,7 +69,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> bool:
     else:
         samples = random_samples(arguments.samples, arguments.tokens, architecture.vocab_size)
     threshold = arguments.threshold or THRESHOLDS[arguments.dtype]
-    of_trainer = _run_of(TRAINER)(trained, samples)
+    of_trainer = _run_of(SHARDED if arguments.backend == "fsdp" else TRAINER)(trained, samples)
     others = [(ENGINE, served), *([(TRANSFORMERS, trained)] if arguments.transformers else [])]
     are_alike = True
     for name, checked in others:
@@ -80,6 +84,8 @@ def _run_of(name: str) -> Run:
     """Imported when it is run: Megatron and transformers take seconds to load."""
     if name == TRAINER:
         from rltrain.tools.parity.trainer_side import run_trainer as run
+    elif name == SHARDED:
+        from rltrain.tools.parity.sharded_side import run_sharded as run
     elif name == ENGINE:
         from rltrain.tools.parity.engine_side import run_engine as run
     else:

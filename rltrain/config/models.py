@@ -53,7 +53,7 @@ class MoE(Section):
     tokens than the mean, Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", algorithm 1. 0: it stays as
     it was loaded, and has to in models without such biases (qwen3_moe, mixtral)."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
-    """How tokens come to their experts' ranks. deepep, where installed, needs GPUs."""
+    """How tokens come to their experts' ranks. deepep, where installed, needs GPUs and dtype bfloat16."""
     log_loads: bool = False
     """Report the load of every expert of every layer; their imbalance is reported in any case."""
 

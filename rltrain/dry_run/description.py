@@ -36,7 +36,7 @@ from rltrain.estimate.workload import Workload
 from rltrain.hub import with_cached_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
-from rltrain.legality.doubts import doubts, doubts_about_variables
+from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
 from rltrain.legality.repeating import obstacle_to_repeating
 from rltrain.legality.schedule import check_schedule
 from rltrain.models import Architecture
@@ -91,7 +91,8 @@ def describe(config: Config, options: DryRunOptions) -> str:
         "Rows": describe_rows(config),
         **({"Reward": reward} if (reward := describe_reward(config)) and "reward" in grids else {}),
     }
-    if found := [*doubts(config, placement), *doubts_about_variables(os.environ)]:
+    of_models = doubts_about_models(config, architectures)
+    if found := [*doubts(config, placement), *of_models, *doubts_about_variables(os.environ)]:
         sections["Warnings"] = found
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
 

@@ -13,7 +13,12 @@ from rltrain.legality.router_replay import replay_problems_of_models
 from rltrain.legality.served_models import served_model_problems
 from rltrain.models import Architecture
 from rltrain.schedule.shape import RunShape
-from rltrain.tasks.roles import DECLARED, device_roles, served_roles, trained_roles
+from rltrain.tasks.roles import DECLARED, device_roles, model_roles, served_roles, trained_roles
+
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""That its buffers have settings for (deep_ep, Buffer.get_dispatch_config)."""
+DEEPEP_ELEMENTS = 8
+"""Of bfloat16, in the 16 bytes that it copies at a time."""
 
 
 def check_against_architecture(
@@ -24,6 +29,7 @@ def check_against_architecture(
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     problems += adapted_model_problems(config, architectures["actor"])
     problems += replay_problems_of_models(config, grids, architectures)
+    problems += _dispatcher_problems(config, grids, architectures)
     for role in grids:
         if role in device_roles():
             problems += _model_problems(config, role, architectures)
@@ -166,11 +172,6 @@ def _slice_problems(config: Config, key: str, grid: Grid, architecture: Architec
 
 def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     moe, key = architectures[role].moe, config.parallel_of(role)[1]
-    if moe and role in trained_roles() and config.model.dtype == "float16":
-        yield (
-            f"model.dtype: got float16, but {role}'s model has experts, whose optimizer would have a loss scale apart "
-            "from that of the others; expected bfloat16 or float32"
-        )
     owner = key.partition(".")[0]
     if moe is None:
         if owner == role or architectures[owner].moe:
@@ -186,6 +187,34 @@ def _expert_problems(config: Config, role: str, grid: Grid, architectures: Mappi
             yield (
                 f"{key}.{name}: got {given}, which does not divide the model's {whole} {of}; the nearest that does is "
                 f"{nearest}"
+            )
+
+
+def _dispatcher_problems(
+    config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
+) -> Iterator[str]:
+    """What DeepEP has no kernels for."""
+    if config.model.moe.dispatcher != "deepep":
+        return
+    given = "model.moe.dispatcher: got deepep"
+    found = [role for role in grids if role in model_roles() and architectures[role].moe]
+    if found and config.model.dtype != "bfloat16":
+        yield (
+            f"{given} with model.dtype {config.model.dtype}; expected alltoall, or model.dtype bfloat16: it sends "
+            "nothing else"
+        )
+    for role in found:
+        num_ranks, key = grids[role].ep * (grids[role].etp or grids[role].tp), config.parallel_of(role)[1]
+        if num_ranks > 1 and num_ranks not in DEEPEP_RANKS:
+            closest = min(DEEPEP_RANKS, key=lambda n: (abs(n - num_ranks), n))
+            yield (
+                f"{given}, and {key} has {num_ranks} ranks share a layer's experts (ep x etp), for which it has no "
+                f"buffers; expected alltoall, or a number that it has: the nearest is {closest}"
+            )
+        if architectures[role].hidden_size % DEEPEP_ELEMENTS:
+            yield (
+                f"{given}, and the model of role {role} has a hidden size of {architectures[role].hidden_size}; "
+                f"expected alltoall: it sends multiples of {DEEPEP_ELEMENTS} elements"
             )
 
 

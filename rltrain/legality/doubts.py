@@ -1,9 +1,11 @@
 """What a config may ask for and is probably not meant: worth a warning, in the dry run and at the start of a job."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.placement import Placement, format_ranks
 from rltrain.config.schema import Config
+from rltrain.models import Architecture
 from rltrain.residency.memory_plan import ranks_left_by_engines
 
 OF_SEQUENCES = ("gspo", "geometric_mean")
@@ -30,6 +32,23 @@ def doubts_about_variables(environment: Iterable[str]) -> Iterator[str]:
     for name in sorted(environment):
         if name.startswith("RLTRAIN_") and not name.startswith(OF_TESTS) and name not in VARIABLES:
             yield f"the environment variable {name} is read by nobody; expected one of {', '.join(VARIABLES)}"
+
+
+def doubts_about_models(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    """As `doubts`, of the models' config.json; `architectures` are by role, and none where there is no such file."""
+    algorithm, actor = algorithm_of(config), architectures.get("actor")
+    if actor is None or actor.moe is None or not (algorithm.trains and algorithm.generates):
+        return
+    model, rounded = config.model, config.rollout.dtype == "fp8"
+    if model.router_replay != "off" or config.backend_of("actor") != "megatron":
+        return
+    if model.dtype != "float32" or rounded:
+        weights = "rollout.dtype fp8" if rounded else f"model.dtype {model.dtype}"
+        yield (
+            f"model.router_replay: got off with experts and {weights}, in which the engine and the actor choose other "
+            "experts for some tokens, by which runs have come to grief; expected rollout: the actor's tokens visit the "
+            f"experts that the engine chose, for {actor.routing_bytes} bytes a token"
+        )
 
 
 def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Iterator[str]:

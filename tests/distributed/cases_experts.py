@@ -29,6 +29,9 @@ ALL = (0, 1, 2, 3)
 NUM_STEPS = 2
 MAX_TOKENS = 50
 EXPORTED = "tp2_ep2"
+HALF = ("deepseek_v3/pp2_ep2", "mixtral/tp2_ep2_plain")
+"""What is trained in float16 as well, in layouts of all ranks."""
+TOO_LARGE = schema.LossScale(initial=2.0**17)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,20 @@ def trained(checkpoints: dict[str, list[str]], folder: str, moe: dict[str, float
         for layout in layouts:
             if dist.get_rank() in LAYOUTS[layout].grid.ranks:
                 results[f"{name}/{layout}"] = _train(Path(folder, name), layout, groups, moe)
+            if f"{name}/{layout}" in HALF:
+                results[f"{name}/{layout}/float16"] = _overflow(Path(folder, name), layout, groups, moe)
     return results
+
+
+def _overflow(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
+    """In float16 from a loss scale that is too large for gradients: what steps report, and the biases around them."""
+    model = make_trained(path, LAYOUTS[name], groups, moe, dtype="float16", loss_scale=TOO_LARGE)
+    before, experience = _biases(model), share_of(path, LAYOUTS[name].grid)
+    steps = [model.train_batch(experience, likelihood_loss())]
+    kept = _biases(model) == before
+    while steps[-1]["overflowed_updates"]:
+        steps.append(model.train_batch(experience, likelihood_loss()))
+    return {"steps": steps, "biases_kept": kept, "biases_moved": _biases(model) != before}
 
 
 def _train(path: Path, name: str, groups: ProcessGroups, moe: dict[str, float]) -> dict[str, Any]:
@@ -140,7 +156,9 @@ def _relative_difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 
-def build(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> LanguageModel:
+def build(
+    path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float], dtype: str = "float32"
+) -> LanguageModel:
     grid, architecture = layout.grid, read_architecture(path)
     model = build_model(
         architecture,
@@ -148,7 +166,7 @@ def build(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, floa
         groups,
         model=schema.Model(
             path=str(path),
-            dtype="float32",
+            dtype=dtype,  # type: ignore[arg-type]
             recompute=layout.recompute,  # type: ignore[arg-type]
             cp_communication="all_to_all" if layout.by_heads else "auto",
             moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
@@ -167,11 +185,18 @@ def build(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, floa
     return model
 
 
-def make_trained(path: Path, layout: Layout, groups: ProcessGroups, moe: dict[str, float]) -> TrainableModel:
-    model = build(path, layout, groups, moe)
+def make_trained(
+    path: Path,
+    layout: Layout,
+    groups: ProcessGroups,
+    moe: dict[str, float],
+    dtype: str = "float32",
+    loss_scale: schema.LossScale | None = None,
+) -> TrainableModel:
+    model = build(path, layout, groups, moe, dtype)
     settings = schema.Actor(
         # With a small eps the first step is the gradient's sign, of elements that are 0 but for rounding, too.
-        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=1e-3),
+        optimizer=schema.Optimizer(lr=1e-3, weight_decay=0.1, eps=1e-3, loss_scale=loss_scale or schema.LossScale()),
         micro_batch_tokens=MAX_TOKENS,
         distributed_optimizer=layout.distributed,
         overlap=layout.overlap,

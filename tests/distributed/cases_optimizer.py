@@ -67,12 +67,14 @@ LAYOUTS = {
     "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),
     "dp4_plain": Way(dp=4, distributed=False, optimizer=MUON),
     "pp2_dp2_overlap": Way(pp=2, dp=2, overlap=True, optimizer=MUON),
+    "pp3_idle_stage": Way(pp=3, layers=(1, 0, 1), optimizer=MUON),
 }
 EXPERT_LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2_ep4": Way(tp=2, dp=2, ep=4, etp=1, optimizer=MUON),
     "dp4_ep2": Way(dp=4, ep=2, optimizer=MUON),
     "pp2_dp2_ep2_plain": Way(pp=2, dp=2, ep=2, distributed=False, optimizer=MUON),
+    "pp4_idle_stages": Way(pp=4, layers=(0, 1, 1, 0), optimizer=MUON),
 }
 
 

@@ -19,7 +19,9 @@ from tests.distributed.tiny_checkpoints import VOCAB_SIZE
 from tools.parity import compare, parser
 
 
-def all_cases(folder: str, disturbed: dict[str, list[str]], families: dict[str, str]) -> dict[str, Any]:
+def all_cases(
+    folder: str, disturbed: dict[str, list[str]], families: dict[str, str], others: dict[str, list[str]]
+) -> dict[str, Any]:
     dist.destroy_process_group()  # the tool makes its own
     path = Path(folder)
     results = {
@@ -28,6 +30,7 @@ def all_cases(folder: str, disturbed: dict[str, list[str]], families: dict[str, 
             name: printed(path, with_other_weights(path, tensors), "--threshold", "1e-4")
             for name, tensors in disturbed.items()
         },
+        "others": {case: of_other(families, *case.split(), tensors) for case, tensors in others.items()},
         "noise": {f"{residual}/{head}": noise(path, residual, head) for residual in WIDE for head in WIDE},
         "families": {name: of_family(Path(checkpoint)) for name, checkpoint in families.items()},
     }
@@ -36,6 +39,12 @@ def all_cases(folder: str, disturbed: dict[str, list[str]], families: dict[str, 
 
 
 WIDE = (None, "float32")
+
+
+def of_other(families: dict[str, str], backend: str, family: str, tensors: list[str]) -> list[tuple[bool, str]]:
+    """What is printed of the same weights, and of other ones in `tensors`."""
+    path, options = Path(families[family]), ("--backend", backend, "--threshold", "1e-4")
+    return [printed(path, served, *options) for served in (path, with_other_weights(path, tensors))]
 
 
 def printed(path: Path, served: Path, *options: str) -> tuple[bool, str]:
@@ -50,7 +59,7 @@ def printed(path: Path, served: Path, *options: str) -> tuple[bool, str]:
 def with_other_weights(path: Path, tensors: list[str]) -> Path:
     """A copy of the checkpoint in which `tensors` have another column, or if they are vectors another element."""
     copy = path / "_".join(tensors)
-    copy.mkdir()
+    copy.mkdir(exist_ok=True)
     (copy / "config.json").write_text((path / "config.json").read_text())
     weights = load_file(path / "model.safetensors")
     for name in tensors:

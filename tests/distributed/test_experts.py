@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.cases_experts import EXPORTED, LAYOUTS, response_mask
+from tests.distributed.cases_experts import EXPORTED, LAYOUTS, TOO_LARGE, response_mask
 from tests.distributed.family_checkpoints import (
     LENGTHS,
     OTHER_DENSE,
@@ -48,11 +48,8 @@ def train(folder: Path, layouts: dict[str, list[str]]) -> Reports:
         write_gradients(make_family_checkpoint(name, folder / name), response_mask())
     arguments = {"checkpoints": layouts, "folder": str(folder), "moe": BALANCED}
     ranks = run_distributed("tests.distributed.cases_experts:trained", 4, arguments, timeout_s=300)
-    return {
-        f"{name}/{layout}": [rank[f"{name}/{layout}"] for rank in ranks if f"{name}/{layout}" in rank]
-        for name in layouts
-        for layout in layouts[name]
-    }
+    cases = {case for rank in ranks for case in rank}
+    return {case: [rank[case] for rank in ranks if case in rank] for case in sorted(cases)}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 
 def check_gradients(reports: Reports) -> None:
-    found = {case: report["differences"] for case, of in reports.items() for report in of if report["differences"]}
+    found = {case: report["differences"] for case, of in reports.items() for report in of if report.get("differences")}
     assert found
     for case, differences in found.items():
         assert max(differences.values()) < RELATIVE, (case, differences)
@@ -80,6 +77,8 @@ def check_gradients(reports: Reports) -> None:
 def check_alike(reports: Reports) -> None:
     """Loss, gradient norm and loads of every step, biases and log-probs after them."""
     for case, of in reports.items():
+        if case.endswith("/float16"):
+            continue
         expected = reports[f"{case.split('/')[0]}/one_rank"][0]
         for report in of:
             for step, (found, wanted) in enumerate(zip(report["steps"], expected["steps"], strict=True)):
@@ -119,6 +118,30 @@ def test_biases_move_by_the_rate_on_every_rank(few: Reports) -> None:
     assert {values for report in stages for values in map(str, report["biases"][-1].values())} == {
         *map(str, after[-1].values())
     }
+
+
+def check_one_loss_scale(reports: Reports, name: str) -> None:
+    """Whichever gradients overflow, of experts or of others: it halves once, and no weight or bias moves."""
+    (expected,) = reports[f"{name.split('/')[0]}/one_rank"]
+    found = reports[f"{name}/float16"]
+    assert len(found) == 4 and all(report["steps"] == found[0]["steps"] for report in found)
+    *overflowed, made = found[0]["steps"]
+    assert overflowed
+    scales = [step["loss_scale"] for step in found[0]["steps"]]
+    assert scales == [TOO_LARGE.initial / 2 ** min(number + 1, len(overflowed)) for number in range(len(scales))]
+    for key in ("loss", "grad_norm", "moe_aux_loss", "moe_z_loss"):
+        assert made[key] == pytest.approx(expected["steps"][0][key], rel=0.01)
+    assert all(report["biases_kept"] for report in found)
+    assert any(report["biases_moved"] for report in found) == name.startswith(MODEL)
+
+
+def test_in_float16_experts_have_the_loss_scale_of_the_others(few: Reports) -> None:
+    check_one_loss_scale(few, f"{MODEL}/pp2_ep2")
+
+
+@pytest.mark.slow
+def test_in_float16_so_they_have_without_a_distributed_optimizer(many: Reports) -> None:
+    check_one_loss_scale(many, "mixtral/tp2_ep2_plain")
 
 
 def test_what_was_trained_is_in_transformers_what_it_was_in_training(few: Reports, folder: Path) -> None:

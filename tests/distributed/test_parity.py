@@ -18,6 +18,14 @@ DISTURBED = {
     "logits": ["lm_head.weight"],
 }
 """The stage that parts, by the tensors that are other ones."""
+OTHERS = {
+    "megatron qwen3_moe": ("layer 2 mlp", ["model.layers.2.mlp.experts.5.down_proj.weight"]),
+    "megatron deepseek_v3": ("layer 1 attention", ["model.layers.1.self_attn.kv_b_proj.weight"]),
+    "megatron glm4_moe": ("layer 3 mlp", ["model.layers.3.mlp.gate.e_score_correction_bias"]),
+    "fsdp mixtral": ("layer 1 mlp", ["model.layers.1.block_sparse_moe.experts.2.w2.weight"]),
+    "fsdp qwen2": ("layer 2 attention", ["model.layers.2.self_attn.o_proj.weight"]),
+}
+"""By backend and family, the same."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +33,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("parity")
     checkpoint = make_checkpoints(folder, ["qwen3"], num_hidden_layers=8, initializer_range=0.05)["qwen3"]
     families = {name: str(make_family_checkpoint(name, folder / name)) for name in FAMILIES}
-    arguments = {"folder": checkpoint, "disturbed": DISTURBED, "families": families}
+    families |= {name: str(make_family_checkpoint(name, folder / name)) for name in ("qwen2",)}
+    others = {case: tensors for case, (_, tensors) in OTHERS.items()}
+    arguments = {"folder": checkpoint, "disturbed": DISTURBED, "families": families, "others": others}
     (rank,) = run_distributed("tests.distributed.cases_parity:all_cases", 1, arguments, timeout_s=200)
     return rank
 
@@ -42,6 +52,13 @@ def test_the_first_stage_that_differs_is_named(found: dict[str, Any], stage: str
     alike, text = found["disturbed"][stage]
     assert not alike
     assert f"first stage beyond 1e-04: {stage}, by" in text
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_it_is_of_experts_latent_attention_and_backend_fsdp(found: dict[str, Any], case: str) -> None:
+    (alike, text), (disturbed, of_disturbed) = found["others"][case]
+    assert alike and not disturbed, text
+    assert f"first stage beyond 1e-04: {OTHERS[case][0]}, by" in of_disturbed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from rltrain.config.loader import load_config
 from rltrain.dry_run.description import describe_job
 from rltrain.dry_run.options import DryRunOptions
+from rltrain.legality.doubts import doubts_about_models
+from rltrain.models import read_architecture
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -92,3 +95,25 @@ def test_it_fits_and_its_step_is_foretold(
     text = describe_job(CONFIGS / f"{recipe}.yaml", [f"model.path={tmp_path}"], options)
     assert "Bytes, foretold for h100" in text and "a step: " in text
     assert stages is None or stages in text
+    assert "Warnings" not in text
+
+
+def test_experts_that_are_trained_without_the_engines_choice_are_doubted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    architectures, path = {"actor": read_architecture(tmp_path)}, f"model.path={tmp_path}"
+
+    def doubts(*settings: str) -> list[str]:
+        config = load_config(CONFIGS / "qwen3_30b_a3b.yaml", [path, "model.router_replay=off", *settings])
+        return [*doubts_about_models(config, architectures)]
+
+    (doubt,) = doubts()
+    assert doubt.startswith("model.router_replay: got off with experts and model.dtype bfloat16")
+    assert doubt.endswith(
+        "expected rollout: the actor's tokens visit the experts that the engine chose, for 384 bytes a token"
+    )
+    (doubt,) = doubts("model.dtype=float32", "rollout.dtype=fp8")
+    assert "with experts and rollout.dtype fp8" in doubt
+    for beyond_doubt in ("model.dtype=float32", "actor.backend=fsdp", "model.router_replay=recompute"):
+        assert doubts(beyond_doubt) == []
+    options = DryRunOptions(8, 8)
+    assert doubts()[0] in describe_job(CONFIGS / "qwen3_30b_a3b.yaml", [path, "model.router_replay=off"], options)

@@ -1,5 +1,6 @@
-"""What is refused of models with windows, further norms and rotary embeddings of other kinds."""
+"""What is refused of models with windows, further norms and rotary embeddings of other kinds, and of experts' ways."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,3 +54,33 @@ def test_what_there_is_not_is_refused_with_the_reason(
         check(architecture, **sections)
     for part in parts:
         assert part in str(refusal.value)
+
+
+EXPERTS = tiny_architecture("qwen3_moe", hidden_size=64, max_positions=4096)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "architecture", "ep", "parts"),
+    [
+        ("bfloat16", EXPERTS, 2, []),
+        ("float16", EXPERTS, 2, ["model.dtype float16", "or model.dtype bfloat16: it sends nothing else"]),
+        ("bfloat16", replace(EXPERTS, hidden_size=60), 2, ["has a hidden size of 60", "multiples of 8"]),
+        ("bfloat16", replace(EXPERTS, moe=replace(EXPERTS.moe, num_experts=6)), 6, ["6 ranks", "the nearest is 4"]),  # type: ignore[type-var]
+    ],
+)
+def test_deepep_is_refused_what_it_has_no_kernels_for(
+    dtype: str, architecture: Architecture, ep: int, parts: list[str]
+) -> None:
+    model = {"path": "m", "dtype": dtype, "moe": {"dispatcher": "deepep"}}
+    config = make_config(
+        placement={"actor": f"0-{ep - 1}", "rollout,reward": ep}, actor={"parallel": {"ep": ep}}, model=model
+    )
+    grids = role_grids(config, resolve_placement(config.placement, ep + 1, 8))
+    with pytest.raises(ConfigError) if parts else nullcontext() as refusal:
+        check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), architecture))
+    for part in parts:
+        assert part in str(refusal.value) and "model.moe.dispatcher: got deepep" in str(refusal.value)
+
+
+def test_experts_are_trained_in_float16() -> None:
+    check(EXPERTS, model={"path": "m", "dtype": "float16"})

@@ -1,6 +1,7 @@
 """The torch core attention over packed sequences, and the choice of the model's modules."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
-from rltrain.models import attention
+from rltrain.models import Architecture, attention
 from rltrain.training import packed_attention
-from rltrain.training.megatron import layers
+from rltrain.training.megatron import implementation
 from rltrain.training.megatron.attention import PackedAttention, packed_sequences, thd_sequences
 from rltrain.training.megatron.model import layout_of_model
-from tests.model_shards import tiny_architecture
+from tests.model_shards import LATENT, tiny_architecture
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+BY_HEADS = {"cp_communication": "all_to_all"}
 LENGTHS = {
     "one sequence": [7],
     "short ones share a batch": [3, 40, 1, 17, 40],
@@ -78,26 +80,49 @@ def model_section(transformer_impl: str, dtype: str = "bfloat16") -> schema.Mode
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_transformer_engine_is_used_only_where_it_can_be(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "HAVE_TE", installed)
-    assert layers.uses_transformer_engine(model_section("auto"), CUDA) is installed
-    assert layers.uses_transformer_engine(model_section("auto"), CPU) is False
-    assert layers.uses_transformer_engine(model_section("local"), CUDA) is False
+    monkeypatch.setattr(implementation, "HAVE_TE", installed)
+    assert implementation.uses_transformer_engine(model_section("auto"), CUDA) is installed
+    assert implementation.uses_transformer_engine(model_section("auto"), CPU) is False
+    assert implementation.uses_transformer_engine(model_section("local"), CUDA) is False
     with pytest.raises(ConfigError, match="model.transformer_impl is transformer_engine, but"):
-        layers.uses_transformer_engine(model_section("transformer_engine"), CPU)
+        implementation.uses_transformer_engine(model_section("transformer_engine"), CPU)
 
 
 def test_float32_takes_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "HAVE_TE", True)
-    assert layers.uses_transformer_engine(model_section("auto", "float32"), CUDA) is False
+    monkeypatch.setattr(implementation, "HAVE_TE", True)
+    assert implementation.uses_transformer_engine(model_section("auto", "float32"), CUDA) is False
     with pytest.raises(ConfigError, match=r"but model\.dtype is float32, .* or set model\.dtype to bfloat16"):
-        layers.uses_transformer_engine(model_section("transformer_engine", "float32"), CUDA)
+        implementation.uses_transformer_engine(model_section("transformer_engine", "float32"), CUDA)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "problem"),
+    [
+        (tiny_architecture("qwen3", head_dim=16), {}, None),
+        (tiny_architecture("qwen3", head_dim=12), {}, "the model's keys and values have 12 and 12"),
+        (tiny_architecture("deepseek_v3", head_dim=192, mla=replace(LATENT, value_head_dim=128)), BY_HEADS, None),
+        (tiny_architecture("deepseek_v3", head_dim=24), {}, "the model's keys and values have 24 and 5"),
+        (tiny_architecture("qwen3", head_dim=16, num_kv_heads=1), {}, None),
+        (tiny_architecture("qwen3", head_dim=16, num_kv_heads=1), BY_HEADS, "it shares out the 1 key-value heads"),
+    ],
+)
+def test_sequences_that_ranks_share_take_local_layers_where_it_has_no_kernel(
+    architecture: Architecture, settings: dict[str, str], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(implementation, "HAVE_TE", True)
+    shared, alone = Grid((0, 1), cp=2), Grid((0, 1))
+    auto, asked = (model_section(how).model_copy(update=settings) for how in ("auto", "transformer_engine"))
+    assert implementation.uses_transformer_engine(auto, CUDA, architecture, shared) is (problem is None)
+    assert implementation.uses_transformer_engine(asked, CUDA, architecture, alone)
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        implementation.uses_transformer_engine(asked, CUDA, architecture, shared)
 
 
 @pytest.mark.parametrize(("given", "refused"), [("1", True), ("0", False), (None, False)])
 def test_experts_in_one_parameter_are_refused(
     given: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "HAVE_TE", True)
+    monkeypatch.setattr(implementation, "HAVE_TE", True)
     if given is not None:
         monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", given)
     for architecture in (tiny_architecture("qwen3"), tiny_architecture("qwen3_moe")):

@@ -79,3 +79,13 @@ def test_attention_is_told_of_the_ranks_that_share_its_sequences(
 def test_norms_of_latents_have_their_own_epsilon(built: dict[str, list[dict[str, Any]]]) -> None:
     """Whatever the config's is, which here is another one."""
     assert {tuple(rank["latent_norm_eps"]) for name in built for rank in built[name]} == {(), (LATENT_NORM_EPS,)}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 tp2", "deepseek_v3 tp2 ep2 etp1", "moonlight tp2", "qwen3_moe tp2"])
+def test_gradient_norms_count_once_what_every_tensor_parallel_rank_has(
+    name: str, built: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Transformer Engine marks it as a shard."""
+    whole = {"kv_down_proj", "q_down_proj", "router"} if "deepseek" in name else {"kv_down_proj", "router"}
+    found = {key.split(".")[-2].removeprefix("linear_") for key in built[name][1]["whole"]}
+    assert found == (whole if "qwen3" not in name else {"router"})

@@ -30,6 +30,21 @@ class Checked:
         return Path(self.model.path)
 
 
+class Notes:
+    """What stages put out, call after call."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = {}
+
+    def add(self, stage: str, hidden: Tensor | tuple[Tensor, ...]) -> None:
+        """[..., values]; of several tensors the first."""
+        values = hidden[0] if isinstance(hidden, tuple) else hidden
+        self._values.setdefault(stage, []).append(values.detach().flatten(0, -2).float().cpu().clone())
+
+    def states(self) -> States:
+        return {stage: torch.cat(values) for stage, values in self._values.items()}
+
+
 def stages(num_layers: int) -> list[str]:
     """In the order of a forward pass."""
     of_layers = [stage for index in range(num_layers) for stage in stages_of_layer(index)]

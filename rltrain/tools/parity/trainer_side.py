@@ -26,7 +26,7 @@ def run_trainer(checked: Checked, samples: Samples) -> States:
     cannot be read or trained."""
     device = torch.device(checked.device)
     architecture = read_architecture(checked.path)
-    with _world_of_one(device) as backend:
+    with world_of_one(device) as backend:
         return _run(checked, samples, architecture, device, backend)
 
 
@@ -58,8 +58,8 @@ def _run(checked: Checked, samples: Samples, architecture: Architecture, device:
 
 
 @contextmanager
-def _world_of_one(device: torch.device) -> Iterator[str]:
-    """Its backend. RuntimeError where torch.distributed is initialised already."""
+def world_of_one(device: torch.device) -> Iterator[str]:
+    """A process group of one rank; its backend. RuntimeError where torch.distributed is initialised already."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

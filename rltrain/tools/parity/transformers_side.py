@@ -1,12 +1,12 @@
 """The model of transformers, sample by sample without a cache."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rltrain.models.stages import EMBEDDING, FINAL_NORM, LOGITS, LOGPROBS, stages_of_layer
-from rltrain.tools.parity.states import Checked, Samples, States, next_token_logprobs
+from rltrain.tools.parity.states import Checked, Notes, Samples, States, next_token_logprobs
 
 
 def run_transformers(checked: Checked, samples: Samples) -> States:
@@ -15,21 +15,17 @@ def run_transformers(checked: Checked, samples: Samples) -> States:
 
     model: Any = AutoModelForCausalLM.from_pretrained(checked.path, dtype=getattr(torch, checked.model.dtype))
     model.to(checked.device).eval()
-    steps: dict[str, list[Tensor]] = {}
-
-    def note(stage: str, hidden: Any) -> None:
-        values = hidden[0] if isinstance(hidden, tuple) else hidden
-        steps.setdefault(stage, []).append(values.detach().flatten(0, -2).float().cpu().clone())
-
-    _watch(model.model, note)
+    notes = Notes()
+    watch(model.model, notes.add)
     with torch.no_grad():
         for sample in samples:
-            note(LOGITS, model(torch.tensor([sample], device=checked.device), use_cache=False).logits)
-    states = {stage: torch.cat(values) for stage, values in steps.items()}
+            notes.add(LOGITS, model(torch.tensor([sample], device=checked.device), use_cache=False).logits)
+    states = notes.states()
     return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
 
 
-def _watch(decoder: Any, note: Any) -> None:
+def watch(decoder: Any, note: Callable[[str, Any], None]) -> None:
+    """Have transformers' decoder tell what its stages put out in every forward pass."""
     decoder.embed_tokens.register_forward_hook(lambda module, given, made: note(EMBEDDING, made))
     for index, layer in enumerate(decoder.layers):
         attention, mlp = stages_of_layer(index)

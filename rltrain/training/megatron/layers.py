@@ -1,13 +1,10 @@
 """The modules a model is made of: Megatron's own with torch kernels ("local"), or Transformer Engine's; value heads."""
 
-import importlib.util
-import os
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -30,12 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from rltrain.cluster.grid import Grid
-from rltrain.config import schema
-from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.deepseek import LATENT_NORM_EPS
-from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
@@ -53,9 +46,6 @@ LOCAL_EXPERT = MLPSubmodules(
 )
 
 Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
-
-SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
-"""Of Transformer Engine: its grouped products then have one parameter for all experts."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -146,67 +136,6 @@ class DeferredHead(torch.nn.Module):
 def parameter_device(config: TransformerConfig) -> str | int:
     """Where Megatron makes parameters."""
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
-def uses_transformer_engine(
-    model: schema.Model, device: torch.device, architecture: Architecture | None = None
-) -> bool:
-    """Whether model.transformer_impl means Transformer Engine here; ConfigError if it is asked for and cannot be had.
-
-    It has no fused attention over packed sequences in float32, which therefore takes the local layers, and no layers of
-    some architectures.
-    """
-    obstacle = _obstacle_to_transformer_engine(model, device)
-    if obstacle is None and architecture is not None and (mechanisms := local_mechanisms(architecture)):
-        obstacle = (
-            f"the model has {mechanisms[0]}, which rltrain trains by Megatron's local layers alone",
-            "use another",
-        )
-    if model.transformer_impl == "transformer_engine" and obstacle is not None:
-        problem, remedy = obstacle
-        raise ConfigError(
-            f"model.transformer_impl is transformer_engine, but {problem}; set it to auto or local, or {remedy}"
-        )
-    return obstacle is None and model.transformer_impl != "local"
-
-
-def check_names_of_experts(architecture: Architecture) -> None:
-    """ConfigError where Transformer Engine would keep a layer's experts in one parameter, under another name."""
-    if architecture.moe and os.environ.get(SINGLE_PARAMETER, "0") not in ("", "0"):
-        raise ConfigError(
-            f"the environment variable {SINGLE_PARAMETER} is {os.environ[SINGLE_PARAMETER]}: Transformer Engine would "
-            "keep all experts of a layer in one parameter, where weight syncs and checkpoints expect one for each; "
-            "unset it, or set model.transformer_impl to local"
-        )
-
-
-def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid, device: torch.device) -> None:
-    """ConfigError where model.moe.dispatcher is deepep and that cannot be had."""
-    if architecture.moe is None or model.moe.dispatcher != "deepep":
-        return
-    problem = None
-    if device.type != "cuda":
-        problem = "this machine has no GPU"
-    elif importlib.util.find_spec("deep_ep") is None:
-        problem = "deep_ep cannot be imported"
-    elif grid.ep * (grid.etp or grid.tp) == 1:
-        problem = "every rank has all experts whole (ep and etp are 1)"
-    if problem:
-        raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
-
-
-def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
-    """(what is in its way, what would help)."""
-    if model.dtype == "float32":
-        return (
-            "model.dtype is float32, for which it has no attention over packed sequences",
-            "set model.dtype to bfloat16",
-        )
-    if model.lora is not None:
-        return "model.lora is set, whose adapters are beside Megatron's own layers", "leave model.lora out"
-    if not HAVE_TE:
-        return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
-    return ("this machine has no GPU", "run it on one that has") if device.type != "cuda" else None
 
 
 def block_spec(
@@ -375,7 +304,8 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
     """Tell gradient norms which weights are shards, and data parallelism which ranks share an expert's.
 
     Megatron does the first while it initialises weights, which is skipped, and the second only where ep is above 1;
-    where etp is below tp other ranks share an expert's weights than share the others all the same.
+    where etp is below tp other ranks share an expert's weights than share the others all the same. Transformer Engine
+    marks every weight of a product as a shard, those that all tensor-parallel ranks have as well.
     """
     axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, DeferredHead: 0, RowParallelLinear: 1}
     for module in model.modules():
@@ -383,6 +313,8 @@ def mark_parallel_weights(model: torch.nn.Module) -> None:
         axis = next((axis for kind, axis in axes.items() if isinstance(module, kind)), None)
         if axis is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_parallel_attributes(weight, is_parallel=True, dim=axis, stride=1)
+        if weight is not None and getattr(module, "parallel_mode", "column") is None:
+            weight.tensor_model_parallel = False
     for name, parameter in model.named_parameters():
         if is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]

@@ -37,18 +37,20 @@ from rltrain.training.megatron.architecture_settings import (
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
 from rltrain.training.megatron.groups import process_group_collection
+from rltrain.training.megatron.implementation import (
+    check_dispatcher,
+    check_names_of_experts,
+    uses_transformer_engine,
+)
 from rltrain.training.megatron.latent_attention import rotate_by_position
 from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
     add_final_norm,
     block_spec,
-    check_dispatcher,
-    check_names_of_experts,
     mark_parallel_weights,
     place_shared_gates,
     scale_embedding,
-    uses_transformer_engine,
 )
 from rltrain.training.megatron.lora import Adapters, is_adapter
 from rltrain.training.megatron.options import ModelOptions
@@ -221,7 +223,7 @@ def build_model(
     gathers_tokens = splits_sequences(architecture, grid, parallel) or model.moe.dispatcher == "allgather"
     if gathers_tokens and parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    options = ModelOptions(model, parallel, device, uses_transformer_engine(model, device, architecture))
+    options = ModelOptions(model, parallel, device, uses_transformer_engine(model, device, architecture, grid))
     check_dispatcher(architecture, model, grid, device)
     collection = process_group_collection(grid, groups)
     config = transformer_config(architecture, grid, collection.pp.rank(), options)
@@ -231,7 +233,7 @@ def build_model(
 
 def layout_of_model(architecture: Architecture, grid: Grid, *, model: schema.Model, device: torch.device) -> Layout:
     """Where the parameters lie that build_model makes. ConfigError as there."""
-    transformer_engine = uses_transformer_engine(model, device, architecture)
+    transformer_engine = uses_transformer_engine(model, device, architecture, grid)
     if transformer_engine:
         check_names_of_experts(architecture)
     return megatron_layout(architecture, grid, dtype=model.dtype, transformer_engine=transformer_engine)

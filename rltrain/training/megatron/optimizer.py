@@ -15,7 +15,28 @@ from rltrain.training.megatron.loss_scale import scaler_settings
 
 
 class OptimizerWithExperts(ChainedOptimizer):
-    """One optimizer for what all ranks of data parallelism share, and one for experts, which fewer ranks share."""
+    """One optimizer for what all ranks of data parallelism share, and one for experts, which fewer ranks share. In fp16
+    they have one loss scale."""
+
+    def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
+        super().__init__(chained_optimizers)
+        self.grad_scaler = getattr(chained_optimizers[0], "grad_scaler", None)
+        for member in chained_optimizers if self.grad_scaler else ():
+            member.grad_scaler = self.grad_scaler
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """As Megatron has it, but that the loss scale follows from both members' gradients together, and moves once.
+        Collective over: the role's ranks."""
+        if self.grad_scaler is None:
+            return bool(super().prepare_grads())
+        overflowed = False
+        for member in self.chained_optimizers:
+            if not member.is_stub_optimizer:
+                member._copy_model_grads_to_main_grads()
+            overflowed |= member._unscale_main_grads_and_check_for_nan()
+        self.grad_scaler.update(overflowed)
+        return overflowed
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> float:

@@ -39,7 +39,7 @@ def replace_steps(model: LanguageModel, optimizer: MegatronOptimizer, settings: 
             firsts.append(first_of(member, parameter))
         exchange = None
         if settings.name == "muon":
-            boxes = _boxes(found, firsts, matrices)
+            boxes = _boxes(found, firsts, matrices, model.layout.on(dist.get_rank()).pieces[:0])
             shapes = model.layout.tensors.shapes
             exchange = MatrixExchange.of(boxes, shapes, model.pg_collection.tp_dp_cp, model.device)
         slots = [slot for _, slot in found]
@@ -96,9 +96,9 @@ def _matrix_pieces(model: LanguageModel) -> Mapping[str, Array]:
     return found
 
 
-def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[str, Array]) -> Array:
-    """What this rank's slots hold of matrices; `parameter` is the slot's number."""
-    tables = []
+def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[str, Array], none: Array) -> Array:
+    """What this rank's slots hold of matrices; `parameter` is the slot's number. `none` where they hold nothing."""
+    tables = [none]
     for number, ((name, slot), first) in enumerate(zip(found, firsts, strict=True)):
         if slot.matrices:
             pieces = matrices[name].copy()
@@ -106,7 +106,7 @@ def _boxes(found: list[tuple[str, Slot]], firsts: list[int], matrices: Mapping[s
             cut = within(pieces, np.array([first]), np.array([first + slot.key.numel()]))
             cut["parameter"] = number
             tables.append(cut)
-    return np.concatenate(tables) if tables else np.empty(0, dtype=next(iter(matrices.values())).dtype)
+    return np.concatenate(tables)
 
 
 def _nothing() -> None:

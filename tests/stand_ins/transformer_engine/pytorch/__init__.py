@@ -1,12 +1,17 @@
-"""The modules that hold parameters, by the constructors' arguments that megatron-core 0.16.1 gives them."""
+"""The modules that hold parameters, by the arguments that megatron-core 0.16.1 gives constructors and calls. They are
+computed in the plainest way, with megatron-core's collectives."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed import get_process_group_ranks
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import linear, rms_norm
+from transformer_engine.pytorch.attention_rules import DotProductAttention
+
+__all__ = ["DotProductAttention", "GroupedLinear", "LayerNormLinear", "Linear", "RMSNorm"]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +44,7 @@ class _Parallel(Module):
     ) -> None:
         super().__init__()
         assert parallel_mode in ("column", "row", None) and not (return_bias and not bias)
+        assert not fuse_wgrad_accumulation, "is not in the stand-in"
         # The group's size wins over the argument.
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.in_features, self.out_features = in_features, out_features
@@ -46,11 +52,44 @@ class _Parallel(Module):
             self.out_features = _share(out_features, self.tp_size)
         elif parallel_mode == "row":
             self.in_features = _share(in_features, self.tp_size)
-        self.parallel_mode, self.use_bias = parallel_mode, bias
+        self.parallel_mode, self.use_bias, self.return_bias = parallel_mode, bias, return_bias
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel and self.tp_size > 1
         self._made = {"device": device, "dtype": params_dtype}
 
     def _register(self, name: str, *shape: int) -> None:
         self.register_parameter(name, Parameter(torch.empty(shape, **self._made)))
+
+    def _register_weight(self, number: int | str = "") -> None:
+        """Marked as a shard whether it is one or not, as Transformer Engine does."""
+        self._register(f"weight{number}", self.out_features, self.in_features)
+        weight = getattr(self, f"weight{number}")
+        weight.tensor_model_parallel, weight.partition_stride = True, 1
+        weight.partition_dim = int(self.parallel_mode == "row")
+        if self.use_bias:
+            self._register(f"bias{number}", self.out_features)
+
+    def _product(self, x: Tensor) -> Any:
+        """`x` [tokens (of this rank), ..., in_features]. Collective over: the tensor-parallel group."""
+        assert x.dtype == self.weight.dtype and x.size(-1) == self.in_features
+        bias = self.bias if self.use_bias else None
+        taken, given = _collectives(self.sequence_parallel)
+        if self.tp_size > 1 and self.parallel_mode == "column":
+            x = taken(x, group=self.tp_group)
+        made = linear(x, self.weight, None if self.return_bias or self.parallel_mode == "row" else bias)
+        if self.tp_size > 1 and self.parallel_mode == "row":
+            made = given(made, group=self.tp_group)
+        if self.parallel_mode == "row" and bias is not None and not self.return_bias:
+            made = made + bias
+        return (made, bias) if self.return_bias else made
+
+
+def _collectives(sequence_parallel: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Before and behind a product that tensor-parallel ranks share."""
+    from megatron.core.tensor_parallel import mappings  # which imports this package
+
+    if sequence_parallel:
+        return mappings.gather_from_sequence_parallel_region, mappings.reduce_scatter_to_sequence_parallel_region
+    return mappings.copy_to_tensor_model_parallel_region, mappings.reduce_from_tensor_model_parallel_region
 
 
 def _share(features: int, tp_size: int) -> int:
@@ -61,9 +100,10 @@ def _share(features: int, tp_size: int) -> int:
 class Linear(_Parallel):
     def __init__(self, *, tp_group: Any = None, **settings: Any) -> None:
         super().__init__(tp_group=tp_group, **settings)
-        self._register("weight", self.out_features, self.in_features)
-        if self.use_bias:
-            self._register("bias", self.out_features)
+        self._register_weight()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._product(inp)
 
 
 class LayerNormLinear(_Parallel):
@@ -78,13 +118,15 @@ class LayerNormLinear(_Parallel):
     ) -> None:
         super().__init__(**settings)
         assert self.parallel_mode == "column" and not return_layernorm_output
+        assert normalization == "RMSNorm" and not zero_centered_gamma
         self.eps = eps
         self._register("layer_norm_weight", self.in_features)
-        if normalization != "RMSNorm":
-            self._register("layer_norm_bias", self.in_features)
-        self._register("weight", self.out_features, self.in_features)
-        if self.use_bias:
-            self._register("bias", self.out_features)
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        self._register_weight()
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        assert inp.dtype == self.layer_norm_weight.dtype
+        return self._product(rms_norm(inp, (self.in_features,), self.layer_norm_weight, self.eps))
 
 
 class GroupedLinear(_Parallel):
@@ -92,9 +134,14 @@ class GroupedLinear(_Parallel):
         super().__init__(**settings)
         self.num_gemms = num_gemms
         for number in range(num_gemms):
-            self._register(f"weight{number}", self.out_features, self.in_features)
-            if self.use_bias:
-                self._register(f"bias{number}", self.out_features)
+            self._register_weight(number)
+
+    def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
+        """`inp` [tokens of one expert after those of the other, in_features]."""
+        assert not self.use_bias and len(m_splits) == self.num_gemms and sum(m_splits) == len(inp)
+        assert self.parallel_mode is None or self.tp_size == 1, "is left to the dispatcher of tokens"
+        shares = inp.split([int(size) for size in m_splits])
+        return torch.cat([linear(x, getattr(self, f"weight{number}")) for number, x in enumerate(shares)])
 
 
 class RMSNorm(Module):
@@ -108,38 +155,9 @@ class RMSNorm(Module):
         device: Any,
     ) -> None:
         super().__init__()
-        self.weight = Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device))
+        assert not zero_centered_gamma
+        self.weight, self.eps = Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device)), eps
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
-
-class DotProductAttention(Module):
-    """Has no parameters. Refuses heads that it could not share out, and context parallelism of which it is not told
-    all, or told as it would not understand."""
-
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        attention_dropout: float,
-        attn_mask_type: str,
-        sequence_parallel: bool,
-        tp_size: int,
-        get_rng_state_tracker: Callable[[], Any] | None,
-        tp_group: Any,
-        layer_number: int,
-        num_gqa_groups: int | None,
-        attention_type: str,
-        softmax_scale: float | None,
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        super().__init__()
-        if cp_group is not None:
-            assert cp_global_ranks == get_process_group_ranks(cp_group) and cp_stream is not None
-            assert cp_comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p")
-        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
-        tp_size = tp_size if tp_group is None else tp_group.size()
-        num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        assert num_attention_heads % num_gqa_groups == 0
-        assert num_attention_heads % tp_size == 0 and num_gqa_groups % tp_size == 0
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -1,0 +1,29 @@
+"""Rotation of heads in packed sequences, of which a rank may have two slices each."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module("transformer_engine.pytorch.absent"), name)
+
+
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, tensor_format: str, fused: bool, cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    """`t` [rows of this rank, heads, head_dim], angles `freqs` [positions, 1, 1, head_dim] in fp32; `cu_seqlens` are of
+    whole sequences."""
+    assert tensor_format == "thd" and fused and t.dim() == 3 and freqs.dtype == torch.float32
+    positions = []
+    for length in cu_seqlens.diff().tolist():
+        slices = torch.arange(length).chunk(2 * cp_size if cp_size > 1 else 1)
+        positions += [slices[cp_rank], slices[-1 - cp_rank]] if cp_size > 1 else slices
+    angles = freqs[torch.cat(positions)].flatten(1, 2)
+    first, second = t.float().chunk(2, dim=-1)
+    turned = t.float() * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return turned.to(t.dtype)
