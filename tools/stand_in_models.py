@@ -124,6 +124,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     r"kimi-k2": _large(
         "7168 61 64 18432 2048 384 8",
+        model_type="kimi_k2",
         q_lora_rank=1536,
         n_shared_experts=1,
         first_k_dense_replace=1,
@@ -166,6 +167,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=1e6,
         max_position_embeddings=202752,
     ),
+    r"glm-4\.7-flash": _large(
+        "2048 47 20 10240 1536 64 4",
+        model_type="glm4_moe_lite",
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        vocab_size=154880,
+        eos_token_id=[154820, 154827, 154829],
+        max_position_embeddings=202752,
+    ),
+    r"mimo-7b": _dense(
+        QWEN2,
+        "4096 36 32 8 11008",
+        model_type="mimo",
+        num_nextn_predict_layers=1,
+        rope_theta=640000,
+        vocab_size=151680,
+    ),
+    r"minimax-m2": _dense(
+        QWEN3,
+        "3072 62 48 8 1536",
+        model_type="minimax_m2",
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        rotary_dim=64,
+        rope_theta=5e6,
+        vocab_size=200064,
+        eos_token_id=200020,
+        max_position_embeddings=196608,
+    ),
     r"gemma-(1\.1-)?2b": _dense(GEMMA, "2048 18 8 1 16384", tied=True),
     r"gemma-(1\.1-)?7b": _dense(GEMMA, "3072 28 16 16 24576", tied=True),
     r"seed-oss-36b": _dense(
@@ -191,8 +230,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-4\.7-flash|glm-5|"
-    r"gpt-?oss|nemotron|mimo|minimax|deepseek-v[24]|hy-?v?3)"
+    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-5|"
+    r"gpt-?oss|nemotron|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
 )
 
 

@@ -80,9 +80,10 @@ def test_tokens_visit_the_experts_of_transformers(
     layer = model.model.layers[architecture.sparse_layers.index(True)]
     gate = layer.mlp.gate
     hidden = torch.randn(200, architecture.hidden_size, dtype=dtype)
-    exact = gate.float()
-    _, weights, experts = exact(hidden.float())
-    found = route(hidden, gate.weight.to(dtype), getattr(gate, "e_score_correction_bias", None), moe)
+    exact, of_block = gate.float(), getattr(layer.mlp, "e_score_correction_bias", None)
+    _, weights, experts = exact(hidden.float(), *([] if of_block is None else [of_block]))
+    bias = getattr(gate, "e_score_correction_bias", of_block)
+    found = route(hidden, gate.weight.to(dtype), bias, moe)
     experts, order = experts.sort(-1)
     found_experts, found_order = found.experts.sort(-1)
     assert torch.equal(found_experts, experts)

@@ -34,15 +34,15 @@ from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
-from rltrain.models.deepseek import LATENT_NORM_EPS
 from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
-from rltrain.training.megatron.fused import GatedActivation, RmsNorm, takes_fused
+from rltrain.training.megatron.fused import GatedActivation
 from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.linear import ColumnProduct, RowProduct
+from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, parameter_device
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
@@ -56,40 +56,6 @@ Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
 
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """Of Transformer Engine: its grouped products then have one parameter for all experts."""
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism. With
-    `layernorm_zero_centered_gamma` it multiplies by 1 + weight."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-
-    def gain(self) -> Tensor:
-        """What it multiplies by, in fp32 where it is not the weight itself."""
-        if not self.offset:
-            return self.weight
-        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """In the weights' type, rounded once, also where `x` is wider."""
-        weight = self.gain()
-        if not takes_fused(x):
-            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
-            normed = torch.nn.functional.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps)
-            return normed.to(self.weight.dtype)
-        assert self.eps is not None
-        fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
-        return fused.to(self.weight.dtype)
-
-
-class LatentNorm(RMSNorm):
-    """The norm of a latent that queries, or keys and values, are made from."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
-        super().__init__(config, hidden_size, LATENT_NORM_EPS)
 
 
 class ValueHead(torch.nn.Module):
@@ -141,11 +107,6 @@ class DeferredHead(torch.nn.Module):
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group), None
         return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group), None
-
-
-def parameter_device(config: TransformerConfig) -> str | int:
-    """Where Megatron makes parameters."""
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def uses_transformer_engine(
@@ -274,7 +235,7 @@ def _local_layer(architecture: Architecture, number: int, experts: bool) -> Modu
 
 
 def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
-    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    of_queries, of_keys = _head_norms(architecture)
     window = architecture.window_of(number)
     base = int(window is not None and architecture.sliding_rope_theta is not None)
     rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture), architecture.rotates_pairs)
@@ -282,14 +243,23 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
         linear_qkv=ColumnProduct,
         core_attention=ModuleSpec(module=PackedAttention, params={"window": window}),
         linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=of_queries,
+        k_layernorm=of_keys,
     )
     return ModuleSpec(
         module=FusedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
         submodules=_with_post_norm_of(architecture, submodules, "linear_proj"),
     )
+
+
+def _head_norms(architecture: Architecture) -> tuple[Any, Any]:
+    """Of queries and of keys."""
+    if not architecture.norms_projections:
+        return (RMSNorm, RMSNorm) if architecture.qk_norm else (IdentityOp, IdentityOp)
+    counts = architecture.num_heads, architecture.num_kv_heads
+    of_queries, of_keys = (ModuleSpec(module=ProjectionNorm, params={"num_heads": count}) for count in counts)
+    return of_queries, of_keys
 
 
 def _local_latent_attention() -> ModuleSpec:
