@@ -28,6 +28,7 @@ MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
 MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 """Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""

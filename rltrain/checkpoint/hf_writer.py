@@ -99,6 +99,7 @@ def save_checkpoint(
     """
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
+        further = PredictionLayers(like)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     mine = _allocated(layout, rank, next(iter(source_tensors.values())).device)
@@ -106,8 +107,6 @@ def save_checkpoint(
         sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
         held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
         execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
-    with _writing(directory):
-        further = PredictionLayers(like)
     files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
     first = rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
@@ -121,8 +120,7 @@ def save_checkpoint(
                 _write_file(partial_directory / file.name, file, mine, further)
         if first:
             write_index(partial_directory, files)
-            settings = _value_settings(architecture, like) if architecture.head == "value" else {}
-            write_config(like, partial_directory, str(dtype).removeprefix("torch."), settings)
+            _write_settings(partial_directory, architecture, like, dtype)
             copy_carried_files(like, partial_directory)
             _write_notes(partial_directory, notes)
         _barrier(group)
@@ -165,6 +163,11 @@ def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor], further
     with SafetensorsFile(path, file.entries, METADATA) as opened:
         for entry in opened.entries:
             opened.append(entry.name, tensors[entry.name] if entry.name in tensors else further.read(entry.name))
+
+
+def _write_settings(folder: Path, architecture: Architecture, like: Path, dtype: torch.dtype) -> None:
+    settings = _value_settings(architecture, like) if architecture.head == "value" else {}
+    write_config(like, folder, str(dtype).removeprefix("torch."), settings)
 
 
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ from rltrain.models.rope_scaling import Scaling, read_rope
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma3_text", "seed_oss", "mimo",
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
     "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
 )  # fmt: skip
 CONFIG_FILE = "config.json"
@@ -23,9 +23,10 @@ Head = Literal["vocabulary", "value"]
 Activation = Literal["silu", "gelu_tanh"]
 """Of the gate of an MLP; GELU by its approximation with tanh."""
 
-HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
+HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
 """Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
-TIED_UNLESS_TOLD = ("gemma", "gemma3_text")
+GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
+TIED_UNLESS_TOLD = GEMMA_FAMILIES
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2")
 LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 QKV_BIAS_FAMILIES = ("qwen2", "mimo")
@@ -53,10 +54,16 @@ ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": T
 OUTPUT_BIAS_KEY = {"llama": "attention_bias", "seed_oss": "attention_out_bias"}
 """Families of which some have one on what attention adds to the hidden state too, and the key that says so."""
 GELU_TANH = "gelu_pytorch_tanh"
-HIDDEN_ACT = {"gemma": ("hidden_act", GELU_TANH, "gelu"), "gemma3_text": ("hidden_activation", GELU_TANH)}
+HIDDEN_ACT = {
+    "gemma": ("hidden_act", GELU_TANH, "gelu"),
+    "gemma2": ("hidden_activation", GELU_TANH),
+    "gemma3_text": ("hidden_activation", GELU_TANH),
+}
 """Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
 and mean that by tanh, as transformers takes it."""
 GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,8 @@ class Architecture:
     that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). With `qk_norm` queries and keys are
     normed head by head, or, where the model `norms_projections`, all heads of a token at once. Norms multiply by
     `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
-    Embeddings are multiplied by `embedding_scale`.
+    Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
+    that is set, and logits by `logits_softcap`.
     """
 
     family: str
@@ -142,6 +150,8 @@ class Architecture:
     embedding_scale: float = 1.0
     rotates_pairs: bool = False
     norms_projections: bool = False
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
@@ -248,12 +258,12 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         rotates_pairs=family == "glm4",
         norms_projections=family == "minimax_m2",
     )
-    return _gemma(architecture, reader) if family in ("gemma", "gemma3_text") else architecture
+    return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
 
 
 def _refuse_unsupported(config: ConfigReader, family: str) -> None:
     for key, off in UNSUPPORTED.items():
-        if config.values.get(key) not in off:
+        if config.values.get(key) not in off and not (family == "gemma2" and key in SOFTCAPS):
             raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}")
     key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
     if config.values.get(key) not in (*values, None):
@@ -276,14 +286,27 @@ def _has_qkv_bias(config: ConfigReader, family: str) -> bool:
 
 
 def _gemma(architecture: Architecture, config: ConfigReader) -> Architecture:
-    """With what Gemma has in all sizes, and Gemma 3 besides."""
+    """With what Gemma has in all sizes, and Gemma 2 and 3 besides."""
     scaled = replace(
         architecture, activation="gelu_tanh", norm_offset=1.0, embedding_scale=architecture.hidden_size**0.5
     )
     if architecture.family == "gemma":
         return scaled
     attention_scale = config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5
-    return replace(scaled, attention_scale=attention_scale, post_norms=True)
+    normed = replace(scaled, attention_scale=attention_scale, post_norms=True)
+    if architecture.family == "gemma3_text":
+        return normed
+    of_scores, of_logits = (_softcap(config, key) for key in SOFTCAPS)
+    return replace(normed, attention_softcap=of_scores, logits_softcap=of_logits)
+
+
+def _softcap(config: ConfigReader, key: str) -> float | None:
+    if key in config.values and config.values[key] is None:
+        return None
+    cap = config.take(key, float, SOFTCAPS[key])
+    if cap <= 0:
+        raise config.error(key, "a number above 0, or null")
+    return cap
 
 
 def _read_mla(config: ConfigReader) -> MLA:

@@ -12,6 +12,7 @@ from rltrain.models.architecture import Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.dense import (
+    GEMMA2,
     GEMMA3,
     GLM4,
     LLAMA,
@@ -38,6 +39,7 @@ TABLES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "gemma": LLAMA,
+    "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "seed_oss": LLAMA,
     "mimo": QWEN2,

@@ -124,7 +124,7 @@ PHI3 = replace(
 )
 
 # Norms before and behind attention and the MLP; Megatron-Bridge calls the latter so.
-GEMMA3 = replace(
+GEMMA2 = GEMMA3 = replace(
     LLAMA,
     dense=Layer(
         (

@@ -36,6 +36,7 @@ MODELS = {
     "phi3": (partial(transformers.Phi3Config, pad_token_id=0), transformers.Phi3ForCausalLM),
     "glm4": (partial(transformers.Glm4Config, pad_token_id=0), transformers.Glm4ForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
 }
@@ -377,7 +378,8 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gemma2"}, ["model_type", '"gemma2"', "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gemma4"}, ["model_type", '"gemma4"', "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gemma2", "hidden_act": None, "final_logit_softcapping": 0}, ["softcapping", "0", "above 0"]),
         ({"model_type": "gemma"}, ["hidden_act", '"silu"', "gelu_pytorch_tanh"]),
         ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
         ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),

@@ -58,7 +58,8 @@ class GroupedAttention:
         """On one of `tp` ranks."""
         num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
         scale, windows = score_scale(architecture), architecture.windows
-        return AttentionShape(architecture.num_heads // tp, num_kv_heads, head_dim, head_dim, scale, windows=windows)
+        num_heads, softcap = architecture.num_heads // tp, architecture.attention_softcap
+        return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, scale, windows=windows, softcap=softcap)
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         queries, keys, values = self._project(hidden, rotation)

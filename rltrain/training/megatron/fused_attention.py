@@ -169,7 +169,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         scale = self.core_attention.softmax_scale or heads.size(-1) ** -0.5
 
         def attend(heads: Tensor) -> Tensor:
-            if packed.longest <= LONGEST_BY_PRODUCTS:
+            if packed.longest <= LONGEST_BY_PRODUCTS and self.core_attention.softcap is None:
                 attended: Tensor = ShortAttention.apply(heads, packed, scale, self.core_attention.window)
                 return attended
             query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)

@@ -34,6 +34,7 @@ from rltrain.cluster.grid import Grid
 from rltrain.config import schema
 from rltrain.errors import ConfigError
 from rltrain.models import NUM_LABELS, Architecture
+from rltrain.models.attention import soft_capped
 from rltrain.models.mechanisms import local_mechanisms
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
@@ -241,7 +242,9 @@ def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
     rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture), architecture.rotates_pairs)
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnProduct,
-        core_attention=ModuleSpec(module=PackedAttention, params={"window": window}),
+        core_attention=ModuleSpec(
+            module=PackedAttention, params={"window": window, "softcap": architecture.attention_softcap}
+        ),
         linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
         q_layernorm=of_queries,
         k_layernorm=of_keys,
@@ -327,6 +330,11 @@ def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype
     """Have what a token's embedding begins the residual stream with multiplied by `scale`, rounded to `dtype`."""
     rounded = float(torch.tensor(scale, dtype=dtype))
     embedding.register_forward_hook(lambda module, inputs, embedded: embedded * rounded)
+
+
+def bend_logits(projection: torch.nn.Module, cap: float) -> None:
+    """Have the logits x that `projection` puts out be cap * tanh(x / cap)."""
+    projection.register_forward_hook(lambda module, inputs, output: (soft_capped(output[0], cap), output[1]))
 
 
 def place_shared_gates(model: torch.nn.Module, device: torch.device) -> None:

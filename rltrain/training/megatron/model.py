@@ -42,6 +42,7 @@ from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
     add_final_norm,
+    bend_logits,
     block_spec,
     check_dispatcher,
     check_names_of_experts,
@@ -106,6 +107,8 @@ class ModelChunk(GPTModel):
             self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
         elif chunk.head and options.has_wide_head:
             widen_projection(self.output_layer)
+        if chunk.head and not value_head and architecture.logits_softcap is not None:
+            bend_logits(self.output_layer, architecture.logits_softcap)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
         if chunk.embedding and architecture.embedding_scale != 1:
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
