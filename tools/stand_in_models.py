@@ -62,6 +62,15 @@ GEMMA = {
     "rope_theta": 1e4,
     "max_position_embeddings": 8192,
 }
+GEMMA2 = {
+    **{key: value for key, value in GEMMA.items() if key != "hidden_act"},
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def _dense(family: dict[str, Any], sizes: str, tied: bool = False, **more: Any) -> dict[str, Any]:
@@ -207,6 +216,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     r"gemma-(1\.1-)?2b": _dense(GEMMA, "2048 18 8 1 16384", tied=True),
     r"gemma-(1\.1-)?7b": _dense(GEMMA, "3072 28 16 16 24576", tied=True),
+    r"gemma-2-2b": _dense(GEMMA2, "2304 26 8 4 9216", tied=True),
+    r"gemma-2-9b": _dense(GEMMA2, "3584 42 16 8 14336", tied=True),
+    r"gemma-2-27b": _dense(GEMMA2, "4608 46 32 16 36864", tied=True, head_dim=128, query_pre_attn_scalar=144),
     r"seed-oss-36b": _dense(
         LLAMA,
         "5120 64 80 8 27648",
