@@ -21,8 +21,9 @@ def head_norms(parameters: LayerParameters, architecture: Architecture, group: T
     weights = parameters.get("self_attn.q_norm.weight"), parameters.get("self_attn.k_norm.weight")
     if weights[0] is None or weights[1] is None:
         return None
-    kind = _OfProjections if architecture.norms_projections else _OfHeads
-    return kind(weights[0], weights[1], architecture, group)
+    if architecture.norms_projections:
+        return _OfProjections(weights[0], weights[1], architecture, group)
+    return _OfHeads(weights[0], weights[1], architecture, group)
 
 
 class _OfHeads:

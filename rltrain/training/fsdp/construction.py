@@ -49,7 +49,8 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     without dropout."""
     register()
     own = BUILT_AS.get(architecture.family)
-    config = (CONFIG_MAPPING[own] if own else AutoConfig).from_pretrained(folder)
+    kind: Any = CONFIG_MAPPING[own] if own else AutoConfig
+    config = kind.from_pretrained(folder)
     with _parameters_without_memory():
         if architecture.head == "value":
             decoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=NAME)
