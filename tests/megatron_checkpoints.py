@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "gemma3": replace(tiny_architecture("gemma3_text", num_layers=4), norm_offset=1.0, activation="gelu_tanh"),
     "qwen2_moe": tiny_architecture("qwen2_moe", num_layers=4),
     "glm4_moe": tiny_architecture("glm4_moe", num_layers=4),
+    "minimax_m2": tiny_architecture("minimax_m2", num_layers=4),
     "value": tiny_architecture("qwen3", num_layers=4).value_model(),
 }
 WRITERS = Grid(tuple(range(8)), tp=2, pp=2, ep=2, etp=1)

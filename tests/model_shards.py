@@ -24,19 +24,23 @@ MOE = {
         num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=16, dense_layers=(1,), shared_gate=True
     ),
 }
-MOE["glm4_moe"] = MOE["deepseek_v3"]
+MOE["glm4_moe"] = MOE["glm4_moe_lite"] = MOE["deepseek_v3"]
+MOE["minimax_m2"] = MoE(num_experts=8, top_k=2, ffn_hidden_size=24, score="sigmoid")
 POST_NORMS = {
     "gemma3_text": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 """Of families with norms behind attention and the MLP: behind attention, before the MLP, and behind it."""
-BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe")
-NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe")
+BIASED = ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "seed_oss")
+NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "glm4_moe", "minimax_m2")
+OF_MIXTRAL = ("mixtral", "minimax_m2")
+"""Families that call experts as Mixtral does."""
 LATENT = MLA(q_rank=8, kv_rank=6, plain_head_dim=3, rope_head_dim=2, value_head_dim=5)
 
 
 def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
-    latent = family == "deepseek_v3"
+    latent = family in ("deepseek_v3", "glm4_moe_lite")
     values: dict[str, object] = {
         "family": family,
         "num_layers": 2,
@@ -57,6 +61,7 @@ def tiny_architecture(family: str = "qwen3", **changes: object) -> Architecture:
         "moe": MOE.get(family),
         "mla": LATENT if latent else None,
         "post_norms": family in POST_NORMS,
+        "norms_projections": family == "minimax_m2",
     }
     if family == "gemma3_text":
         num_layers = int(changes.get("num_layers", values["num_layers"]))  # type: ignore[call-overload]
@@ -82,7 +87,9 @@ def attention_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
         }
         shapes["self_attn.o_proj"] = (hidden, a.num_heads * a.head_dim)
         if a.qk_norm:
-            shapes["self_attn.q_norm"] = shapes["self_attn.k_norm"] = (a.head_dim,)
+            whole = a.norms_projections
+            shapes["self_attn.q_norm"] = (a.head_dim * a.num_heads if whole else a.head_dim,)
+            shapes["self_attn.k_norm"] = (a.head_dim * a.num_kv_heads if whole else a.head_dim,)
         return shapes
     m = a.mla
     shapes = {
@@ -118,7 +125,7 @@ def layer_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if sparse and a.family in BIASED_ROUTERS:
         assert a.moe
-        shapes["mlp.gate.e_score_correction_bias"] = (a.moe.num_experts,)
+        shapes[router_bias(a)] = (a.moe.num_experts,)
     return shapes
 
 
@@ -141,7 +148,11 @@ def mlp_shapes(a: Architecture, sparse: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")
+BIASED_ROUTERS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+
+
+def router_bias(a: Architecture) -> str:
+    return f"{moe_block(a)}.{'' if a.family in OF_MIXTRAL else 'gate.'}e_score_correction_bias"
 
 
 def shared_block(a: Architecture) -> str:
@@ -149,11 +160,11 @@ def shared_block(a: Architecture) -> str:
 
 
 def moe_block(a: Architecture) -> str:
-    return "block_sparse_moe" if a.family == "mixtral" else "mlp"
+    return "block_sparse_moe" if a.family in OF_MIXTRAL else "mlp"
 
 
 def mlp_names(a: Architecture, sparse: bool) -> tuple[str, str, str]:
-    return ("w1", "w3", "w2") if a.family == "mixtral" and sparse else ("gate_proj", "up_proj", "down_proj")
+    return ("w1", "w3", "w2") if a.family in OF_MIXTRAL and sparse else ("gate_proj", "up_proj", "down_proj")
 
 
 def is_sparse(a: Architecture, layer: int) -> bool:
@@ -335,7 +346,7 @@ def megatron_experts(a: Architecture, full: Tensors, hf: str, place: Place) -> T
     block = f"{hf}.{moe_block(a)}"
     shard = {"mlp.router.weight": full[f"{block}.gate.weight"]}
     if a.family in BIASED_ROUTERS:
-        shard["mlp.router.expert_bias"] = full[f"{block}.gate.e_score_correction_bias"]
+        shard["mlp.router.expert_bias"] = full[f"{hf}.{router_bias(a)}"]
     assert a.moe
     if a.moe.shared_ffn_hidden_size:
         shared = f"{hf}.{shared_block(a)}"
@@ -431,7 +442,7 @@ def engine_experts(a: Architecture, full: Tensors, place: Place) -> Tensors:
     assert a.moe
     block, names = moe_block(a), mlp_names(a, sparse=True)
     whole = [f"{block}.gate.weight"]
-    whole += ["mlp.gate.e_score_correction_bias"] if a.family in BIASED_ROUTERS else []
+    whole += [router_bias(a)] if a.family in BIASED_ROUTERS else []
     whole += ["mlp.shared_expert_gate.weight"] if a.moe.shared_gate else []
     shard = {name: full[name] for name in whole}
     if a.moe.shared_ffn_hidden_size:

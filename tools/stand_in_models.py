@@ -62,6 +62,15 @@ GEMMA = {
     "rope_theta": 1e4,
     "max_position_embeddings": 8192,
 }
+GEMMA2 = {
+    **{key: value for key, value in GEMMA.items() if key != "hidden_act"},
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def _dense(family: dict[str, Any], sizes: str, tied: bool = False, **more: Any) -> dict[str, Any]:
@@ -124,6 +133,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     r"kimi-k2": _large(
         "7168 61 64 18432 2048 384 8",
+        model_type="kimi_k2",
         q_lora_rank=1536,
         n_shared_experts=1,
         first_k_dense_replace=1,
@@ -166,8 +176,49 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=1e6,
         max_position_embeddings=202752,
     ),
+    r"glm-4\.7-flash": _large(
+        "2048 47 20 10240 1536 64 4",
+        model_type="glm4_moe_lite",
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        vocab_size=154880,
+        eos_token_id=[154820, 154827, 154829],
+        max_position_embeddings=202752,
+    ),
+    r"mimo-7b": _dense(
+        QWEN2,
+        "4096 36 32 8 11008",
+        model_type="mimo",
+        num_nextn_predict_layers=1,
+        rope_theta=640000,
+        vocab_size=151680,
+    ),
+    r"minimax-m2": _dense(
+        QWEN3,
+        "3072 62 48 8 1536",
+        model_type="minimax_m2",
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        rotary_dim=64,
+        rope_theta=5e6,
+        vocab_size=200064,
+        eos_token_id=200020,
+        max_position_embeddings=196608,
+    ),
     r"gemma-(1\.1-)?2b": _dense(GEMMA, "2048 18 8 1 16384", tied=True),
     r"gemma-(1\.1-)?7b": _dense(GEMMA, "3072 28 16 16 24576", tied=True),
+    r"gemma-2-2b": _dense(GEMMA2, "2304 26 8 4 9216", tied=True),
+    r"gemma-2-9b": _dense(GEMMA2, "3584 42 16 8 14336", tied=True),
+    r"gemma-2-27b": _dense(GEMMA2, "4608 46 32 16 36864", tied=True, head_dim=128, query_pre_attn_scalar=144),
     r"seed-oss-36b": _dense(
         LLAMA,
         "5120 64 80 8 27648",
@@ -191,8 +242,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-4\.7-flash|glm-5|"
-    r"gpt-?oss|nemotron|mimo|minimax|deepseek-v[24]|hy-?v?3)"
+    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-5|"
+    r"gpt-?oss|nemotron|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
 )
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ class HfFile:
     entries: tuple[Entry, ...]
 
 
-def planned_files(layout: Layout, max_file_bytes: int) -> list[HfFile]:
-    """All files of a checkpoint whose tensors lie as in `layout`, a result of hf_layout; the same on every rank.
+def planned_files(layout: Layout, max_file_bytes: int, further: Sequence[Entry] = ()) -> list[HfFile]:
+    """All files of a checkpoint whose tensors lie as in `layout`, a result of hf_layout, and those of `further`
+    tensors, which its ranks write in turn; the same on every rank.
 
     A file is larger than `max_file_bytes` only where one tensor is.
     """
@@ -44,6 +46,13 @@ def planned_files(layout: Layout, max_file_bytes: int) -> list[HfFile]:
                 filled = 0
             contents[-1][1].append(entry)
             filled += entry.bytes
+    writers, filled = cycle(layout.ranks), max_file_bytes
+    for entry in further:
+        if filled + entry.bytes > max_file_bytes:
+            contents.append((next(writers), []))
+            filled = 0
+        contents[-1][1].append(entry)
+        filled += entry.bytes
     if len(contents) == 1:
         return [HfFile(SINGLE_FILE, contents[0][0], tuple(contents[0][1]))]
     return [

@@ -20,6 +20,7 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
+COUNTS_OF_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
 COMPARED_ROWS = 4096  # rows of a large matrix held in memory at once
 
 
@@ -54,12 +55,13 @@ def load_parameters(
 
 
 def further_layers(path: Path) -> tuple[str, ...]:
-    """What names of tensors begin with that belong to the layers which follow the model's own ones to predict further
-    tokens (multi-token prediction, DeepSeek-V3, arXiv:2412.19437, section 2.2), by the config.json in `path`."""
+    """What names of tensors begin with that belong to layers which predict further tokens ahead, by the config.json in
+    `path`: they follow the model's own ones, or stand beside them (MiMo)."""
     try:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
-        return tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))
+        first, count = config["num_hidden_layers"], sum(config.get(key) or 0 for key in COUNTS_OF_FURTHER_LAYERS)
+        following = (f"model.layers.{layer}." for layer in range(first, first + count))
+        return (*following, "model.mtp_layers.") if count else ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()  # whoever needs the model's own layers tells what is wrong with the file
 

@@ -25,6 +25,7 @@ from rltrain.checkpoint.hf_files import (
     write_index,
 )
 from rltrain.checkpoint.hf_reader import INDEX_FILE
+from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture, canonical_tensors, element_types
@@ -86,7 +87,7 @@ def save_checkpoint(
     names, `notes`.
 
     A value model's folder is one of transformers' models for sequence classification, with one label; `like` may be
-    that or a causal language model's.
+    that or a causal language model's. A language model's has the layers of `like` that predict further tokens.
 
     Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
     `dtype` None keeps their type. Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor
@@ -98,6 +99,7 @@ def save_checkpoint(
     """
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
+        further = PredictionLayers(like)
     dtype = dtype or next(iter(source_tensors.values())).dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     mine = _allocated(layout, rank, next(iter(source_tensors.values())).device)
@@ -105,7 +107,8 @@ def save_checkpoint(
         sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
         held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
         execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
-    files, first = planned_files(layout, max_shard_bytes), rank == layout.ranks[0]
+    files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
+    first = rank == layout.ranks[0]
     partial_directory = directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
         if first:
@@ -114,11 +117,10 @@ def save_checkpoint(
         _barrier(group)
         for file in files:
             if file.writer == rank:
-                _write_file(partial_directory / file.name, file, mine)
+                _write_file(partial_directory / file.name, file, mine, further)
         if first:
             write_index(partial_directory, files)
-            settings = _value_settings(architecture, like) if architecture.head == "value" else {}
-            write_config(like, partial_directory, str(dtype).removeprefix("torch."), settings)
+            _write_settings(partial_directory, architecture, like, dtype)
             copy_carried_files(like, partial_directory)
             _write_notes(partial_directory, notes)
         _barrier(group)
@@ -157,10 +159,15 @@ def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
         (directory / name).write_text(text, encoding="utf-8")
 
 
-def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor]) -> None:
+def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor], further: PredictionLayers) -> None:
     with SafetensorsFile(path, file.entries, METADATA) as opened:
         for entry in opened.entries:
-            opened.append(entry.name, tensors[entry.name])
+            opened.append(entry.name, tensors[entry.name] if entry.name in tensors else further.read(entry.name))
+
+
+def _write_settings(folder: Path, architecture: Architecture, like: Path, dtype: torch.dtype) -> None:
+    settings = _value_settings(architecture, like) if architecture.head == "value" else {}
+    write_config(like, folder, str(dtype).removeprefix("torch."), settings)
 
 
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:

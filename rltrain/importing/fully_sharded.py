@@ -9,6 +9,7 @@ NAMES = ("dp", "fsdp", "fsdp1", "fsdp2")
 """verl's and SkyRL's names of torch's FSDP."""
 WITH_LOGITS = 16384
 """Tokens of a micro-batch where the source made logits in chunks. What is learned does not depend on it."""
+BIASED_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -47,7 +48,7 @@ def _refused(out: Translation, name: str, slices: int) -> str | None:
     if replicas > prompts:
         return f"more ranks ({replicas}) than a mini-batch has prompts ({prompts})"
     model = model_file.model_config(out.get("model.path"))
-    if model.get("topk_method") == "noaux_tc" or model.get("model_type") in ("deepseek_v3", "glm4_moe"):
+    if model.get("topk_method") == "noaux_tc" or model.get("model_type") in BIASED_ROUTERS:
         return "experts that are chosen by a bias"
     asked = {
         "adapters": "model.lora.rank" in out.settings,

@@ -19,10 +19,18 @@ def trained_mechanism_problems(config: Config, key: str, grid: Grid, architectur
             f"model.transformer_impl: got transformer_engine, but a model of {architecture.family} has "
             f"{' and '.join(mechanisms)}, which are trained by Megatron's own layers alone; expected auto or local"
         )
-    if grid.cp > 1 and architecture.windows is not None:
+    if grid.cp > 1 and not grid.is_sharded and architecture.windows is not None:
         yield (
             f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} has layers with a window of "
             f"{architecture.windows.size} tokens, and ranks that share out sequences attend to all that came before"
+        )
+    if grid.cp > 1 and not grid.is_sharded and architecture.attention_softcap is not None:
+        yield f"{key}.cp: got {grid.cp}; expected 1: a model of {architecture.family} bends its scores (soft caps)"
+    bends_logits = architecture.head == "vocabulary" and architecture.logits_softcap is not None
+    if bends_logits and config.model.logits_chunk_tokens is not None:
+        yield (
+            f"model.logits_chunk_tokens: got {config.model.logits_chunk_tokens}; expected null: a model of "
+            f"{architecture.family} bends its logits (final_logit_softcapping), which are made whole for it"
         )
 
 

@@ -13,8 +13,8 @@ from rltrain.models.rope_scaling import Scaling, read_rope
 from rltrain.models.windows import Windows, read_windows
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3_text",
-    "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe",
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2", "gemma3_text", "seed_oss", "mimo",
+    "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2",
 )  # fmt: skip
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -23,10 +23,14 @@ Head = Literal["vocabulary", "value"]
 Activation = Literal["silu", "gelu_tanh"]
 """Of the gate of an MLP; GELU by its approximation with tanh."""
 
-HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}
+HEAD_DIM = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "seed_oss": 128, "minimax_m2": 128}
 """Of families whose heads have a width of their own, what transformers assumes where the key is absent."""
-TIED_UNLESS_TOLD = ("gemma3_text",)
-QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text")
+GEMMA_FAMILIES = ("gemma", "gemma2", "gemma3_text")
+TIED_UNLESS_TOLD = GEMMA_FAMILIES
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2")
+LATENT_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+QKV_BIAS_FAMILIES = ("qwen2", "mimo")
+"""Families whose queries, keys and values all have a bias, whatever config.json says."""
 
 # Features that change the computation and that neither the trainer nor the engine has: key -> values that mean "off".
 UNSUPPORTED = {
@@ -41,12 +45,25 @@ UNSUPPORTED = {
     "rope_interleave": (True, None),
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
+    "shared_intermediate_size": (0, None),
+    "use_routing_bias": (True, None),
+    "qk_norm_type": ("per_layer", None),
 }
-ATTENTION_BIAS_FAMILIES = {"llama": True, "glm4": False, "glm4_moe": False}
-"""Families of which some models have biases in attention's projections; whether in that of its output too."""
-HIDDEN_ACT = {"gemma3_text": ("hidden_activation", "gelu_pytorch_tanh")}
-"""Key and value of the activation of families that have another one than hidden_act silu."""
+ATTENTION_BIAS = {"llama": False, "glm4": True, "glm4_moe": False, "seed_oss": True, "mimo": True}
+"""Families of which some models have biases in the projections to heads: whether, where attention_bias is absent."""
+OUTPUT_BIAS_KEY = {"llama": "attention_bias", "seed_oss": "attention_out_bias"}
+"""Families of which some have one on what attention adds to the hidden state too, and the key that says so."""
+GELU_TANH = "gelu_pytorch_tanh"
+HIDDEN_ACT = {
+    "gemma": ("hidden_act", GELU_TANH, "gelu"),
+    "gemma2": ("hidden_activation", GELU_TANH),
+    "gemma3_text": ("hidden_activation", GELU_TANH),
+}
+"""Key and values of the activation of families that have another one than hidden_act silu: Gemma's own files say gelu
+and mean that by tanh, as transformers takes it."""
 GEMMA_QUERY_SCALAR = 256  # what transformers assumes where the key is absent
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Of Gemma 2's scores and logits, with what transformers assumes where the key is absent."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +113,11 @@ class Architecture:
 
     Of a head the first `rotary_dim` elements are rotated (None: all), each with the one that is half of them further
     on, or with its neighbour where the model `rotates_pairs`; in layers with `windows` by `sliding_rope_theta` where
-    that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). Norms multiply by `norm_offset` plus
-    their weight; with `post_norms` there is one behind attention and one behind the MLP too. Embeddings are multiplied
-    by `embedding_scale`.
+    that is set. Scores are multiplied by `attention_scale`, or 1 / sqrt(head_dim). With `qk_norm` queries and keys are
+    normed head by head, or, where the model `norms_projections`, all heads of a token at once. Norms multiply by
+    `norm_offset` plus their weight; with `post_norms` there is one behind attention and one behind the MLP too.
+    Embeddings are multiplied by `embedding_scale`. Scores x become c * tanh(x / c) with c = `attention_softcap`, where
+    that is set, and logits by `logits_softcap`.
     """
 
     family: str
@@ -130,6 +149,9 @@ class Architecture:
     post_norms: bool = False
     embedding_scale: float = 1.0
     rotates_pairs: bool = False
+    norms_projections: bool = False
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
     adapters: Adapters | None = None
     unlisted: Unlisted | None = None
 
@@ -198,13 +220,13 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
     if family not in FAMILIES:
         raise reader.error("model_type", f"one of {', '.join(FAMILIES)}")
     _refuse_unsupported(reader, family)
-    attention_bias = reader.take("attention_bias", bool, default=family == "glm4")
+    attention_bias = reader.take("attention_bias", bool, default=ATTENTION_BIAS.get(family, False))
     num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     num_layers = reader.count("num_hidden_layers")
-    mla = _read_mla(reader) if family == "deepseek_v3" else None
+    mla = _read_mla(reader) if family in LATENT_FAMILIES else None
     head_dim = HEAD_DIM.get(family, hidden_size // num_heads)
     head_dim = mla.plain_head_dim + mla.rope_head_dim if mla else reader.count("head_dim", default=head_dim)
     rope = read_rope(reader, head_dim)
@@ -219,7 +241,7 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         ffn_hidden_size=reader.count("intermediate_size"),
         vocab_size=reader.count("vocab_size"),
         tied_embeddings=reader.take("tie_word_embeddings", bool, default=family in TIED_UNLESS_TOLD),
-        qkv_bias=family == "qwen2" or attention_bias or _has_qkv_bias(reader, family),
+        qkv_bias=family in QKV_BIAS_FAMILIES or attention_bias or _has_qkv_bias(reader, family),
         qk_norm=family in QK_NORM_FAMILIES or reader.take("use_qk_norm", bool, default=False),
         norm_eps=reader.take("rms_norm_eps", float),
         rope_theta=rope.theta,
@@ -228,24 +250,25 @@ def read_architecture(path: Path, config_key: str = "model.path") -> Architectur
         eos_token_ids=read_eos(path, reader),
         moe=READ_MOE[family](reader, num_layers) if family in READ_MOE else None,
         mla=mla,
-        output_bias=attention_bias and ATTENTION_BIAS_FAMILIES[family],
+        output_bias=family in OUTPUT_BIAS_KEY and reader.take(OUTPUT_BIAS_KEY[family], bool, default=False),
         rotary_dim=rope.rotated,
         windows=read_windows(reader, num_layers, max_positions),
         sliding_rope_theta=rope.sliding_theta,
         post_norms=family == "glm4",
         rotates_pairs=family == "glm4",
+        norms_projections=family == "minimax_m2",
     )
-    return _gemma(architecture, reader) if family == "gemma3_text" else architecture
+    return _gemma(architecture, reader) if family in GEMMA_FAMILIES else architecture
 
 
 def _refuse_unsupported(config: ConfigReader, family: str) -> None:
     for key, off in UNSUPPORTED.items():
-        if config.values.get(key) not in off:
+        if config.values.get(key) not in off and not (family == "gemma2" and key in SOFTCAPS):
             raise config.error(key, f"{off[0]!r}: nothing else is supported for {family}")
-    key, value = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
-    if config.values.get(key) not in (value, None):
-        raise config.error(key, f"{value}: nothing else is supported for {family}")
-    if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS_FAMILIES:
+    key, *values = HIDDEN_ACT.get(family, ("hidden_act", "silu"))
+    if config.values.get(key) not in (*values, None):
+        raise config.error(key, f"{values[0]}: nothing else is supported for {family}")
+    if config.take("attention_bias", bool, default=False) and family not in ATTENTION_BIAS:
         raise config.error("attention_bias", f"False: nothing else is supported for {family}")
 
 
@@ -263,15 +286,27 @@ def _has_qkv_bias(config: ConfigReader, family: str) -> bool:
 
 
 def _gemma(architecture: Architecture, config: ConfigReader) -> Architecture:
-    """With what Gemma has in all sizes."""
-    return replace(
-        architecture,
-        attention_scale=config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5,
-        activation="gelu_tanh",
-        norm_offset=1.0,
-        post_norms=True,
-        embedding_scale=architecture.hidden_size**0.5,
+    """With what Gemma has in all sizes, and Gemma 2 and 3 besides."""
+    scaled = replace(
+        architecture, activation="gelu_tanh", norm_offset=1.0, embedding_scale=architecture.hidden_size**0.5
     )
+    if architecture.family == "gemma":
+        return scaled
+    attention_scale = config.take("query_pre_attn_scalar", float, float(GEMMA_QUERY_SCALAR)) ** -0.5
+    normed = replace(scaled, attention_scale=attention_scale, post_norms=True)
+    if architecture.family == "gemma3_text":
+        return normed
+    of_scores, of_logits = (_softcap(config, key) for key in SOFTCAPS)
+    return replace(normed, attention_softcap=of_scores, logits_softcap=of_logits)
+
+
+def _softcap(config: ConfigReader, key: str) -> float | None:
+    if key in config.values and config.values[key] is None:
+        return None
+    cap = config.take(key, float, SOFTCAPS[key])
+    if cap <= 0:
+        raise config.error(key, "a number above 0, or null")
+    return cap
 
 
 def _read_mla(config: ConfigReader) -> MLA:

@@ -39,14 +39,36 @@ def attend(
     *,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """queries [..., heads, n, head_dim], keys and values [..., kv_heads, m, head_dim] -> [..., heads, n, head_dim of
-    values]. `bias` is added to the scores; their `scale` is 1 / sqrt(head_dim) unless given."""
+    values]. `bias` is added to the scores; their `scale` is 1 / sqrt(head_dim) unless given. With `softcap` they are
+    bent first, by no fused kernel."""
+    if softcap is not None:
+        return _attend_bent(queries, keys, values, bias, causal, scale or queries.size(-1) ** -0.5, softcap)
     grouped = queries.size(-3) != keys.size(-3)
     with _without_cudnn():
         return F.scaled_dot_product_attention(
             queries, keys, values, bias, is_causal=causal, scale=scale, enable_gqa=grouped
         )
+
+
+def soft_capped(values: Tensor, cap: float) -> Tensor:
+    """cap * tanh(values / cap), computed in fp32 and rounded once."""
+    return ((values.float() / cap).tanh() * cap).to(values.dtype)
+
+
+def _attend_bent(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, causal: bool, scale: float, softcap: float
+) -> Tensor:
+    shared = queries.size(-3) // keys.size(-3)
+    keys, values = (x.repeat_interleave(shared, -3) for x in (keys, values))
+    scores = soft_capped((queries @ keys.mT).float() * scale, softcap)
+    if causal:
+        bias = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+    return scores.softmax(-1).to(values.dtype) @ values
 
 
 def sees(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

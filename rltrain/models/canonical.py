@@ -12,12 +12,14 @@ from rltrain.models.architecture import Architecture, Unlisted
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.models.deepseek import DEEPSEEK_V3, MOONLIGHT
 from rltrain.models.dense import (
+    GEMMA2,
     GEMMA3,
     GLM4,
     LLAMA,
     MISTRAL,
     OUTPUT_BIAS,
     PHI3,
+    PROJECTION_NORMS,
     QK_NORMS,
     QKV_BIAS,
     QWEN2,
@@ -26,7 +28,7 @@ from rltrain.models.dense import (
 )
 from rltrain.models.element_types import ElementType, TypeArray, uniform
 from rltrain.models.lora import adapters_of
-from rltrain.models.moe import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from rltrain.models.moe import GLM4_MOE, MINIMAX_M2, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from rltrain.models.table import Layer, Row, Table
 
 TABLES = {
@@ -36,12 +38,19 @@ TABLES = {
     "glm4": GLM4,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "gemma": LLAMA,
+    "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "seed_oss": LLAMA,
+    "mimo": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": DEEPSEEK_V3,
+    "minimax_m2": MINIMAX_M2,
 }
 
 NUM_LABELS = 1
@@ -58,11 +67,15 @@ def table_of(architecture: Architecture) -> Table:
     own = (
         *((QKV_BIAS,) if architecture.qkv_bias else ()),
         *((OUTPUT_BIAS,) if architecture.output_bias else ()),
-        *(QK_NORMS if architecture.qk_norm else ()),
+        *(_head_norms(architecture) if architecture.qk_norm else ()),
     )
     table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))
     table = replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
     return adapters_of(table, architecture.adapters.targets) if architecture.adapters else table
+
+
+def _head_norms(architecture: Architecture) -> tuple[Row, Row]:
+    return PROJECTION_NORMS if architecture.norms_projections else QK_NORMS
 
 
 def layer_of(architecture: Architecture, sparse: bool) -> Layer:

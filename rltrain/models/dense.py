@@ -58,6 +58,11 @@ QK_NORMS = (
     in_layer(("self_attn.q_norm.weight", "head"), megatron="self_attention.q_layernorm.weight"),
     in_layer(("self_attn.k_norm.weight", "head"), megatron="self_attention.k_layernorm.weight"),
 )
+# Every tensor-parallel rank has them whole and takes the elements of its own heads, of which others may have some too.
+PROJECTION_NORMS = (
+    in_layer(("self_attn.q_norm.weight", "queries"), megatron="self_attention.q_layernorm.weight"),
+    in_layer(("self_attn.k_norm.weight", "keys"), megatron="self_attention.k_layernorm.weight"),
+)
 
 # As in transformers' models for sequence classification. Every tensor-parallel rank holds all of it: one row is nothing
 # beside a shard of the layers, and cut by columns it would cost every forward pass a sum over the ranks.
@@ -119,7 +124,7 @@ PHI3 = replace(
 )
 
 # Norms before and behind attention and the MLP; Megatron-Bridge calls the latter so.
-GEMMA3 = replace(
+GEMMA2 = GEMMA3 = replace(
     LLAMA,
     dense=Layer(
         (

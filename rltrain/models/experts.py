@@ -62,10 +62,27 @@ def _read_mixtral(config: ConfigReader, num_layers: int) -> MoE:
     )
 
 
-def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
+def _read_minimax_m2(config: ConfigReader, num_layers: int) -> MoE:
+    if set(config.values.get("attn_type_list") or ()) - {1}:
+        raise config.error("attn_type_list", "1 for every layer: attention, which alone is supported")
+    return replace(_read_mixtral(config, num_layers), score="sigmoid")
+
+
+def _read_dense_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """As DeepSeek counts them, or GLM-4.7-Flash lists them by transformers 5."""
+    kinds = config.values.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+            raise config.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     num_dense = config.take("first_k_dense_replace", int)
     if not 0 <= num_dense <= num_layers:
         raise config.error("first_k_dense_replace", f"from 0 to num_hidden_layers = {num_layers}")
+    return tuple(range(num_dense))
+
+
+def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
+    dense_layers = _read_dense_layers(config, num_layers)
     expert_size = config.count("moe_intermediate_size")
     # transformers 5 writes GLM-4.5's as num_local_experts, which is a name for the same.
     experts_key = "n_routed_experts" if "n_routed_experts" in config.values else "num_local_experts"
@@ -83,7 +100,7 @@ def _read_deepseek_v3(config: ConfigReader, num_layers: int) -> MoE:
         top_k=top_k,
         ffn_hidden_size=expert_size,
         shared_ffn_hidden_size=config.count("n_shared_experts") * expert_size,
-        dense_layers=tuple(range(num_dense)),
+        dense_layers=dense_layers,
         score="sigmoid",
         scaling=config.take("routed_scaling_factor", float, default=1.0),
         num_groups=num_groups,
@@ -96,6 +113,9 @@ READ_MOE: dict[str, Callable[[ConfigReader, int], MoE]] = {
     "qwen3_moe": _read_qwen3_moe,
     "mixtral": _read_mixtral,
     "deepseek_v3": _read_deepseek_v3,
+    "kimi_k2": _read_deepseek_v3,
     "glm4_moe": _read_deepseek_v3,
+    "glm4_moe_lite": _read_deepseek_v3,
+    "minimax_m2": _read_minimax_m2,
 }
 """Of families with experts: what reads them from config.json, given the number of layers."""

@@ -10,6 +10,8 @@ def local_mechanisms(architecture: Architecture) -> list[str]:
         "sliding windows": architecture.windows is not None,
         "norms behind attention and MLPs": architecture.post_norms,
         "rotated neighbours in heads": architecture.rotates_pairs,
+        "norms of all heads at once": architecture.norms_projections,
+        "bent scores or logits": (architecture.attention_softcap, architecture.logits_softcap) != (None, None),
         "LongRoPE": isinstance(architecture.rope_scaling, LongRopeScaling),
         "another activation than SiLU": architecture.activation != "silu",
     }

@@ -79,10 +79,13 @@ GLM4_MOE = replace(LLAMA, sparse=Layer((*SPARSE, ROUTER_BIAS, *shared_experts("m
 
 MIXTRAL_ROUTER = in_layer(("block_sparse_moe.gate.weight", "experts", "hidden"), megatron="mlp.router.weight")
 
-MIXTRAL = replace(
-    LLAMA,
-    sparse=Layer(
-        (INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, MIXTRAL_ROUTER),
-        expert_rows("block_sparse_moe", "w1", "w3", "w2"),
-    ),
+MIXTRAL_SPARSE = (INPUT_NORM, QKV, ATTENTION_OUTPUT, SPARSE_MLP_NORM, MIXTRAL_ROUTER)
+MIXTRAL_EXPERTS = expert_rows("block_sparse_moe", "w1", "w3", "w2")
+MIXTRAL = replace(LLAMA, sparse=Layer(MIXTRAL_SPARSE, MIXTRAL_EXPERTS))
+
+MINIMAX_ROUTER_BIAS = in_layer(
+    ("block_sparse_moe.e_score_correction_bias", "experts"),
+    megatron="mlp.router.expert_bias",
+    float32=True,
 )
+MINIMAX_M2 = replace(LLAMA, sparse=Layer((*MIXTRAL_SPARSE, MINIMAX_ROUTER_BIAS), MIXTRAL_EXPERTS))

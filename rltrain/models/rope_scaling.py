@@ -61,14 +61,18 @@ class Rope(NamedTuple):
     max_positions: int | None = None
 
 
-PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5}
+PARTIAL_FAMILIES = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}
 """Families of which a head may be rotated in part, with what transformers assumes where the key is absent."""
 PARTIAL = "partial_rotary_factor"
+ROTARY_DIM = "rotary_dim"
+"""What MiniMax-M2 counts instead: elements, not their share."""
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 SLIDING_THETA = {"gemma3_text": 10_000.0}
 """Families whose sliding layers have a base of their own, with the one of transformers where config.json has none."""
-THETA = {"gemma3_text": 1_000_000.0}
+THETA = {"gemma3_text": 1_000_000.0, "minimax_m2": 5_000_000.0}
+"""What transformers assumes of some families, where config.json has none; of the others:"""
 DEFAULT_THETA = 10_000.0
+YARN_FAMILIES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 LONG_NAMES = ("longrope", "su", "yarn")
 """What configs of Phi-3 have called LongRoPE."""
 
@@ -81,7 +85,7 @@ def read_rope(config: ConfigReader, head_dim: int) -> Rope:
     key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
     nested = _object(config, key)
     rope = config.inside(key, nested)
-    theta = rope.take("rope_theta", float, config.take("rope_theta", float, DEFAULT_THETA))
+    theta = rope.take("rope_theta", float, config.take("rope_theta", float, THETA.get(family, DEFAULT_THETA)))
     rotated = _read_rotated(config, rope, head_dim)
     type_key, kind = _kind(nested)
     if family == "phi3" and kind in LONG_NAMES:
@@ -92,7 +96,7 @@ def read_rope(config: ConfigReader, head_dim: int) -> Rope:
 def _read_scaling(rope: ConfigReader, type_key: str, kind: str, family: str) -> Scaling | None:
     if kind == "default":
         return None
-    if kind == "yarn" and family == "deepseek_v3":
+    if kind == "yarn" and family in YARN_FAMILIES:
         return _read_yarn(rope)
     if kind != "llama3":
         raise rope.error(type_key, '"default" or "llama3"')
@@ -114,8 +118,11 @@ def _read_rotated(config: ConfigReader, rope: ConfigReader, head_dim: int) -> in
         return None
     factor = holder.take(PARTIAL, float, PARTIAL_FAMILIES[family])
     rotated = int(head_dim * factor)
+    if given is None and config.values.get(ROTARY_DIM) is not None:
+        holder, rotated = config, config.count(ROTARY_DIM)
     if not 0 < rotated <= head_dim or rotated % 2:
-        raise holder.error(PARTIAL, f"a part of the {head_dim} elements of a head that is an even number of them")
+        key = PARTIAL if given is not None else ROTARY_DIM
+        raise holder.error(key, f"a part of the {head_dim} elements of a head that is an even number of them")
     return None if rotated == head_dim else rotated
 
 

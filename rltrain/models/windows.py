@@ -21,7 +21,7 @@ class Windows:
 
 MISTRAL_WINDOW = 4096  # what transformers assumes where the key is absent
 GEMMA_WINDOW = 4096
-GEMMA_PATTERN = 6  # of so many layers the last one attends to everything
+GEMMA_PATTERN = {"gemma2": 2, "gemma3_text": 6}  # of so many layers the last one attends to everything
 
 
 def read_windows(config: ConfigReader, num_layers: int, max_positions: int) -> Windows | None:
@@ -51,7 +51,7 @@ def _by_layer_types(config: ConfigReader, num_layers: int) -> Windows | None:
         return None
     kinds = config.values.get("layer_types")
     if kinds is None:
-        pattern = config.count("sliding_window_pattern", default=GEMMA_PATTERN)
+        pattern = config.count("sliding_window_pattern", default=GEMMA_PATTERN[config.values["model_type"]])
         kinds = [LAYER_TYPES["sliding" if (layer + 1) % pattern else "full"] for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - set(LAYER_TYPES.values()):
         raise config.error("layer_types", f"one of {', '.join(LAYER_TYPES.values())} for each of {num_layers} layers")
@@ -63,5 +63,6 @@ READ = {
     "phi3": _in_every_layer(None),
     "mistral": _in_every_layer(MISTRAL_WINDOW),
     "mixtral": _in_every_layer(None),
+    "gemma2": _by_layer_types,
     "gemma3_text": _by_layer_types,
 }

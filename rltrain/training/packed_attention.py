@@ -91,12 +91,18 @@ def similar_lengths(sizes: Tensor) -> list[Tensor]:
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedRows,
+    scale: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, ...] -> [tokens, heads, head_dim of value]: of
     all sequences at once where that can be, else in padded batches. With `window` a token attends to so many, itself
-    among them."""
-    if attends_packed(query, key, value):
+    among them; with `softcap` scores are bent."""
+    if softcap is None and attends_packed(query, key, value):
         return attend_packed(query, key, value, packed.boundaries, packed.longest, scale=scale, window=window)
     padded = [_Reindex.apply(x, packed.pad_index, packed.unpad_index) for x in (query, key, value)]
     outputs, first = [], 0
@@ -107,7 +113,7 @@ def attend_rows(
             bias = sees(places, places, window)
         q, k, v = (x[slots].view(num_sequences, width, *x.shape[1:]).transpose(1, 2) for x in padded)
         # Padding needs no mask: it comes after the real tokens, which causality keeps from attending to it.
-        attended = attend(q, k, v, bias, causal=bias is None, scale=scale)
+        attended = attend(q, k, v, bias, causal=bias is None, scale=scale, softcap=softcap)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         first = slots.stop
     slots_out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -131,10 +131,25 @@ OTHER_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {"tie_word_embeddings": False, "head_dim": 24, "attention_bias": True, **NO_TOKENS}),
+    "seed_oss": ("SeedOss", {**NO_TOKENS, "tie_word_embeddings": False, "head_dim": 24, "attention_out_bias": True}),
+    "gemma": ("Gemma", {**NO_TOKENS, "tie_word_embeddings": True, "head_dim": 24}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **NO_TOKENS,
+            "tie_word_embeddings": True,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.4,
+            "attn_implementation": "eager",
+        },
+    ),
     "gemma3": ("Gemma3", GEMMA),
     "gemma3_linear": ("Gemma3", {**GEMMA, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}),
 }
-"""With windows, rotary embeddings of other kinds, and norms behind attention and MLPs."""
+"""With windows, rotary embeddings, activations and biases of other kinds, and norms behind attention and MLPs."""
 DENSE |= OTHER_DENSE
 SPARSE |= {
     "qwen2_moe": (
@@ -150,6 +165,20 @@ SPARSE |= {
     ),
     "glm4_moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_air": ("Glm4Moe", {**GLM, "attention_bias": True, "n_group": 4, "topk_group": 1}),
+}
+SPARSE |= {
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **NO_TOKENS, "tie_word_embeddings": False}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **NO_TOKENS,
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 12,
+        },
+    ),
 }
 CHECKPOINTS = DENSE | SPARSE
 
@@ -188,7 +217,8 @@ def write_gradients(path: Path, response_mask: Tensor, model: Any | None = None,
     log-likelihood of response tokens, by transformers, of the checkpoint in `path`, or of `model`."""
     import transformers
 
-    model = model or transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = model or load(path, dtype=torch.float32, attn_implementation="eager")
     tokens = load_file(path / "expected.safetensors")["tokens"]
     loss = torch.zeros(())
     for sample, mask in zip(tokens.split(LENGTHS), response_mask.split(LENGTHS), strict=True):

@@ -18,8 +18,8 @@ head is held twice."""
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe")
-SPARSE = [(2, ep, family) for family in WITH_EXPERTS for ep in (1, 2)]
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2")
+SPARSE = [(2, ep, family) for family in WITH_EXPERTS for ep in (1, 2)] + [(4, 2, "minimax_m2")]
 DENSE = [(2, 1, family) for family in OTHER_DENSE]
 
 

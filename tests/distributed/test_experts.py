@@ -33,6 +33,8 @@ MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
     MODEL: ["one_rank", *(name for name in SLICED if name not in FEW[MODEL])],
     "qwen2_moe": ["one_rank", "tp2_ep2", "pp2_ep2", "cp2_ep2"],
     "glm4_moe": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "cp2_ep2"],
+    "glm4_moe_lite": ["one_rank", "tp2_ep2"],
+    "minimax_m2": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "cp2_ep2"],
     **{name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"] for name in OTHER_DENSE},
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""

@@ -9,7 +9,9 @@ from hypothesis import settings
 settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=50)
 settings.load_profile("shared machine")
 
-SPARSE_FAMILIES = ("qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe")
+SPARSE_FAMILIES = (
+    "qwen3_moe", "qwen3_moe_tied", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2",
+)  # fmt: skip
 """The second does not normalise weights, the fourth has groups of experts and yarn."""
 
 

@@ -91,6 +91,13 @@ def test_heads_are_dealt_out_by_context_parallelism() -> None:
         check_planned(planned(actor={**FSDP, "parallel": {"cp": 3}}, **LENGTHS))
 
 
+def test_ranks_that_have_whole_heads_know_windows_and_bent_scores() -> None:
+    heads: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 3, "max_positions": 64}
+    bent = tiny_architecture("gemma2", attention_softcap=50.0, **heads)
+    for architecture in (tiny_architecture("gemma3_text", num_layers=4, **heads), bent):
+        check_planned(planned(architecture, actor={**FSDP, "parallel": {"cp": 3}}, **LENGTHS))
+
+
 def test_a_router_with_a_bias_needs_megatron() -> None:
     architecture = tiny_architecture("qwen3_moe")
     assert architecture.moe

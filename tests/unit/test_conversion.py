@@ -1,12 +1,14 @@
 """Whole conversions of every family: nothing changes on the way to Megatron's format and back."""
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rltrain.checkpoint.conversion.comparison import first_difference
 from rltrain.checkpoint.conversion.description import describe
@@ -14,8 +16,9 @@ from rltrain.checkpoint.conversion.formats import open_source
 from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.to_hf import convert_to_hf
 from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
 from rltrain.checkpoint.hf_reader import Box
-from rltrain.models import read_architecture
+from rltrain.models import read_architecture, table_of
 from tests.converted_checkpoints import TOKENIZER_FILES, loads_alike, make_checkpoint, stored_tensors
 from tests.distributed.family_checkpoints import CHECKPOINTS
 
@@ -75,6 +78,37 @@ def test_any_box_can_be_read(name: str, tmp_path: Path) -> None:
         row, col = int(random.integers(rows)), int(random.integers(cols))
         box = Box(tensor, row, col, int(random.integers(1, rows - row + 1)), int(random.integers(1, cols - col + 1)))
         assert torch.equal(original.read(box), megatron.read(box)), original.tensors.names[tensor]
+
+
+def test_layers_that_predict_further_tokens_are_carried_along(tmp_path: Path) -> None:
+    """MiMo's, whose model is Qwen2's but for them; and what is saved from training has them too."""
+    original, further = tmp_path / "original", {"model.mtp_layers.0.input_proj.weight": torch.randn(4, 8)}
+    tensors = make_checkpoint(original, "qwen2") | further
+    qwen2 = read_architecture(original)
+    config = json.loads((original / "config.json").read_text())
+    config |= {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1}
+    (original / "config.json").write_text(json.dumps(config))
+    save_file(tensors, original / "model.safetensors")
+    architecture = read_architecture(original)
+    assert architecture == replace(qwen2, family="mimo") and table_of(architecture) == table_of(qwen2)
+
+    to_megatron(original, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    layout = hf_layout(architecture, (0,))
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    load_parameters(original, layout, 0, parameters)
+    save_checkpoint(tmp_path / "saved", parameters, layout, architecture, group=None, rank=0, like=original)
+    for folder in (tmp_path / "back", tmp_path / "saved"):
+        written = stored_tensors(folder)
+        assert written.keys() == tensors.keys()
+        assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+        assert difference(original, folder) is None
+
+    value_model = architecture.value_model()
+    layout = hf_layout(value_model, (0,))
+    parameters = {name: torch.zeros(shape) for name, shape in layout.on(0).parameters}
+    save_checkpoint(tmp_path / "critic", parameters, layout, value_model, group=None, rank=0, like=original)
+    assert not further.keys() & stored_tensors(tmp_path / "critic").keys()
 
 
 def test_transformers_loads_what_came_back(tmp_path: Path) -> None:

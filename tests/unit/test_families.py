@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rltrain.models import (
     first_tensors,
     quantizable_tensors,
     read_architecture,
+    table_of,
 )
 from tests.model_shards import tiny_architecture
 
@@ -33,7 +35,10 @@ MODELS = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "phi3": (partial(transformers.Phi3Config, pad_token_id=0), transformers.Phi3ForCausalLM),
     "glm4": (partial(transformers.Glm4Config, pad_token_id=0), transformers.Glm4ForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
 }
 SIZES = {
     "hidden_size": 24,
@@ -82,6 +87,16 @@ SPARSE_MODELS = {
         transformers.Glm4MoeConfig,
         transformers.Glm4MoeForCausalLM,
         {**ROUTED, "n_routed_experts": 4, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {**ROUTED, **LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1},
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4},
     ),
 }
 OLD_CONFIG = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -243,6 +258,19 @@ def test_moonlight_makes_queries_from_the_hidden_state(tmp_path: Path) -> None:
     assert_tensors_are_those_of_file(tmp_path)
 
 
+def test_models_that_transformers_lacks_are_those_that_they_are_built_as(tmp_path: Path) -> None:
+    """MiMo is Qwen2 and Kimi-K2 DeepSeek-V3, by their own code; what MiMo says of biases changes nothing."""
+    pairs = [
+        ("mimo", {**OLD_CONFIG, "attention_bias": False}, {**OLD_CONFIG, "model_type": "qwen2"}),
+        ("kimi_k2", {**OLD_DEEPSEEK, "rope_scaling": YARN}, {**OLD_DEEPSEEK, "rope_scaling": YARN}),
+    ]
+    for family, config, known in pairs:
+        expected = read_architecture(write_config(tmp_path, **known))
+        found = read_architecture(write_config(tmp_path, **{**config, "model_type": family}))
+        assert found == replace(expected, family=family)
+        assert table_of(found) == table_of(expected)
+
+
 def test_llama_with_attention_biases_has_one_for_every_projection(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES, attention_bias=True)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -350,10 +378,20 @@ def test_generation_config_decides_what_ends_a_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gemma"}, ["model_type", '"gemma"', "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gemma4"}, ["model_type", '"gemma4"', "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gemma2", "hidden_act": None, "final_logit_softcapping": 0}, ["softcapping", "0", "above 0"]),
+        ({"model_type": "gemma"}, ["hidden_act", '"silu"', "gelu_pytorch_tanh"]),
         ({"model_type": "mistral", "sliding_window": "wide"}, ["sliding_window", '"wide"', "an integer"]),
         ({"model_type": "gpt_oss"}, ["model_type", '"gpt_oss"', "MXFP4"]),
         ({"model_type": "qwen3_next"}, ["model_type", '"qwen3_next"', "gated delta nets"]),
+        ({"model_type": "qwen3_5_moe"}, ["model_type", '"qwen3_5_moe"', "gated delta nets"]),
+        ({"model_type": "glm_moe_dsa"}, ["model_type", "an indexer of each layer"]),
+        (
+            {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "attn_type_list": [1, 0]},
+            ["attn_type_list", "1 for every layer"],
+        ),
+        ({"model_type": "minimax_m2", "rotary_dim": 9}, ["rotary_dim", "9", "8 elements"]),
+        ({"model_type": "minimax_m2", "shared_intermediate_size": 64}, ["shared_intermediate_size", "64", "0"]),
         ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5", "8 elements"]),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},

@@ -15,6 +15,7 @@ from tests.unit.schedule_configs import make_config
 
 GEMMA = replace(tiny_architecture("gemma3_text", num_layers=4, max_positions=4096), activation="gelu_tanh")
 PHI4_MINI = tiny_architecture("phi3", max_positions=64, rope_scaling=LongRopeScaling((1.0, 2.0), 1.1))
+GEMMA2 = tiny_architecture("gemma2", max_positions=4096, attention_softcap=50.0, logits_softcap=30.0)
 SGLANG = {"rollout": {"engine": "sglang"}}
 
 
@@ -44,6 +45,8 @@ def test_what_there_is_is_not_refused() -> None:
         ),
         (GEMMA, SGLANG, ["rollout.engine: got sglang", "sliding windows", "expected embedded"]),
         (tiny_architecture("glm4_moe", max_positions=4096), SGLANG, ["got sglang", "model_type glm4_moe", "embedded"]),
+        (GEMMA2, {"actor": {"parallel": {"cp": 2}}}, ["actor.parallel.cp: got 2", "expected 1", "bends its scores"]),
+        (GEMMA2, {"model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens: got 9", "null"]),
         (PHI4_MINI, {}, ["has 64 positions", "short factors"]),
     ],
 )

@@ -10,6 +10,7 @@ from rltrain.checkpoint.conversion.progress import ConversionProgress
 from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
 from rltrain.checkpoint.hf_writer import hf_layout
+from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 
 
@@ -23,13 +24,14 @@ def convert_to_hf(
     """
     dtype = target_type(source, dtype)
     layout = hf_layout(source.architecture, tuple(range(processes.count)), dtype=dtype)
-    files = planned_files(layout, max_file_bytes)
+    further = PredictionLayers(source.settings, source.option)
+    files = planned_files(layout, max_file_bytes, further.entries)
     counted = CountedSource(source)
     total_bytes = sum(entry.bytes for file in files for entry in file.entries)
     with output_folder(output, processes) as folder, ConversionProgress(processes, output.name, total_bytes) as bar:
         for file in files:
             if file.writer == processes.rank:
-                _write_file(folder / file.name, file, counted, bar)
+                _write_file(folder / file.name, file, counted, further, bar)
         if processes.first:
             write_index(folder, files)
             write_config(source.settings, folder, dtype)
@@ -39,10 +41,16 @@ def convert_to_hf(
             HfSource(folder, "--output", compare_tied_head=False)
 
 
-def _write_file(path: Path, file: HfFile, counted: CountedSource, bar: ConversionProgress) -> None:
+def _write_file(
+    path: Path, file: HfFile, counted: CountedSource, further: PredictionLayers, bar: ConversionProgress
+) -> None:
     numbers = counted.source.tensors.numbers
     with SafetensorsFile(path, file.entries, METADATA) as opened:
         for entry in opened.entries:
+            if entry.name in further:
+                opened.append(entry.name, further.read(entry.name))
+                bar.advance(entry.bytes)
+                continue
             tensor = numbers[entry.name]
             for box in row_blocks(counted.source, tensor):
                 values = counted.read(box).to(entry.dtype)

@@ -15,6 +15,7 @@ from rltrain.checkpoint.hf_files import copy_carried_files, write_config
 from rltrain.checkpoint.hf_reader import Box
 from rltrain.checkpoint.megatron.arguments import megatron_arguments
 from rltrain.checkpoint.megatron.writer import finish_checkpoint, write_checkpoint
+from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
@@ -32,8 +33,9 @@ def convert_to_megatron(
     """Write `source` into the new folder `output`, which Megatron-LM and slime load at any layout.
 
     Its files are those that ranks of `writers` would write. `dtype` None keeps the source's; `iteration` None makes it
-    a release: weights to start from. Config and tokenizer go into the folder `hf` in it. CheckpointError where the
-    source or the output cannot be used. Collective over: all processes, which share out the writers.
+    a release: weights to start from. Config, tokenizer and layers that predict further tokens go into the folder `hf`
+    in it. CheckpointError where the source or the output cannot be used. Collective over: all processes, which share
+    out the writers.
     """
     dtype = target_type(source, dtype)
     counted = CountedSource(source)
@@ -63,6 +65,7 @@ def convert_to_megatron(
             (folder / HF_FOLDER).mkdir()
             write_config(source.settings, folder / HF_FOLDER, dtype)
             copy_carried_files(source.settings, folder / HF_FOLDER)
+            PredictionLayers(source.settings, source.option).write_into(folder / HF_FOLDER)
             MegatronSource(folder, "--output")
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rltrain.models import Architecture
 from rltrain.models.rotary import halves_of_pairs, score_scale
+from rltrain.rollout.embedded.head_norms import head_norms
 from rltrain.rollout.embedded.kv_cache import AttentionShape, DecodeAttention, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
@@ -37,18 +38,17 @@ class GroupedAttention:
     """Implements `AttentionLayer`: multi-head and grouped-query attention."""
 
     def __init__(self, parameters: LayerParameters, architecture: Architecture, group: TensorParallel) -> None:
-        self._group, self._eps = group, architecture.norm_eps
+        self._group = group
         shape = self.shape(architecture, group.size)
         self._num_heads, self._num_rotated = shape.num_heads, shape.num_heads + shape.num_kv_heads
         self._head_dim = shape.head_dim
         self._norm = Norm(parameters["input_layernorm.weight"], architecture)
         self._qkv = parameters.matrix("self_attn.qkv_proj.weight")
         self._qkv_bias = parameters.get("self_attn.qkv_proj.bias")
-        self._q_norm = parameters.get("self_attn.q_norm.weight")
-        self._k_norm = parameters.get("self_attn.k_norm.weight")
+        self._head_norms = head_norms(parameters, architecture, group)
         self._output = parameters.matrix("self_attn.o_proj.weight")
         self._output_bias = parameters.get("self_attn.o_proj.bias")
-        self._norm_offset, self._post_norm = architecture.norm_offset, None
+        self._post_norm = None
         if architecture.post_norms:
             self._post_norm = Norm(parameters.first(*_POST_NORMS), architecture)
         self._rotates_pairs = architecture.rotates_pairs
@@ -58,7 +58,8 @@ class GroupedAttention:
         """On one of `tp` ranks."""
         num_kv_heads, head_dim = max(1, architecture.num_kv_heads // tp), architecture.head_dim
         scale, windows = score_scale(architecture), architecture.windows
-        return AttentionShape(architecture.num_heads // tp, num_kv_heads, head_dim, head_dim, scale, windows=windows)
+        num_heads, softcap = architecture.num_heads // tp, architecture.attention_softcap
+        return AttentionShape(num_heads, num_kv_heads, head_dim, head_dim, scale, windows=windows, softcap=softcap)
 
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         queries, keys, values = self._project(hidden, rotation)
@@ -74,11 +75,8 @@ class GroupedAttention:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
         fused = F.linear(self._norm(hidden), self._qkv.read(), self._qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = fused[:, : self._num_rotated]
-        if self._q_norm is not None and self._k_norm is not None:
-            wide = F.rms_norm(rotated.float(), (self._head_dim,), None, self._eps)  # rounded once, as the trainer's is
-            wide[:, : self._num_heads].mul_(self._q_norm + self._norm_offset)
-            wide[:, self._num_heads :].mul_(self._k_norm + self._norm_offset)
-            rotated = wide.to(rotated.dtype)
+        if self._head_norms is not None:
+            rotated = self._head_norms(rotated)
         if self._rotates_pairs:
             rotated = halves_of_pairs(rotated, rotation[0].shape[-1])
         rotated = rotate(rotated, rotation)

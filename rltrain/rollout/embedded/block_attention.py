@@ -91,7 +91,9 @@ class GatheredBlocks(BlockAttention):
         k = self._gathered(keys, num_slots)
         v = k[..., : self._shape.value_dim] if self._shape.latent else self._gathered(values, num_slots)
         q = queries.reshape(num_slots, num_kv_heads, -1, queries.shape[-1])  # the heads that share a KV head are rows
-        return attend(q, k, v, self._bias_of[window], scale=self._shape.scale).reshape(num_slots, -1)
+        shape = self._shape
+        attended = attend(q, k, v, self._bias_of[window], scale=shape.scale, softcap=shape.softcap)
+        return attended.reshape(num_slots, -1)
 
     def _gathered(self, stored: Tensor, num_slots: int) -> Tensor:
         """[slots, kv_heads, positions, elements]"""
@@ -198,9 +200,10 @@ def difference(kind: type[BlockAttention], shape: AttentionShape, like: Tensor) 
 
 def choose_attention(shape: AttentionShape, like: Tensor) -> tuple[type[BlockAttention], str]:
     """(the fastest kind that works here, what to say of it): on CUDA it depends on torch, the GPU and the dtype, those
-    of `like`, and is tried. Latents are gathered, and where there are windows everything: neither kernel reads them."""
+    of `like`, and is tried. Latents are gathered, and where there are windows or bent scores everything: neither kernel
+    has them."""
     reasons: list[str] = []
-    by_kernel = like.is_cuda and not shape.latent and shape.windows is None
+    by_kernel = like.is_cuda and not shape.latent and shape.windows is None and shape.softcap is None
     for kind in (VarlenBlocks, KernelBlocks) if by_kernel else ():
         reason = _why_not(kind, shape, like)
         if not reason:

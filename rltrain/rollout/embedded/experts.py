@@ -15,6 +15,8 @@ from rltrain.rollout.embedded.routing import Routing, route
 
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What families call a router and its experts."""
+_ROUTER_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias")
+"""What they call the bias that only chooses."""
 _SHARED = ("shared_experts", "shared_expert")
 """What they call those that every token visits."""
 
@@ -36,7 +38,8 @@ class Experts:
         block = next(name for name in _BLOCKS if parameters.get(f"{name}.gate.weight") is not None)
         self._norm = Norm(parameters["post_attention_layernorm.weight"], architecture)
         self._router = parameters[f"{block}.gate.weight"]
-        self._router_bias = parameters.get(f"{block}.gate.e_score_correction_bias")
+        biases = (parameters.get(f"{block}.{name}") for name in _ROUTER_BIASES)
+        self._router_bias = next((bias for bias in biases if bias is not None), None)
         names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
         self._gate_up, self._down = (parameters.matrix(name) for name in names)
         self._count = len(parameters[names[0]])

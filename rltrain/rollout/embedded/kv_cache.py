@@ -44,7 +44,7 @@ class AttentionShape(NamedTuple):
     many values of `value_dim`. Scores are multiplied by `scale`.
 
     With `latent` a value is the first elements of its key, and is not kept a second time. With `windows` a token of
-    some layers attends to no more than the last positions.
+    some layers attends to no more than the last positions. With `softcap` scores are bent.
     """
 
     num_heads: int
@@ -54,6 +54,7 @@ class AttentionShape(NamedTuple):
     scale: float
     latent: bool = False
     windows: Windows | None = None
+    softcap: float | None = None
 
     def window(self, layer: int) -> int | None:
         """How many positions a token attends to in a layer, itself among them; None where to all."""
@@ -114,7 +115,7 @@ class PrefillAttention:
                 places = torch.arange(self._width, device=q.device)
                 self._biases[window] = unseen_bias(places, places, window, q)
             bias = self._biases[window]
-        attended = attend(q, k, v, bias, causal=bias is None, scale=self._shape.scale)
+        attended = attend(q, k, v, bias, causal=bias is None, scale=self._shape.scale, softcap=self._shape.softcap)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -149,7 +150,7 @@ class SuffixAttention(PrefillAttention):
         self.store(layer, keys, values)
         k, v = self.read(layer)
         bias = self._bias_of[self._shape.window(layer)]
-        attended = attend(self._by_head(queries), k, v, bias, scale=self._shape.scale)
+        attended = attend(self._by_head(queries), k, v, bias, scale=self._shape.scale, softcap=self._shape.softcap)
         return attended.transpose(1, 2).reshape(len(queries), -1)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
+from rltrain.models.attention import soft_capped
 from rltrain.models.projection import wide_product
 from rltrain.models.rotary import inverse_frequencies, rotation_magnitude
 from rltrain.models.routing_shape import RoutingShape
@@ -51,7 +52,7 @@ class EngineModel:
         self._tp = tensor_parallel
         self._residual_dtype, self._wide_head = residual_dtype or dtype, head_dtype == torch.float32
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
-        self._vocab_size = architecture.vocab_size
+        self._vocab_size, self._logits_softcap = architecture.vocab_size, architecture.logits_softcap
         self.num_layers = architecture.num_layers
         attention = LatentAttention if architecture.mla else GroupedAttention
         self.attention_shape = attention.shape(architecture, tensor_parallel.size)
@@ -144,6 +145,7 @@ class EngineModel:
         final = self._final_norm(hidden)
         self.observe(FINAL_NORM, final)
         shard = wide_product(final, self._head) if self._wide_head else F.linear(final, self._head)
+        shard = shard if self._logits_softcap is None else soft_capped(shard, self._logits_softcap)
         logits = self._tp.all_gather_columns(shard).float()
         logits[:, self._vocab_size :].fill_(float("-inf"))
         return logits

@@ -276,7 +276,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, shape: AttentionShape
     `bias` [n, 1, positions]. In float32 two batched products measure faster on CPU than the fused kernel, which
     pays per slot and head; half precision takes the fused kernel, whose scores stay in float32.
     """
-    if q.dtype != torch.float32:
-        return attend(q[:, None], k[:, None], v[:, None], bias[:, None], scale=shape.scale)[:, 0]
+    if q.dtype != torch.float32 or shape.softcap is not None:
+        q, k, v, bias = (x[:, None] for x in (q, k, v, bias))
+        return attend(q, k, v, bias, scale=shape.scale, softcap=shape.softcap)[:, 0]
     scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=shape.scale)
     return torch.bmm(torch.softmax(scores, -1), v)

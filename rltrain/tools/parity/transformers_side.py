@@ -13,7 +13,9 @@ def run_transformers(checked: Checked, samples: Samples) -> States:
     """In model.dtype throughout: it knows no wider residual stream."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(checked.path, dtype=getattr(torch, checked.model.dtype))
+    # Of its attention that of eager execution alone has soft caps, and leaves them out otherwise without a word.
+    load = AutoModelForCausalLM.from_pretrained
+    model: Any = load(checked.path, dtype=getattr(torch, checked.model.dtype), attn_implementation="eager")
     model.to(checked.device).eval()
     notes = Notes()
     watch(model.model, notes.add)

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.training.fsdp.attention import NAME, register
+
+BUILT_AS = {"mimo": "qwen2"}
+"""Families that transformers does not have, with the one of which it has the same model."""
 
 
 class ValueModel(torch.nn.Module):
@@ -45,7 +48,9 @@ def empty_model(folder: Path, architecture: Architecture, dtype: torch.dtype) ->
     """With the head that `architecture` has, its parameters of `dtype` on torch's meta device, never in training mode:
     without dropout."""
     register()
-    config = AutoConfig.from_pretrained(folder)
+    own = BUILT_AS.get(architecture.family)
+    kind: Any = CONFIG_MAPPING[own] if own else AutoConfig
+    config = kind.from_pretrained(folder)
     with _parameters_without_memory():
         if architecture.head == "value":
             decoder = AutoModel.from_config(config, dtype=dtype, attn_implementation=NAME)

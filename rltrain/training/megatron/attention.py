@@ -60,11 +60,18 @@ class PositionRotaryEmbedding(torch.nn.Module):
 
 class PackedAttention(torch.nn.Module):
     """Causal core attention within each packed sequence by torch's kernels: of all at once where that can be, else in
-    padded batches. With `window` a token attends to so many, itself among them."""
+    padded batches. With `window` a token attends to so many, itself among them; with `softcap` scores are bent."""
 
-    def __init__(self, *, softmax_scale: float | None, window: int | None = None, **unused: Any) -> None:
+    def __init__(
+        self,
+        *,
+        softmax_scale: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        **unused: Any,
+    ) -> None:
         super().__init__()
-        self.softmax_scale, self.window = softmax_scale, window
+        self.softmax_scale, self.window, self.softcap = softmax_scale, window, softcap
 
     def forward(
         self,
@@ -82,7 +89,8 @@ class PackedAttention(torch.nn.Module):
         packed = packed_seq_params
         query, key = query.to(value.dtype), key.to(value.dtype)
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
-        return attend_rows(query, key, value, packed, self.softmax_scale, self.window).flatten(1)[:, None]
+        attended = attend_rows(query, key, value, packed, self.softmax_scale, self.window, self.softcap)
+        return attended.flatten(1)[:, None]
 
 
 class GroupedSelfAttention(SelfAttention):

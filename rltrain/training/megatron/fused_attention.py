@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from rltrain.models.rotary import halves_of_pairs
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedSequences
 from rltrain.training.megatron.fused import Gradients, TurnedHeads, takes_fused
+from rltrain.training.megatron.norms import ProjectionNorm
 
 LONGEST_BY_PRODUCTS = 64
 """Tokens up to which batched products with a matrix of scores take 0.6 of the time of torch's kernel, and scores the
@@ -108,6 +109,9 @@ class FusedSelfAttention(GroupedSelfAttention):
     def __init__(self, *arguments: Any, rotary: OwnRotary, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.rotary = rotary
+        self.norms_projections = isinstance(self.q_layernorm, ProjectionNorm)
+        if self.norms_projections:
+            self.q_layernorm.tp_group = self.k_layernorm.tp_group = self.tp_group
 
     def forward(
         self,
@@ -121,7 +125,8 @@ class FusedSelfAttention(GroupedSelfAttention):
         rotary_pos_emb = self.rotary.angles(rotary_pos_emb)
         whole_groups = self.config.num_query_groups >= self.world_size
         whole_sequences = self.config.context_parallel_size == 1
-        if not (takes_fused(hidden_states) and whole_groups and whole_sequences):
+        head_by_head = not self.norms_projections
+        if not (takes_fused(hidden_states) and whole_groups and whole_sequences and head_by_head):
             settings |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
             unfused: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, **settings)
             return unfused
@@ -164,7 +169,7 @@ class FusedSelfAttention(GroupedSelfAttention):
         scale = self.core_attention.softmax_scale or heads.size(-1) ** -0.5
 
         def attend(heads: Tensor) -> Tensor:
-            if packed.longest <= LONGEST_BY_PRODUCTS:
+            if packed.longest <= LONGEST_BY_PRODUCTS and self.core_attention.softcap is None:
                 attended: Tensor = ShortAttention.apply(heads, packed, scale, self.core_attention.window)
                 return attended
             query, key, value = heads.split([heads.size(2) - 2, 1, 1], dim=2)

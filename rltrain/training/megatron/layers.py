@@ -28,14 +28,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from rltrain.models import NUM_LABELS, Architecture
-from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.models.attention import soft_capped
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
-from rltrain.training.megatron.fused import GatedActivation, RmsNorm, takes_fused
+from rltrain.training.megatron.fused import GatedActivation
 from rltrain.training.megatron.fused_attention import FusedSelfAttention, OwnRotary
 from rltrain.training.megatron.latent_attention import ExplicitLatentAttention, LatentSelfAttention
 from rltrain.training.megatron.linear import ColumnProduct, RowProduct
+from rltrain.training.megatron.norms import LatentNorm, ProjectionNorm, RMSNorm, parameter_device
 from rltrain.training.megatron.precision import widen_residual_stream
 from rltrain.training.megatron.routing import SampleRouter, SparseLayer
 
@@ -46,40 +47,6 @@ LOCAL_EXPERT = MLPSubmodules(
 )
 
 Submodules = TypeVar("Submodules", SelfAttentionSubmodules, MLPSubmodules)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism. With
-    `layernorm_zero_centered_gamma` it multiplies by 1 + weight."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-
-    def gain(self) -> Tensor:
-        """What it multiplies by, in fp32 where it is not the weight itself."""
-        if not self.offset:
-            return self.weight
-        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """In the weights' type, rounded once, also where `x` is wider."""
-        weight = self.gain()
-        if not takes_fused(x):
-            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
-            normed = torch.nn.functional.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps)
-            return normed.to(self.weight.dtype)
-        assert self.eps is not None
-        fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
-        return fused.to(self.weight.dtype)
-
-
-class LatentNorm(RMSNorm):
-    """The norm of a latent that queries, or keys and values, are made from."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
-        super().__init__(config, hidden_size, LATENT_NORM_EPS)
 
 
 class ValueHead(torch.nn.Module):
@@ -131,11 +98,6 @@ class DeferredHead(torch.nn.Module):
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=self.tp_group), None
         return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group), None
-
-
-def parameter_device(config: TransformerConfig) -> str | int:
-    """Where Megatron makes parameters."""
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def block_spec(
@@ -203,22 +165,33 @@ def _local_layer(architecture: Architecture, number: int, experts: bool) -> Modu
 
 
 def _local_attention(architecture: Architecture, number: int) -> ModuleSpec:
-    head_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    of_queries, of_keys = _head_norms(architecture)
     window = architecture.window_of(number)
     base = int(window is not None and architecture.sliding_rope_theta is not None)
     rotary = OwnRotary(architecture.rotated_size, base, rotation_magnitude(architecture), architecture.rotates_pairs)
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnProduct,
-        core_attention=ModuleSpec(module=PackedAttention, params={"window": window}),
+        core_attention=ModuleSpec(
+            module=PackedAttention, params={"window": window, "softcap": architecture.attention_softcap}
+        ),
         linear_proj=_with_bias(RowProduct) if architecture.output_bias else RowProduct,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=of_queries,
+        k_layernorm=of_keys,
     )
     return ModuleSpec(
         module=FusedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "rotary": rotary},
         submodules=_with_post_norm_of(architecture, submodules, "linear_proj"),
     )
+
+
+def _head_norms(architecture: Architecture) -> tuple[Any, Any]:
+    """Of queries and of keys."""
+    if not architecture.norms_projections:
+        return (RMSNorm, RMSNorm) if architecture.qk_norm else (IdentityOp, IdentityOp)
+    counts = architecture.num_heads, architecture.num_kv_heads
+    of_queries, of_keys = (ModuleSpec(module=ProjectionNorm, params={"num_heads": count}) for count in counts)
+    return of_queries, of_keys
 
 
 def _local_latent_attention() -> ModuleSpec:
@@ -286,6 +259,11 @@ def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype
     """Have what a token's embedding begins the residual stream with multiplied by `scale`, rounded to `dtype`."""
     rounded = float(torch.tensor(scale, dtype=dtype))
     embedding.register_forward_hook(lambda module, inputs, embedded: embedded * rounded)
+
+
+def bend_logits(projection: torch.nn.Module, cap: float) -> None:
+    """Have the logits x that `projection` puts out be cap * tanh(x / cap)."""
+    projection.register_forward_hook(lambda module, inputs, output: (soft_capped(output[0], cap), output[1]))
 
 
 def place_shared_gates(model: torch.nn.Module, device: torch.device) -> None:

@@ -47,6 +47,7 @@ from rltrain.training.megatron.layers import (
     DeferredHead,
     ValueHead,
     add_final_norm,
+    bend_logits,
     block_spec,
     mark_parallel_weights,
     place_shared_gates,
@@ -108,6 +109,8 @@ class ModelChunk(GPTModel):
             self.output_layer = DeferredHead(self.output_layer, config, collection.tp)
         elif chunk.head and options.has_wide_head:
             widen_projection(self.output_layer)
+        if chunk.head and not value_head and architecture.logits_softcap is not None:
+            bend_logits(self.output_layer, architecture.logits_softcap)
         self._set_rotary_embedding(architecture, options.device, options.transformer_engine)
         if chunk.embedding and architecture.embedding_scale != 1:
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)

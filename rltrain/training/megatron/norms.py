@@ -1,0 +1,83 @@
+"""RMSNorms as Megatron builds norms: of the hidden state, of heads, of all heads at once, of latents."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rltrain.models.deepseek import LATENT_NORM_EPS
+from rltrain.training.megatron.fused import RmsNorm, takes_fused
+
+
+def parameter_device(config: TransformerConfig) -> str | int:
+    """Where Megatron makes parameters."""
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm as Megatron builds norms; Megatron's own wrapper refuses sequence parallelism. With
+    `layernorm_zero_centered_gamma` it multiplies by 1 + weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, device=parameter_device(config), dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+
+    def gain(self) -> Tensor:
+        """What it multiplies by, in fp32 where it is not the weight itself."""
+        if not self.offset:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the weights' type, rounded once, also where `x` is wider."""
+        weight = self.gain()
+        if not takes_fused(x):
+            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
+            normed = torch.nn.functional.rms_norm(wide, self.normalized_shape, weight.to(wide.dtype), self.eps)
+            return normed.to(self.weight.dtype)
+        assert self.eps is not None
+        fused: Tensor = RmsNorm.apply(x, weight.to(x.dtype), self.eps)
+        return fused.to(self.weight.dtype)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a latent that queries, or keys and values, are made from."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
+class ProjectionNorm(RMSNorm):
+    """The norm of all `num_heads` heads of a token's queries, or of its keys, at once.
+
+    Every tensor-parallel rank has the whole weight, and heads of its own, of which others may have the same. Megatron
+    sums the gradients of norms of heads over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int, **unused: Any) -> None:
+        super().__init__(config, num_heads * hidden_size, eps)
+        self.num_heads = num_heads
+        self.tp_group: dist.ProcessGroup | None = None
+        """Set by the attention whose heads these are, before the first call."""
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[..., this rank's heads, head_dim], rounded once. Collective over: the tensor-parallel group."""
+        assert self.tp_group is not None and self.eps is not None
+        count, head_dim, num_ranks = heads.size(-2), heads.size(-1), self.tp_group.size()
+        wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        squares = wide.square().sum((-2, -1), keepdim=True) * (self.num_heads / (count * num_ranks))
+        if num_ranks > 1:
+            summed = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            # Each rank's heads depend on the sum, whose gradient is therefore that of all of them.
+            squares = copy_to_tensor_model_parallel_region(summed, group=self.tp_group)
+        first = self.tp_group.rank() * self.num_heads // num_ranks
+        gain = self.gain().view(self.num_heads, head_dim)[first : first + count]
+        normed = wide * torch.rsqrt(squares / (self.num_heads * head_dim) + self.eps)
+        return (normed * gain.to(wide.dtype)).to(self.weight.dtype)
