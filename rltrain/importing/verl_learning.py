@@ -18,6 +18,9 @@ POLICIES = {
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
     "geo_mean": "geometric_mean",
+    "gpg": "reinforce",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
 }
 
 
@@ -57,6 +60,8 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("advantages.normalize_std", False, "algorithm.norm_adv_by_std_in_grpo")
     if algorithm in WHITENED:
         out.set("advantages.whiten", True, "verl whitens always")
+    if algorithm == "gpg":
+        out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
     gamma, gae_lambda = real(keys.get("algorithm.gamma", 1.0)), real(keys.get("algorithm.lam", 1.0))
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, "algorithm.gamma")
@@ -85,6 +90,10 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     if mode == "vanilla" and bound not in NOTHING:
         given = A + "clip_ratio_c" in keys
         out.set("loss.dual_clip", real(bound), A + "clip_ratio_c" + ("" if given else ", on by default"))
+    if str(mode).startswith("dppo_"):
+        out.set("loss.dppo.divergence", str(mode).removeprefix("dppo_"), A + "policy_loss.loss_mode")
+        if bound not in NOTHING:
+            out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, by default 3")
     mean = str(keys.get(A + "loss_agg_mode", "token-mean"))
     if mode in ("gspo", "geo_mean"):
         mean = "seq-mean-token-mean"
@@ -139,27 +148,6 @@ def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
         for here, size in {**actor, **own}.items():
             if size is not None:
                 out.set(f"reference.parallel.{here}", size, prefix + "*")
-
-
-def set_correction(keys: SourceKeys, out: Translation) -> None:
-    prefix = "algorithm.rollout_correction."
-    level, threshold = keys.get(prefix + "rollout_is"), keys.get(prefix + "rollout_is_threshold", 2.0)
-    bypass = truth(keys.get(prefix + "bypass_mode", False))
-    if bypass:
-        out.set("loss.old_logprobs", "rollout", prefix + "bypass_mode")
-    if level not in NOTHING and bypass:
-        out.differs(prefix + "rollout_is", level, "with bypass_mode the ratio compares with the engine already")
-    elif level not in NOTHING:
-        low, _, high = str(threshold).rpartition("_")
-        out.set("loss.correction.level", str(level), prefix + "rollout_is")
-        out.set("loss.correction.high", real(high), prefix + "rollout_is_threshold")
-        if low:
-            out.set("loss.correction.method", "icepop", prefix + "rollout_is_threshold")
-            out.set("loss.correction.low", real(low), prefix + "rollout_is_threshold")
-    masked = keys.get(prefix + "rollout_rs")
-    if masked not in NOTHING:
-        out.differs(prefix + "rollout_rs", masked, "write it as loss.correction: docs/policy_losses.md")
-    keys.get(prefix + "rollout_rs_threshold")
 
 
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (*BASE, "data"),
     "legality": (*BASE, "schedule.shape", "models", "cluster", "algorithms", "rewards", "evaluation.estimators"),
-    "importing": (*BASE, "data", "legality"),
+    "importing": (*BASE, "data", "legality", "estimate", "models.of_roles", "cluster.placement"),
     "folders": BASE,
     "roles": (
         *BASE,
