@@ -60,10 +60,13 @@ class Outcome:
 
 def main() -> int:
     arguments = parsed()
+    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = [tried(script, arguments, Path(folder)) for script in arguments.scripts]
-    for outcome in outcomes:
-        print(f"{outcome.verdict}\t{outcome.reason}\t{outcome.script}\t{first_lines(outcome.detail)}\t{outcome.last}")
+        for script in arguments.scripts:
+            found = tried(script, arguments, Path(folder))
+            outcomes.append(found)
+            row = (found.verdict, found.reason, found.script, first_lines(found.detail), found.last)
+            print("\t".join(map(str, row)), flush=True)
     for what, counted in (
         ("as they are, or why not", Counter(outcome.reason or "passes" for outcome in outcomes)),
         ("with options", Counter(outcome.verdict for outcome in outcomes)),

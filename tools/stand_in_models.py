@@ -106,7 +106,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     r"qwen3-32b": _dense(QWEN3, "5120 64 64 8 25600"),
     r"llama-?3\.2-1b": _dense(LLAMA, "2048 16 32 8 8192", tied=True),
     r"llama-?3\.2-3b": _dense(LLAMA, "3072 28 24 8 8192", tied=True),
-    r"llama-?3(\.1)?-8b": _dense(LLAMA, "4096 32 32 8 14336"),
+    r"(skywork-reward-)?llama-?3(\.1)?-8b": _dense(LLAMA, "4096 32 32 8 14336"),
     r"llama-?3(\.[13])?-70b": _dense(LLAMA, "8192 80 64 8 28672"),
     r"deepseek-(llm|coder|math)?-?(6\.)?7b": _dense(LLAMA, "4096 30 32 32 11008", vocab_size=102400),
     r"(mistral-nemo|ministral|mistral.*12b)": _dense(

@@ -13,7 +13,7 @@ from rltrain.errors import ConfigError, UserError
 from rltrain.estimate.hardware import Gpu, gpu_named
 from rltrain.estimate.peak import largest, rank_memories
 from rltrain.estimate.planned import plan_job
-from rltrain.importing.translation import Setting, Translation
+from rltrain.importing.translation import PLACEMENT, Setting, Translation
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.schedule import check_schedule
@@ -25,6 +25,8 @@ LEAST_TOKENS = 2048
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")
 """Policy losses that look at a micro-batch as a whole."""
 MOST_CHANGES = 12
+TENSOR_PARALLEL = (2, 4, 8)
+"""Tried where Megatron takes the place of a backend whose optimizer stays on the device."""
 
 Changed = Mapping[str, Any]
 """Values of config keys."""
@@ -72,31 +74,46 @@ def peak_bytes(out: Translation, changed: Changed, gpu: Gpu) -> int | None:
 
 def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
     """From those that cost least speed to those that cost most."""
-    sharded = out.get("actor.backend") == "fsdp"
+    sharded, placed = out.get("actor.backend") == "fsdp", _placed(out)
     if not sharded and out.get("model.logits_chunk_tokens") is None:
         yield {"model.logits_chunk_tokens": LEAST_TOKENS}
     yield from _smaller_engines(out, gpu)
     if out.get("loss.policy") not in BY_MICRO_BATCH:
-        for role in model_roles():
+        for role in placed & {*model_roles()}:
             path = f"{role}.micro_batch_tokens"
             if out.get(path) >= 2 * LEAST_TOKENS:
                 yield {path: out.get(path) // 2}
     if out.get("model.recompute") != "full":
         yield {"model.recompute": "full"}
-    for role in trained_roles():
-        if role == "actor" or f"{role}.path" in out.settings or out.get("algorithm") == "ppo":
-            yield {f"{role}.optimizer.cpu_offload": True}
+    for role in placed & {*trained_roles()}:
+        yield {f"{role}.optimizer.cpu_offload": True}
     yield {"model.activation_offload": True}
     tp = out.get("rollout.parallel.tp")
     yield {"rollout.parallel.tp": 2 * tp}
+    if sharded and not any(path.startswith("actor.fsdp.") for path in out.settings):
+        for size in dict.fromkeys((tp, *TENSOR_PARALLEL)):
+            cut = {"actor.parallel.tp": size, "actor.parallel.sequence_parallel": size > 1}
+            yield {"actor.backend": "megatron", **cut, "actor.optimizer.cpu_offload": True}
+
+
+def _placed(out: Translation) -> set[str]:
+    """Roles with ranks."""
+    paths = [path.removeprefix(PLACEMENT) for path in out.settings if path.startswith(PLACEMENT)]
+    return {role for path in paths for role in path.split(", ")}
+
+
+def _of(whole: Any, share: int) -> float:
+    return round(float(whole) / share, 1)
 
 
 def _smaller_engines(out: Translation, gpu: Gpu) -> Iterator[Changed]:
     """Less memory for keys and values."""
     if out.get("rollout.engine") == "embedded":
         given = out.get("rollout.kv_cache_gb")
-        most = gpu.memory_gb if given == "auto" else float(given)
-        yield {"rollout.kv_cache_gb": round(most / 2, 1)}
+        shares = (2, 4) if given == "auto" else (2,)
+        yield from (
+            {"rollout.kv_cache_gb": _of(gpu.memory_gb if given == "auto" else given, share)} for share in shares
+        )
         return
     arguments = out.get("rollout.sglang.args") or {}
     share = float(arguments.get("mem_fraction_static", 0.85))

@@ -1,25 +1,10 @@
 """slime's on-policy distillation: a teacher that Megatron evaluates, or that a server of the same script serves."""
 
-from collections.abc import Sequence
-from typing import Any
-
 from rltrain.importing.conversions import count, ranks, real
+from rltrain.importing.slime_commands import CUT, MODEL, SERVER
 from rltrain.importing.translation import SourceKeys, Translation
 
-SERVER = "sglang.launch_server"
-MODEL, CUT = "served-model", "served-tp"
-"""The keys under which the model of a server stands among the flags, and the ranks that it is cut over."""
 REWARD = "slime.rollout.on_policy_distillation.reward_func"
-
-
-def served(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """What the script serves itself; nothing where it starts no server."""
-    for words in commands:
-        if SERVER in words or f"-m {SERVER}" in words:
-            following = dict(zip(words, words[1:], strict=False))
-            tp = following.get("--tp", following.get("--tp-size", following.get("--tensor-parallel-size", 1)))
-            return {MODEL: following["--model-path"], CUT: tp} if "--model-path" in following else {}
-    return {}
 
 
 def set_teacher(keys: SourceKeys, out: Translation, actor: str) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.errors import ConfigError
-from rltrain.importing import rlinf, skyrl, slime, slime_learning, slime_teacher, verl
+from rltrain.importing import rlinf, skyrl, slime, slime_learning, verl
 from rltrain.importing.batches import limit_rewards
 from rltrain.importing.hydra import flattened, parse_override, read_config
 from rltrain.importing.shell_script import Started, read_script, read_text
 from rltrain.importing.shell_values import UNKNOWN
+from rltrain.importing.slime_commands import beside_training
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import SourceKeys, Translation, UntranslatableError
 
@@ -25,8 +26,8 @@ class Framework:
     arguments: Callable[[Sequence[str]], Sequence[str] | None]
     keys: Callable[[Sequence[str]], dict[str, Any]]
     translate: Callable[[SourceKeys, Translation, Rows], None]
-    served: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
-    """Keys that tell of servers which a script's commands start beside the training."""
+    beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
+    """Keys that stand for what all of a script's commands say beside the training's arguments."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
             keys["-m"] = word.removeprefix("-m ").strip()
         elif name in OPTIONS:
             keys[OPTIONS[name]] = value if separator else following
+        elif "==" in word.split(".")[0]:  # a package's version
+            continue
         elif (parsed := parse_override(word)) and ("." in parsed[0] or re.fullmatch(WITHOUT_DOTS, parsed[0])):
             keys |= flattened(parsed[1], parsed[0]) if isinstance(parsed[1], dict) else {parsed[0]: parsed[1]}
     return keys
@@ -89,9 +92,7 @@ def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 FRAMEWORKS = {
-    "slime": Framework(
-        "slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate, slime_teacher.served
-    ),
+    "slime": Framework("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate, beside_training),
     "verl": Framework("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate),
     "skyrl": Framework("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
     "rlinf": Framework("RLinf", _with_overrides(rlinf.SECTIONS), _overrides, rlinf.translate),
@@ -122,8 +123,8 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     if len(launches) > 1:
         notes.append(f"it starts {len(launches)} trainings, of which the first is this ({_lines(launches)})")
     keys = framework.keys(launches[0][1])
-    if framework.served is not None:
-        keys |= framework.served([one.arguments for one in script.started])
+    if framework.beside is not None:
+        keys |= framework.beside([one.arguments for one in script.started])
     return ReadSource(keys, name, notes, folder)
 
 

@@ -46,12 +46,19 @@ def named_estimator(keys: SourceKeys) -> str:
     return str(keys.get("algorithm.adv_estimator", "gae"))
 
 
+ALONE = ("grpo", "rloo")
+"""Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
+
+
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     name = named_estimator(keys)
     if name not in ALGORITHMS:
         out.differs("algorithm.adv_estimator", name, "no algorithm here estimates advantages so")
         return
     algorithm = ALGORITHMS[name]
+    if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
+        _take_rewards(keys, out, name)
+        return
     out.set("algorithm", algorithm, "algorithm.adv_estimator")
     if algorithm == "pass_at_k":
         out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: of all samples the best")
@@ -67,6 +74,20 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("advantages.gamma", gamma, "algorithm.gamma")
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", gae_lambda, "algorithm.lam, whose default is 1")
+    _set_selection(keys, out)
+
+
+def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
+    if truth(keys.get("algorithm.use_kl_in_reward", False)):
+        out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+    origin = f"algorithm.adv_estimator {name} of one sample per prompt: its reward is its advantage"
+    out.set("algorithm", "reinforce_plus_plus", origin)
+    out.set("advantages.whiten", False, origin)
+    for key in ("norm_adv_by_std_in_grpo", "gamma", "lam"):
+        keys.get("algorithm." + key)
+
+
+def _set_selection(keys: SourceKeys, out: Translation) -> None:
     if truth(keys.get("algorithm.filter_groups.enable", False)):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "algorithm.filter_groups.enable")
         most = count(keys.get("algorithm.filter_groups.max_num_gen_batches", 0))
