@@ -1,7 +1,9 @@
 """How many launch scripts import into a config that passes the dry run, and why others do not.
 
-python tools/measure_import.py --from slime [--allow-differences] [--rows N] SCRIPT ...
+python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
+Each is imported as it is; where keys without a counterpart or a GPU's memory refuse it, once more with
+--allow-differences or --gpu.
 The named model's config.json is a stand-in (tools/stand_in_models.py): no weights and no data are needed.
 """
 
@@ -9,9 +11,9 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from stand_in_models import shape_of, write_stand_in
@@ -23,6 +25,7 @@ from rltrain.importing import model_file
 from rltrain.importing.command import imported
 from rltrain.importing.sources import FRAMEWORKS
 from rltrain.importing.steps import Rows
+from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
 
 REASONS = {
@@ -32,15 +35,27 @@ REASONS = {
     "model family of which transformers builds none": "transformers builds no causal",
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
+    "model of unknown shape": "the name says no shape",
 }
-NO_SHAPE = "model whose name says no shape"
+NO_SHAPE = "the name says no shape"
+ALLOWING, FITTING = "--allow-differences", "--gpu"
+HELPING = {"keys without a counterpart": ALLOWING, "memory": FITTING}
 
 
 @dataclass(frozen=True)
 class Outcome:
     script: str
     reason: str | None
+    """Why it does not pass as it is; None: it does."""
     detail: str
+    options: tuple[str, ...] | None
+    """Those of `rltrain import-config` with which it passes; None: with none of them."""
+    last: str = ""
+    """Why not, with all that help so far."""
+
+    @property
+    def verdict(self) -> str:
+        return "does not pass" if self.options is None else " ".join(["passes", *self.options])
 
 
 def main() -> int:
@@ -48,39 +63,66 @@ def main() -> int:
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         for script in arguments.scripts:
-            try:
-                outcomes.append(tried(script, arguments, Path(folder)))
-            except UserError as error:
-                outcomes.append(Outcome(script, reason_of(str(error)), str(error)))
-    for outcome in outcomes:
-        print(f"{outcome.reason or 'passes'}\t{outcome.script}\t{first_lines(outcome.detail)}")
-    reasons = Counter(outcome.reason or "passes" for outcome in outcomes)
-    for reason, number in reasons.most_common():
-        print(f"{number:4d} of {len(outcomes)}  {reason}")
+            found = tried(script, arguments, Path(folder))
+            outcomes.append(found)
+            row = (found.verdict, found.reason, found.script, first_lines(found.detail), found.last)
+            print("\t".join(map(str, row)), flush=True)
+    for what, counted in (
+        ("as they are, or why not", Counter(outcome.reason or "passes" for outcome in outcomes)),
+        ("with options", Counter(outcome.verdict for outcome in outcomes)),
+    ):
+        print(f"{what}:")
+        for name, number in counted.most_common():
+            print(f"{number:4d} of {len(outcomes)}  {name}")
     return 0
 
 
 def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
+    """As it is; then with the options that its refusals name."""
+    options: list[str] = []
+    refusals: list[str] = []
+    while True:
+        try:
+            once(script, arguments, folder, options)
+            break
+        except UserError as error:
+            refusals.append(str(error))
+            helping = HELPING.get(reason_of(refusals[-1]))
+            if helping is None or helping in options:
+                return Outcome(script, reason_of(refusals[0]), refusals[0], None, reason_of(refusals[-1]))
+            options.append(helping)
+    if not refusals:
+        return Outcome(script, None, "", ())
+    return Outcome(script, reason_of(refusals[0]), refusals[0], tuple(options))
+
+
+def once(script: str, arguments: argparse.Namespace, folder: Path, options: Sequence[str]) -> None:
     """UserError where it is refused on its way."""
-    rows = Rows(rows=arguments.rows)
-    source = [script, *arguments.arguments]
+    rows, source = Rows(rows=arguments.rows), [script, *arguments.arguments]
+    allowed = ALLOWING in options
     with patch.object(model_file, "model_config", lambda name: shape_of(str(name)) or {}):
-        found = imported(arguments.framework, source, rows=rows, allow_differences=arguments.allow_differences)
-    settings: dict[str, Any] = {"model.path": found.get("model.path")}
-    for role in ("critic", "reference"):
-        if f"{role}.path" in found.settings:
-            settings[f"{role}.path"] = found.get(f"{role}.path")
-    overrides = []
-    for key, name in settings.items():
-        stand_in = write_stand_in(str(name), folder)
-        if stand_in is None:
-            return Outcome(script, NO_SHAPE, str(name))
-        overrides.append(f"{key}={stand_in}")
+        found = imported(arguments.framework, source, rows=rows, allow_differences=allowed)
+        settings = stand_ins(found, folder)
+        if FITTING in options:
+            gpu, more = arguments.gpu, {"settings": settings, "allow_differences": allowed}
+            found = imported(arguments.framework, source, rows=rows, gpu=gpu, **more)
     config = folder / "config.yaml"
     config.write_text(written(found, script), encoding="utf-8")
-    options = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)
-    describe_job(config, overrides, options)
-    return Outcome(script, None, "")
+    run = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)
+    describe_job(config, settings, run)
+
+
+def stand_ins(found: Translation, folder: Path) -> list[str]:
+    """Overrides that put stand-ins in the place of the models. UserError for a name that says no shape."""
+    overrides = []
+    for key in ("model.path", *(f"{role}.path" for role in ("critic", "reference", "teacher", "reward_model"))):
+        if key in found.settings:
+            name = str(found.get(key))
+            stand_in = write_stand_in(name, folder, classifies=key == "reward_model.path")
+            if stand_in is None:
+                raise UserError(f"{key}: {name}: {NO_SHAPE}")
+            overrides.append(f"{key}={stand_in}")
+    return overrides
 
 
 def reason_of(message: str) -> str:
@@ -96,7 +138,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], required=True)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the training files (default 100000)")
     parser.add_argument("--gpu", default="h100", help="as of --dry-run")
-    parser.add_argument("--allow-differences", action="store_true")
     parser.add_argument("--arguments", nargs="*", default=[], help="that every script is given")
     parser.add_argument("scripts", nargs="+")
     return parser.parse_args()

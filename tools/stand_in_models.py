@@ -115,7 +115,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     r"qwen3-32b": _dense(QWEN3, "5120 64 64 8 25600"),
     r"llama-?3\.2-1b": _dense(LLAMA, "2048 16 32 8 8192", tied=True),
     r"llama-?3\.2-3b": _dense(LLAMA, "3072 28 24 8 8192", tied=True),
-    r"llama-?3(\.1)?-8b": _dense(LLAMA, "4096 32 32 8 14336"),
+    r"(skywork-reward-)?llama-?3(\.1)?-8b": _dense(LLAMA, "4096 32 32 8 14336"),
     r"llama-?3(\.[13])?-70b": _dense(LLAMA, "8192 80 64 8 28672"),
     r"deepseek-(llm|coder|math)?-?(6\.)?7b": _dense(LLAMA, "4096 30 32 32 11008", vocab_size=102400),
     r"(mistral-nemo|ministral|mistral.*12b)": _dense(
@@ -249,18 +249,22 @@ OTHERS = (
 
 def shape_of(name: str) -> dict[str, Any] | None:
     """Of a model's folder or hub name; the family's name alone where its shape is not here; None for no known name."""
-    lower = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
+    *folders, lower = [part for part in name.lower().replace("_", "-").split("/") if part]
     other = re.search(OTHERS, lower)
     if other:
         return {"model_type": other[0]}
-    return next((shape for pattern, shape in SHAPES.items() if re.match(pattern, lower)), None)
+    own = next((shape for pattern, shape in SHAPES.items() if re.match(pattern, lower)), None)
+    above = (shape for folder in reversed(folders) for pattern, shape in SHAPES.items() if re.search(pattern, folder))
+    return own or next(above, None)
 
 
-def write_stand_in(name: str, folder: Path) -> Path | None:
+def write_stand_in(name: str, folder: Path, classifies: bool = False) -> Path | None:
     """A folder with the config.json of the named model; None for no known name."""
     shape = shape_of(name)
     if shape is None:
         return None
+    if classifies:
+        shape = {**shape, "num_labels": 1, "architectures": [f"{shape['model_type'].title()}ForSequenceClassification"]}
     target = folder / re.sub(r"\W+", "_", name)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(shape))

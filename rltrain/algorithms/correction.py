@@ -45,7 +45,7 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
     """`logprobs` [tokens] are those of the present weights. Needs rollout_logprobs, and actor_logprobs if
     settings.old_logprobs is "actor"; for opsm_delta the advantages."""
     correction = settings.correction
-    if correction.high is None and correction.reject_above is None and correction.opsm_delta is None:
+    if not is_asked_for(correction):
         return Corrected(experience, None, {})
     mask = experience.response_mask
     present, drawn = logprobs.detach().masked_fill(~mask, 0), of_response(experience, "rollout_logprobs")
@@ -58,6 +58,8 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
         token_means["tis_clipped"] = ~inside
         if correction.method in ("mis", "mask"):
             kept = kept & inside
+    for bounds in correction.masks:
+        kept = kept & within(experience, actor - drawn, bounds)
     if correction.reject_above is not None:
         estimate = sample_means(experience, kl_estimate(drawn, actor, correction.reject_by))
         kept = kept & (estimate.abs() <= correction.reject_above)
@@ -68,6 +70,21 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
     return Corrected(
         experience.with_fields(response_mask=kept), weights, token_means | _weight_metrics(experience, weights)
     )
+
+
+def is_asked_for(correction: schema.Correction) -> bool:
+    given = (correction.high, correction.reject_above, correction.opsm_delta)
+    return bool(correction.masks) or any(value is not None for value in given)
+
+
+def within(experience: Experience, log_ratio: Tensor, bounds: schema.RatioMask) -> Tensor:
+    """[tokens] bool: which a mask leaves in. `log_ratio` [tokens] is 0 outside the response."""
+    ratio = ratios(experience, log_ratio, "token" if bounds.level == "every_token" else bounds.level)
+    inside = (ratio >= bounds.low) & (ratio <= bounds.high)
+    if bounds.level != "every_token":
+        return inside
+    outside = (~inside & experience.response_mask).to(ratio.dtype)
+    return (sample_sums(experience, outside) == 0)[sample_index(experience)]
 
 
 def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLevel) -> Tensor:

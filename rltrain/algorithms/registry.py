@@ -5,6 +5,7 @@ from rltrain.algorithms.distillation import Distillation
 from rltrain.algorithms.dpo import Dpo
 from rltrain.algorithms.evaluate import Evaluate
 from rltrain.algorithms.gdpo import Gdpo
+from rltrain.algorithms.gpg import Gpg
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
 from rltrain.algorithms.pass_at_k import PassAtK
@@ -20,7 +21,7 @@ from rltrain.config.schema import Config
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
-        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Ppo),
+        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg, Ppo),
         *(Distillation, Sft, Dpo, RewardModel, Evaluate),
     )
 }

@@ -14,8 +14,8 @@ from rltrain.algorithms.losses import of_response
 from rltrain.data.experience import Experience
 
 
-def with_teacher_advantages(experience: Experience, coef: float) -> Experience:
-    """Advantages, lowered by coef * (log p - log q) on response tokens.
+def with_teacher_advantages(experience: Experience, coef: float, most: float | None = None) -> Experience:
+    """Advantages, lowered by coef * (log p - log q) on response tokens, a distance of at most `most`.
 
     p is a drawn token's probability under the actor, q under the teacher. The mean of log p - log q over what the actor
     draws is the reverse KL of that token's distribution, and its policy gradient that of the reverse KL. Needs
@@ -23,6 +23,8 @@ def with_teacher_advantages(experience: Experience, coef: float) -> Experience:
     """
     drawn = experience.actor_logprobs if experience.has("actor_logprobs") else experience.rollout_logprobs
     distance = (drawn - experience.teacher_logprobs).masked_fill(~experience.response_mask, 0)
+    if most is not None:
+        distance = distance.clamp(-most, most)
     return experience.with_fields(advantages=experience.advantages - coef * distance)
 
 

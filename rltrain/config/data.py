@@ -1,7 +1,7 @@
 """The config section data: files of rows."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ class Rows(Section):
     response_key: str | None = "response"
     """Column with the demonstration, for algorithm: sft. null: the messages under prompt_key are whole conversations,
     and what is learnt are their assistant turns."""
+    learnt_turns: Literal["all", "last"] = "all"
+    """Of a whole conversation: every turn of the assistant, or the last one, to which all before it is the prompt."""
     chosen_key: str = "chosen"
     """dpo, reward_model: column with the preferred response, a string or a list of chat messages. Lists may be whole
     conversations, and then need no prompt: that is what both have in common at the beginning."""
@@ -34,6 +36,8 @@ class Rows(Section):
     tools_key: str | None = None
     """Column with the tools that the chat template writes into the prompt: a list of schemas as OpenAI has them, or
     such a list as JSON text. A row may have none."""
+    system_key: str | None = None
+    """Column with a text, the system's message of a prompt that begins with none. A row may have none."""
     max_rows: Count | None = None
     """The first usable rows; of `sources`, of each."""
 
@@ -114,6 +118,8 @@ class Data(Section):
     eval: PromptFile | None = None
     chat_template: Literal["auto", "never"] = "auto"
     """auto applies the tokenizer's chat template to message lists, and to plain prompts if the tokenizer has one."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}. Agents name theirs in their requests."""
     system_prompt: str | None = None
     shuffle: bool = True
     curriculum: Curriculum | None = None

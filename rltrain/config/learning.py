@@ -69,6 +69,15 @@ class Kl(Section):
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
+class RatioMask(Section):
+    """Tokens whose ratio, or that of their sequence, is outside [low, high] are left out of the step."""
+
+    level: Literal["token", "sequence", "geometric", "every_token"]
+    """As of the correction; every_token: a sequence is left out where a single token's own ratio is outside."""
+    low: NonNegative = 0.0
+    high: Positive
+
+
 class Correction(Section):
     """For tokens drawn by other weights, or by other arithmetic, than the actor's. Ratios are those of a token's
     probability under the actor at the step's start over that under the engine that drew it."""
@@ -81,6 +90,8 @@ class Correction(Section):
     low: NonNegative = 0.0
     high: Positive | None = None
     """null: no weights and no mask."""
+    masks: tuple[RatioMask, ...] = Field(default=(), strict=False)
+    """Beside the method, a list of {level, low, high}: what any of them leaves out is out."""
     reject_above: Positive | None = None
     """Sequences whose estimated KL per token, of the engine from the actor, is more than this are left out."""
     reject_by: Literal["k1", "k2", "k3"] = "k3"
@@ -111,7 +122,15 @@ class KlCov(Section):
     coef: NonNegative = 1.0
 
 
-PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geometric_mean"]
+class Dppo(Section):
+    divergence: Literal["tv", "kl"] = "tv"
+    """Distance of two outcomes, the token and all others, whose bounds are loss.clip_low and loss.clip_high: total
+    variation, or KL."""
+    ratio_max: Positive | None = None
+    """What a ratio counts for at most. null: no bound."""
+
+
+PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geometric_mean", "dppo", "reinforce"]
 
 
 class Loss(Section):
@@ -124,6 +143,7 @@ class Loss(Section):
     sapo: Sapo = Sapo()
     clip_cov: ClipCov = ClipCov()
     kl_cov: KlCov = KlCov()
+    dppo: Dppo = Dppo()
     normalization: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
     entropy_coef: NonNegative = 0.0
     old_logprobs: Literal["rollout", "actor"] = "actor"
@@ -153,6 +173,9 @@ class Advantages(Section):
     """Advantages of a step's response tokens get mean 0 and standard deviation 1."""
     k: Count = 4
     """pass_at_k: samples of which the best one counts."""
+    scale_by: Literal["informative", "rewarded"] = "informative"
+    """gpg: advantages are scaled by the step's samples over those of prompts whose rewards differ; rewarded: over those
+    with a reward other than 0, as verl has it."""
     overlong_penalty: OverlongPenalty | None = None
     mask_truncated: bool = False
     """Leave responses that were cut at a limit out of the loss; others are compared with them all the same."""

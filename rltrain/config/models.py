@@ -254,6 +254,8 @@ class Teacher(Evaluating):
     where: Literal["advantage", "loss"] = "advantage"
     """advantage: a token's is lowered by how much likelier it is to the actor than to the teacher, which is a drawn
     estimate of the reverse KL. loss: the reverse KL is a term of the loss."""
+    max_distance: Positive | None = None
+    """where: advantage: of a token no larger distance counts, in either direction. null: no bound."""
     top_k: NonNegativeInt | Literal["full"] = 0
     """where: loss: the reverse KL is taken over as many tokens, those that are likeliest to the teacher, all others
     being one more outcome; full: over the whole vocabulary. 0: it is estimated from the drawn token."""

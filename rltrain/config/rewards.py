@@ -18,6 +18,8 @@ class RewardPart(Section):
     name: str | None = None
     """What its metrics are called by: rollout/reward_<name>. null: the function's own name, or an URL's host."""
     options: dict[str, Any] = Field(default_factory=dict)
+    score_key: str | None = None
+    """As reward.score_key."""
 
     @property
     def title(self) -> str:
@@ -37,6 +39,8 @@ class Reward(Section):
     sum. []: none, where a model tells what responses are worth."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the reward function."""
+    score_key: str | None = None
+    """Of a dict that the function returns, the key of the reward. null: score."""
     timeout_s: Positive = 5.0
     """Limit for one sample; past it the sample's reward is 0 and it is counted. A batch has as much for each of its
     samples, each request to an URL as much. A process's start and first call, which import what the function needs,
@@ -61,11 +65,13 @@ class Reward(Section):
     @property
     def parts(self) -> tuple[RewardPart, ...]:
         """`functions`, or the only one, `function`."""
-        return (RewardPart(function=self.function, options=self.options),) if self.functions is None else self.functions
+        own = RewardPart(function=self.function, options=self.options, score_key=self.score_key)
+        return (own,) if self.functions is None else self.functions
 
     def alone(self, part: RewardPart) -> "Reward":
         """With the function of `part` as the only one."""
-        return self.model_copy(update={"function": part.function, "options": part.options, "functions": None})
+        own = {"function": part.function, "options": part.options, "score_key": part.score_key}
+        return self.model_copy(update={**own, "functions": None})
 
 
 class JudgeSampling(Sampling):

@@ -27,6 +27,7 @@ from rltrain.config.learning import Batch as Batch
 from rltrain.config.learning import ClipCov as ClipCov
 from rltrain.config.learning import Correction as Correction
 from rltrain.config.learning import CorrectionLevel as CorrectionLevel
+from rltrain.config.learning import Dppo as Dppo
 from rltrain.config.learning import DynamicSampling as DynamicSampling
 from rltrain.config.learning import Kl as Kl
 from rltrain.config.learning import KlCov as KlCov
@@ -34,6 +35,7 @@ from rltrain.config.learning import Loss as Loss
 from rltrain.config.learning import OnDivergence as OnDivergence
 from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
+from rltrain.config.learning import RatioMask as RatioMask
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Backend as Backend
@@ -136,6 +138,7 @@ class Config(Section):
         "maxrl",
         "pass_at_k",
         "gdpo",
+        "gpg",
         "ppo",
         "distillation",
         "sft",

@@ -60,7 +60,7 @@ class RowParser:
             columns = (source.response_key,)
         elif self.needs == "pair":
             columns = (source.chosen_key, source.rejected_key, source.margin_key)
-        keys = (source.prompt_key, *columns, source.tools_key, self.difficulty_key)
+        keys = (source.prompt_key, *columns, source.tools_key, source.system_key, self.difficulty_key)
         return frozenset(key for key in keys if key is not None)
 
     def parse(self, values: Row | BadRow, origin: str) -> PromptRow:
@@ -75,12 +75,14 @@ class RowParser:
             pair = parse_pair(values, source, self._prompt)
             return PromptRow(pair.prompt, "", pair.chosen, tools, place, number, pair.rejected, pair.margin)
         prompt = self._prompt(look_up(values, source.prompt_key), source.prompt_key)
+        if source.system_key is not None:
+            prompt = self._with_system(prompt, values, source.system_key)
         label = ""
         response: str | Sequence[Message] = ""
         if self.needs == "response" and source.response_key is not None:
             response = _parse_response(look_up(values, source.response_key), source.response_key)
         elif self.needs == "response":
-            prompt, response = split_conversation(prompt, source.prompt_key)
+            prompt, response = split_conversation(prompt, source.prompt_key, source.learnt_turns)
         else:
             label = self._label(values)
         return PromptRow(prompt, label, response, tools, place, number)
@@ -102,6 +104,18 @@ class RowParser:
         if not self.encoder.uses_template:
             raise BadRow(f"has chat messages under {key!r}, but {self.encoder.without_template}; expected a text")
         return parse_messages(value, key)
+
+    def _with_system(self, prompt: Prompt, values: Row, key: str) -> Prompt:
+        try:
+            said = look_up(values, key)
+        except BadRow:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        if not said or messages[0]["role"] == "system":
+            return prompt
+        if not isinstance(said, str) or not self.encoder.uses_template:
+            raise BadRow(f"has {shown(said)} under {key!r}; expected a text, and a chat template that writes it")
+        return [{"role": "system", "content": said}, *messages]
 
     def _tools(self, values: Row, key: str) -> str:
         try:
@@ -129,8 +143,10 @@ class RowParser:
         return _parse_label(label, key)
 
 
-def split_conversation(prompt: Prompt, key: str) -> tuple[list[Message], list[Message]]:
-    """(what stands before the assistant's first turn, the rest up to its last one). Raises BadRow."""
+def split_conversation(
+    prompt: Prompt, key: str, learnt: Literal["all", "last"] = "all"
+) -> tuple[list[Message], list[Message]]:
+    """(what stands before the assistant's first turn that is learnt, the rest up to its last one). Raises BadRow."""
     if isinstance(prompt, str):
         raise BadRow(
             f"has a text under {key!r}; expected a list of chat messages with turns of the assistant, since "
@@ -144,7 +160,8 @@ def split_conversation(prompt: Prompt, key: str) -> tuple[list[Message], list[Me
         )
     if any(after - before == 1 for before, after in zip(places, places[1:], strict=False)):
         raise BadRow(f"has two turns of the assistant one after the other under {key!r}; expected one between them")
-    return [*prompt[: places[0]]], [*prompt[places[0] : places[-1] + 1]]
+    begin = places[0] if learnt == "all" else places[-1]
+    return [*prompt[:begin]], [*prompt[begin : places[-1] + 1]]
 
 
 def _parse_label(value: Any, key: str) -> str:

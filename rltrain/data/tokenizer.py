@@ -79,9 +79,21 @@ class PromptEncoder:
         self.uses_template = data.chat_template == "auto" and tokenizer.chat_template is not None
         if self.system_prompt is not None and not self.uses_template:
             raise ConfigError(f"data.system_prompt is set, but {self.without_template}; remove data.system_prompt")
-        self.chat = ChatFormat(tokenizer) if self.uses_template else None
+        self.template_options = data.chat_template_args
+        self.chat = ChatFormat(tokenizer, template_options=self.template_options) if self.uses_template else None
+        self._refuse_unknown_options()
         self._formats: dict[str, ChatFormat] = {}
         self._overhead_tokens = len(self.encode([{"role": "user", "content": ""}] if self.uses_template else ""))
+
+    def _refuse_unknown_options(self) -> None:
+        for name in self.template_options:
+            if self.chat is None:
+                raise ConfigError(f"data.chat_template_args: got {name}, but {self.without_template}; expected none")
+            if name not in self.chat.template.source:
+                raise ConfigError(
+                    f"data.chat_template_args: got {name}, a variable that the checkpoint's chat template does not "
+                    "look at; expected those that it has"
+                )
 
     @property
     def without_template(self) -> str:
@@ -112,7 +124,7 @@ class PromptEncoder:
         if not tools:
             return self.chat
         if tools not in self._formats:
-            chat = ChatFormat(self.tokenizer, tools=json.loads(tools))
+            chat = ChatFormat(self.tokenizer, tools=json.loads(tools), template_options=self.template_options)
             if not self._formats:
                 chat.continuability.require()
             if len(self._formats) == MAX_FORMATS:

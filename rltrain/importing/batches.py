@@ -20,6 +20,7 @@ ALGORITHMS = {
     "remax": "remax",
     "maxrl": "maxrl",
     "gdpo": "gdpo",
+    "gpg": "gpg",
     "grpo_passk": "pass_at_k",
 }
 WITHOUT_COMPARISON = ("reinforce_plus_plus", "ppo", "remax")

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rltrain.config.schema import Config
 from rltrain.config.source import Source
 from rltrain.errors import ConfigError, UserError
+from rltrain.importing.fitting import fit
 from rltrain.importing.sources import FRAMEWORKS, read, translated
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation, keys_of, refuse_differences
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
             rows=Rows(arguments.rows, arguments.steps),
             settings=arguments.set,
             allow_differences=arguments.allow_differences,
+            gpu=arguments.gpu,
         )
         text = written(found, " ".join(arguments.source) if Path(arguments.source[0]).is_file() else "a command")
         if arguments.output is None:
@@ -50,9 +52,11 @@ def imported(
     rows: Rows = UNKNOWN_ROWS,
     settings: Sequence[str] = (),
     allow_differences: bool = False,
+    gpu: str | None = None,
 ) -> Translation:
-    """What a config or a command of `framework` becomes. ConfigError where it cannot be read, where it changes what is
-    computed by keys that have no counterpart, unless these are allowed, and where the result is no legal config."""
+    """What a config or a command of `framework` becomes, with settings of memory for a `gpu` if one is named.
+    ConfigError where it cannot be read, where it changes what is computed by keys that have no counterpart, unless
+    these are allowed, and where the result is no legal config."""
     named = FRAMEWORKS[framework]
     out = translated(named, read(named, source, os.environ), rows)
     for text in settings:
@@ -70,6 +74,8 @@ def imported(
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
+    if gpu is not None:
+        fit(out, gpu)
     return out
 
 
@@ -85,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
     )
+    made.add_argument("--gpu", help="choose settings of memory alone so that it fits: a100, h100, ..., or a YAML file")
     made.add_argument("--output", type=Path, help="write to this file")
     made.add_argument(
         "source",

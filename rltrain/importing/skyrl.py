@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rltrain.importing import skyrl_sft
 from rltrain.importing.batches import (
     set_evaluation,
     set_mini_batches,
@@ -28,17 +29,24 @@ from rltrain.importing.skyrl_learning import (
     ENGINE,
     G,
     T,
+    distills,
     set_algorithm,
     set_correction,
     set_loss,
     set_reward,
 )
 from rltrain.importing.skyrl_leftovers import HARMLESS
-from rltrain.importing.skyrl_model import set_lora, set_router_replay, slices_of
+from rltrain.importing.skyrl_model import (
+    MEGATRON,
+    refuse_critic_adapters,
+    set_lora,
+    set_router_replay,
+    slices_of,
+)
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
-SECTIONS = ("trainer", "generator", "environment", "data")
+SECTIONS = ("trainer", "generator", "environment", "data", *skyrl_sft.SECTIONS)
 LABEL = "reward_spec.ground_truth"
 OPTIMIZER = "trainer.policy.optimizer_config."
 
@@ -76,16 +84,12 @@ PLAIN = (
     Rule(OPTIMIZER + "num_warmup_steps", "actor.optimizer.warmup_steps", 0, count),
     Rule(OPTIMIZER + "scheduler", "actor.optimizer.decay", "constant", one_of(DECAYS, "learning rates")),
 )
-MEGATRON = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-}
 
 
 def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    if "sft" in str(keys.get("-m", "")):
+        skyrl_sft.translate(keys, out, rows)
+        return
     apply(PLAIN, keys, out)
     out.set("data.train.prompt_key", "prompt", "SkyRL's column")
     out.set("data.train.label_key", LABEL, "SkyRL's column")
@@ -127,7 +131,8 @@ def _batch(keys: SourceKeys, out: Translation) -> None:
     if chunk not in NOTHING:
         out.set("model.logits_chunk_tokens", count(chunk), T + "logprobs_chunk_size")
     evaluated = count(keys.get(T + "micro_forward_batch_size_per_gpu", 1)) * longest
-    out.set("reference.micro_batch_tokens", tokens if tokens > 0 else evaluated, T + "micro_forward_batch_size_per_gpu")
+    origin = T + "micro_forward_batch_size_per_gpu"
+    out.set(f"{_frozen(keys)}.micro_batch_tokens", tokens if tokens > 0 else evaluated, origin)
 
 
 def _gpus(keys: SourceKeys, role: str) -> int:
@@ -138,10 +143,15 @@ def _gpus(keys: SourceKeys, role: str) -> int:
     return number
 
 
+def _frozen(keys: SourceKeys) -> str:
+    """What SkyRL's reference is here."""
+    return "teacher" if distills(keys) else "reference"
+
+
 def _roles(keys: SourceKeys) -> list[str]:
     critic = ["critic"] if keys.get(ALG + "advantage_estimator") == "gae" else []
     penalty = truth(keys.get(ALG + "use_kl_loss", True)) or truth(keys.get(ALG + "use_kl_in_reward", False))
-    return [*critic, *(["reference"] if penalty else [])]
+    return [*critic, *([_frozen(keys)] if penalty else [])]
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:
@@ -171,15 +181,16 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     taken = policy
     out.place(["actor"], ranks(0, policy), T + "placement.policy_num_*")
     with_reference = truth(keys.first(T + "placement.colocate_policy_ref", T + "colocate_policy_ref", default=True)[1])
-    if "reference" in others and with_reference:
+    frozen = _frozen(keys)
+    if frozen in others and with_reference:
         own = _gpus(keys, "ref")
         if own != policy:
             raise UntranslatableError(
                 f"num_policy_gpus {policy} and num_ref_gpus {own} must be the same when colocate_policy_ref is true"
             )
-        out.place(["reference"], ranks(0, policy), T + "placement.colocate_policy_ref")
-        others.remove("reference")
-    for role, name in (("reference", "ref"), ("critic", "critic")):
+        out.place([frozen], ranks(0, policy), T + "placement.colocate_policy_ref")
+        others.remove(frozen)
+    for role, name in ((frozen, "ref"), ("critic", "critic")):
         if role in others:
             own = _gpus(keys, name)
             out.place([role], ranks(taken, own), f"{T}placement.{name}_num_*, behind the others")
@@ -193,7 +204,7 @@ def _all_together(keys: SourceKeys, out: Translation, others: list[str], policy:
         raise UntranslatableError(
             f"num_policy_gpus ({policy}) and num_rollout_gpus ({rollout}) must be the same when colocating all models"
         )
-    for role, name in (("critic", "critic"), ("reference", "ref")):
+    for role, name in (("critic", "critic"), (_frozen(keys), "ref")):
         given = f"{T}placement.{name}_num_gpus_per_node"
         if role in others and given in keys and _gpus(keys, name) != policy:
             raise UntranslatableError(
@@ -208,7 +219,9 @@ def _all_together(keys: SourceKeys, out: Translation, others: list[str], policy:
 
 def _trainer(keys: SourceKeys, out: Translation) -> None:
     strategy = str(keys.get(T + "strategy", "fsdp"))
-    set_lora(keys, out, strategy == "megatron")
+    kind = T + "policy.megatron_config.lora_config.lora_type" if strategy == "megatron" else None
+    set_lora(keys, out, T + "policy.model.lora.", kind)
+    refuse_critic_adapters(keys, out)
     set_router_replay(keys, out)
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."
@@ -235,8 +248,8 @@ def _records(keys: SourceKeys, out: Translation) -> None:
     elif mode == "from_path" and path not in NOTHING:
         out.set("checkpoint.resume", str(path), T + "resume_path")
     own = keys.get(T + "ref.model.path")
-    if own not in NOTHING and own != out.get("model.path"):
-        out.set("reference.path", str(own), T + "ref.model.path")
+    if own not in NOTHING and (own != out.get("model.path") or distills(keys)):
+        out.set(f"{_frozen(keys)}.path", str(own), T + "ref.model.path")
 
 
 def _experts(keys: SourceKeys, out: Translation) -> None:
@@ -253,13 +266,17 @@ def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
     given = {here: keys.get(f"{T}ref.megatron_config.{name}") for name, here in MEGATRON.items()}
     own = {here: count(size) for here, size in given.items() if size not in NOTHING}
     actor = {here: out.get(f"actor.parallel.{here}") for here in MEGATRON.values()}
-    if "reference" in _roles(keys) and any(actor[here] != size for here, size in own.items()):
+    frozen = _frozen(keys)
+    if frozen in _roles(keys) and any(actor[here] != size for here, size in own.items()):
         for here, size in {**actor, **own}.items():
             if size is not None:
-                out.set(f"reference.parallel.{here}", size, T + "ref.megatron_config.*")
+                out.set(f"{frozen}.parallel.{here}", size, T + "ref.megatron_config.*")
 
 
 def _sampling(keys: SourceKeys, out: Translation) -> None:
+    variables = keys.under(G + "chat_template_kwargs.")
+    if variables:
+        out.set("data.chat_template_args", variables, G + "chat_template_kwargs")
     stop = keys.get(G + "sampling_params.stop")
     if stop not in NOTHING:
         out.set("rollout.sampling.stop", [stop] if isinstance(stop, str) else stop, G + "sampling_params.stop")
@@ -305,6 +322,13 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
     }
     if truth(keys.get(ENGINE + "enforce_eager", False)):
         arguments["disable_cuda_graph"] = True
+    rounded = keys.get(ENGINE + "engine_init_kwargs.quantization")
+    if rounded == "fp8":
+        out.set("rollout.dtype", "fp8", ENGINE + "engine_init_kwargs.quantization")
+    elif rounded not in NOTHING:
+        out.differs(
+            ENGINE + "engine_init_kwargs.quantization", rounded, "engines' weights here are rounded to fp8 alone"
+        )
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
     ep = count(keys.get(ENGINE + "expert_parallel_size", 1))
     choose_engine(out, backend, min(ep, out.get("rollout.parallel.tp")), arguments, ENGINE + "*")

@@ -1,5 +1,7 @@
 """Of SkyRL's keys what is learned: algorithm, loss, reward."""
 
+from typing import Any
+
 from rltrain.importing.batches import (
     ALGORITHMS,
     DISCOUNTED,
@@ -14,7 +16,8 @@ from rltrain.importing.conversions import (
     text,
     truth,
 )
-from rltrain.importing.translation import Rule, SourceKeys, Translation, apply
+from rltrain.importing.registered_environments import entry_point_of
+from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
 ENGINE = "generator.inference_engine."
@@ -37,7 +40,12 @@ POLICIES = {
     "sapo": "sapo",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
+    "dppo": "dppo",
+    "rollout_is": "reinforce",
+    "importance_sampling": "clip",
 }
+UNCLIPPED = 1e9
+"""Of a ratio no more than this is left to cut."""
 
 
 MEANS = {
@@ -51,7 +59,22 @@ MEANS = {
 DECAYS = {"constant_with_warmup": "constant", "constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
+DISTILLATION = "on_policy_distill"
+"""In the name of SkyRL's program whose rewards are the log-probs' distance from the reference's model, token by token,
+and whose advantage estimator `no_op` takes them as they are."""
+
+
+def distills(keys: SourceKeys) -> bool:
+    named = str(keys.get(ALG + "advantage_estimator", "grpo"))
+    return named == "no_op" and DISTILLATION in str(keys.get("-m", ""))
+
+
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
+    if distills(keys):
+        out.set("algorithm", "distillation", f"{ALG}advantage_estimator no_op of {keys.get('-m')}")
+        for key in ("use_kl_loss", "use_kl_in_reward"):
+            keys.get(ALG + key)
+        return
     name = str(keys.get(ALG + "advantage_estimator", "grpo"))
     if name not in ALGORITHMS:
         out.differs(ALG + "advantage_estimator", name, "no algorithm here estimates advantages so")
@@ -105,15 +128,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
         out.differs(ALG + "policy_loss_type", kind, f"policy losses here are those of {', '.join(POLICIES)}")
     else:
         out.set("loss.policy", POLICIES[kind], ALG + "policy_loss_type")
-    bound = real(keys.get(ALG + "clip_ratio_c", 3.0))
-    if kind == "dual_clip":
-        out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
-    if kind == "cispo":
-        out.set("loss.clip_low", real(keys.get(ALG + "cispo.cispo_eps_clip_low", 1.0)), ALG + "cispo.*")
-        out.set("loss.clip_high", real(keys.get(ALG + "cispo.cispo_eps_clip_high", 4.0)), ALG + "cispo.*")
-    if kind == "kl_cov":
-        out.set("loss.kl_cov.ratio", real(keys.get(ALG + "kl_cov.kl_cov_frac", 0.2)), ALG + "kl_cov.*")
-        out.set("loss.kl_cov.coef", real(keys.get(ALG + "kl_cov.ppo_kl_coef", 1.0)), ALG + "kl_cov.*")
+    _set_policy(keys, out, kind)
     mean = str(keys.get(ALG + "loss_reduction", "token_mean"))
     if mean not in MEANS:
         out.differs(ALG + "loss_reduction", mean, f"means here are those of {', '.join(MEANS)}")
@@ -123,7 +138,44 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
             out.leave(ALG + "loss_reduction", mean, "token_mean: the mean here does not depend on micro-batches")
     if truth(keys.get(ALG + "use_entropy_loss", False)):
         out.set("loss.entropy_coef", real(keys.get(ALG + "entropy_loss_coef", 0.01)), ALG + "entropy_loss_coef")
-    _set_kl(keys, out)
+    if not distills(keys):
+        _set_kl(keys, out)
+    elif truth(keys.get(ALG + "use_kl_loss", True)):
+        out.differs(
+            ALG + "use_kl_loss", True, "the teacher is no reference here: a penalty would be of the distance twice"
+        )
+
+
+def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
+    """What a policy loss has beside its name."""
+    bound = real(keys.get(ALG + "clip_ratio_c", 3.0))
+    if kind == "dual_clip":
+        out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
+    if kind == "cispo":
+        out.set("loss.clip_low", real(keys.get(ALG + "cispo.cispo_eps_clip_low", 1.0)), ALG + "cispo.*")
+        out.set("loss.clip_high", real(keys.get(ALG + "cispo.cispo_eps_clip_high", 4.0)), ALG + "cispo.*")
+    if kind == "cispo" and keys.get(ALG + "cispo.cispo_anchor", "old") == "rollout":
+        out.set("loss.old_logprobs", "rollout", ALG + "cispo.cispo_anchor")
+    if kind == "rollout_is":
+        ends = [real(keys.get(ALG + name, 0.2)) for name in ("eps_clip_low", "eps_clip_high")]
+        out.set("loss.old_logprobs", "rollout", "rollout_is weighs by the ratio against the engine")
+        out.set("loss.correction.method", "icepop", "rollout_is: 0 outside the bounds, as far as a token counts")
+        out.set("loss.correction.low", max(1 - ends[0], 0.0), "1 - eps_clip_low")
+        out.set("loss.correction.high", 1 + ends[1], "1 + eps_clip_high")
+        for name in ("clip_low", "clip_high"):
+            out.settings.pop(f"loss.{name}", None)
+    if kind == "importance_sampling":
+        out.set("loss.clip_low", 1.0, "importance_sampling has no clip")
+        out.set("loss.clip_high", UNCLIPPED, "importance_sampling has no clip")
+    if kind == "dppo":
+        out.set("loss.old_logprobs", "rollout", "dppo: the engine is the old policy")
+        measure = str(keys.get(ALG + "dppo.dppo_type", "binary_tv"))
+        out.set("loss.dppo.divergence", measure.removeprefix("binary_"), ALG + "dppo.dppo_type")
+        for end in ("low", "high"):
+            out.set(f"loss.clip_{end}", real(keys.get(f"{ALG}dppo.delta_{end}", 0.2)), f"{ALG}dppo.delta_{end}")
+    if kind == "kl_cov":
+        out.set("loss.kl_cov.ratio", real(keys.get(ALG + "kl_cov.kl_cov_frac", 0.2)), ALG + "kl_cov.*")
+        out.set("loss.kl_cov.coef", real(keys.get(ALG + "kl_cov.ppo_kl_coef", 1.0)), ALG + "kl_cov.*")
 
 
 def _set_kl(keys: SourceKeys, out: Translation) -> None:
@@ -147,22 +199,46 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         high = keys.get(prefix + "sequence_tis_ratio_clip_high", 5.0)
     if truth(keys.get(ALG + "use_tis", False)):
         level, high = "token", keys.get(ALG + "tis_imp_ratio_cap", 2.0)
-    if level not in NOTHING:
+    by_engine = out.get("loss.old_logprobs") == "rollout"
+    if level not in NOTHING and by_engine:
+        out.differs(prefix + "tis_ratio_type", level, "the policy loss weighs by the same ratio already")
+    elif level not in NOTHING:
         out.set("loss.correction.level", str(level), prefix + "tis_ratio_type")
         out.set("loss.correction.high", real(high), prefix + "*_tis_ratio_clip_high")
-    mask = keys.get(prefix + "sequence_mask_metric")
-    if mask in NOTHING:
-        keys.under(prefix)
-        return
-    if level not in NOTHING or mask not in ("geometric", "product"):
-        out.differs(prefix + "sequence_mask_metric", mask, "a mask beside truncated weights: docs/policy_losses.md")
-        return
-    short, bounds = ("geo", (0.99, 1.01)) if mask == "geometric" else ("product", (0.5, 2.0))
-    out.set("loss.correction.method", "mask", prefix + "sequence_mask_metric")
-    out.set("loss.correction.level", "geometric" if short == "geo" else "sequence", prefix + "sequence_mask_metric")
-    out.set("loss.correction.low", real(keys.get(f"{prefix}{short}_mask_low", bounds[0])), prefix + "*_mask_low")
-    out.set("loss.correction.high", real(keys.get(f"{prefix}{short}_mask_high", bounds[1])), prefix + "*_mask_high")
+    masks = _masks(keys, prefix)
+    if masks:
+        out.set(
+            "loss.correction.masks", masks, prefix + "sequence_mask_metric, *_mask_*, outlier_token_*, token_mask_*"
+        )
+    if masks and by_engine and out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
+        reason = "by the weights of the step's start there, here by those that are trained: the same for one mini-batch"
+        out.differs(prefix + "sequence_mask_metric", keys.get(prefix + "sequence_mask_metric"), reason)
     keys.under(prefix)
+
+
+UNBOUNDED = 1e9
+"""No ratio exceeds it: SkyRL cuts ratios at e^20."""
+
+
+SEQUENCE_MASKS = {"geometric": ("geo", "geometric", 0.99, 1.01), "product": ("product", "sequence", 0.5, 2.0)}
+"""SkyRL's metric: its short name, the level here, and the default bounds."""
+
+
+def _masks(keys: SourceKeys, prefix: str) -> list[dict[str, Any]]:
+    masks = []
+    metric = keys.get(prefix + "sequence_mask_metric")
+    if metric not in NOTHING:
+        if metric not in SEQUENCE_MASKS:
+            raise UntranslatableError(f"metrics of masks are {', '.join(SEQUENCE_MASKS)}")
+        name, level, low, high = SEQUENCE_MASKS[metric]
+        bounds = (keys.get(f"{prefix}{name}_mask_low", low), keys.get(f"{prefix}{name}_mask_high", high))
+        masks.append({"level": level, "low": real(bounds[0]), "high": real(bounds[1])})
+    for name, level in (("outlier_token_is_threshold", "every_token"), ("token_mask_is_threshold", "token")):
+        bounds = (keys.get(f"{prefix}{name}_low"), keys.get(f"{prefix}{name}_high"))
+        if any(bound not in NOTHING for bound in bounds):
+            low, high = (0.0 if bounds[0] in NOTHING else real(bounds[0])), bounds[1]
+            masks.append({"level": level, "low": low, "high": UNBOUNDED if high in NOTHING else real(high)})
+    return masks
 
 
 def set_reward(keys: SourceKeys, out: Translation) -> None:
@@ -185,8 +261,9 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     out.place(["env"], rollout, "environment.env_class")
     out.set("env.max_turns", turns, G + "max_turns")
     out.set("reward.function", "environment", "environment.env_class")
-    if env in GYM:
-        out.set("env.function", GYM[env], "environment.env_class")
+    registered = GYM.get(env) or entry_point_of(env, str(keys.get("-m", "")), keys.folder)
+    if registered is not None:
+        out.set("env.function", registered, "environment.env_class")
         options = keys.under(f"environment.skyrl_gym.{env}.")
         if options:
             out.set("env.options", {"env_config": options}, f"environment.skyrl_gym.{env}")

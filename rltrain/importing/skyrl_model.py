@@ -7,6 +7,13 @@ from rltrain.importing.translation import SourceKeys, Translation
 
 REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
 RETURNED = ENGINE + "enable_return_routed_experts"
+MEGATRON = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
 
 
 def slices_of(keys: SourceKeys) -> int:
@@ -16,13 +23,16 @@ def slices_of(keys: SourceKeys) -> int:
     return count(keys.get(T + "policy.sequence_parallel_size", 1))
 
 
-def set_lora(keys: SourceKeys, out: Translation, megatron: bool) -> None:
-    prefix = T + "policy.model.lora."
+def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None) -> None:
+    """`prefix` is that of the adapters' keys, and `kind` the key of Megatron's kinds of them; None: FSDP trains."""
     names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
     names |= {"exclude": "exclude_modules", "init": "init_method"}
     given = {here: keys.get(prefix + name) for here, name in names.items()}
-    kind = keys.get(T + "policy.megatron_config.lora_config.lora_type")
-    set_adapters({**given, "type": kind if megatron else None}, out, prefix, 16, megatron)
+    own = kind and keys.get(kind)
+    set_adapters({**given, "type": own}, out, prefix, 16, kind is not None)
+
+
+def refuse_critic_adapters(keys: SourceKeys, out: Translation) -> None:
     rank = keys.get(T + "critic.model.lora.rank", 0)
     if keys.get(ALG + "advantage_estimator") == "gae" and rank not in NOTHING and count(rank):
         out.differs(T + "critic.model.lora.rank", rank, "a critic is trained whole")

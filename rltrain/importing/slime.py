@@ -10,6 +10,7 @@ from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.slime_learning import (
     is_supervised,
+    ranks_of,
     set_algorithm,
     set_engine,
     set_evaluation,
@@ -19,6 +20,7 @@ from rltrain.importing.slime_learning import (
     set_supervised,
 )
 from rltrain.importing.slime_leftovers import HARMLESS
+from rltrain.importing.slime_teacher import set_teacher
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
@@ -109,6 +111,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
         set_kl(keys, out)
         set_schedule(keys, out)
         set_reward(keys, out)
+        set_teacher(keys, out, ranks_of(out, "actor"))
         set_evaluation(keys, out)
         set_engine(keys, out)
     _dropout(keys, out)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rltrain.importing import slime_teacher
 from rltrain.importing.conversions import count, estimator, number, real, truth
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
@@ -52,7 +53,6 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     out.set("loss.clip_high", real(high), "eps-clip-high, which is eps-clip where it is missing")
     _set_advantages(keys, out, str(name))
     _set_correction(keys, out)
-    _set_teacher(keys, out)
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
@@ -89,15 +89,6 @@ def _set_correction(keys: SourceKeys, out: Translation) -> None:
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "dynamic-sampling-filter-path")
     elif selected is not None:
         out.differs("dynamic-sampling-filter-path", selected, "write it as batch.dynamic_sampling.filter")
-
-
-def _set_teacher(keys: SourceKeys, out: Translation) -> None:
-    if keys.get("use-opd") and keys.get("opd-type", "sglang") == "megatron":
-        out.set("teacher.path", str(keys.get("opd-teacher-load")), "opd-teacher-load: in Hugging Face's format here")
-        out.set("teacher.coef", real(keys.get("opd-kl-coef", 1.0)), "opd-kl-coef")
-        out.place(["teacher"], _ranks_of(out, "actor"), "use-opd")
-    elif keys.get("use-opd"):
-        out.differs("use-opd", True, "a teacher is a role here, teacher.path: docs/roles.md")
 
 
 def set_kl(keys: SourceKeys, out: Translation) -> None:
@@ -153,9 +144,14 @@ def set_reward(keys: SourceKeys, out: Translation) -> None:
     generate = keys.get("custom-generate-function-path")
     if generate is not None:
         out.set("env.function", _function(generate), "custom-generate-function-path")
-        out.place(["env"], _ranks_of(out, "rollout"), "custom-generate-function-path")
-    if own is not None:
+        out.place(["env"], ranks_of(out, "rollout"), "custom-generate-function-path")
+    if own == slime_teacher.REWARD:
+        out.set("reward.function", "environment", "custom-rm-path: the teacher is asked by it, and the reward is 0")
+        keys.get("custom-reward-post-process-path")
+    elif own is not None:
         out.set("reward.function", _function(own), "custom-rm-path")
+    elif kind in MATH and keys.get("label-key") is None:
+        out.set("reward.function", "environment", f"rm-type {kind} without label-key: the reward is always 0")
     elif kind in MATH:
         out.set("reward.function", "math", "rm-type")
     elif kind == "remote_rm":
@@ -175,7 +171,7 @@ def _function(dotted: object) -> str:
     return f"{module}:{name}"
 
 
-def _ranks_of(out: Translation, role: str) -> str:
+def ranks_of(out: Translation, role: str) -> str:
     return next(
         str(setting.value)
         for path, setting in out.settings.items()

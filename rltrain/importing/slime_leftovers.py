@@ -111,6 +111,7 @@ HARMLESS = {
     "mtp-num-layers": "layers for speculative decoding, which are neither trained nor served here",
     **dict.fromkeys(("wandb-*", "use-wandb", "disable-wandb*", "dump-details", "save-debug-*"), "of logs alone"),
     **dict.fromkeys(("load", "ref-load", "save-hf*", "ckpt-*", "async-save"), "of checkpoint files"),
+    "served-*": "a server that the script starts beside the training",
     "program": "supervised steps have no engine to be ahead of",
     **dict.fromkeys(("n-samples-per-eval-prompt", "eval-*"), "no evaluation set is given"),
     "metadata-key": "all columns of a row are at hand for rewards and environments",

@@ -1,8 +1,9 @@
 """The frameworks that configs are imported from, and how the keys of each are read."""
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rltrain.importing.batches import limit_rewards
 from rltrain.importing.hydra import flattened, parse_override, read_config
 from rltrain.importing.shell_script import Started, read_script, read_text
 from rltrain.importing.shell_values import UNKNOWN
+from rltrain.importing.slime_commands import beside_training
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import SourceKeys, Translation, UntranslatableError
 
@@ -24,6 +26,8 @@ class Framework:
     arguments: Callable[[Sequence[str]], Sequence[str] | None]
     keys: Callable[[Sequence[str]], dict[str, Any]]
     translate: Callable[[SourceKeys, Translation, Rows], None]
+    beside: Callable[[Sequence[Sequence[str]]], dict[str, Any]] | None = None
+    """Keys that stand for what all of a script's commands say beside the training's arguments."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class ReadSource:
     keys: dict[str, Any]
     name: str
     notes: list[str]
+    folder: Path = field(default_factory=Path)
 
 
 def _after_program(programs: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str] | None]:
@@ -62,7 +67,9 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
             keys["-m"] = word.removeprefix("-m ").strip()
         elif name in OPTIONS:
             keys[OPTIONS[name]] = value if separator else following
-        elif (parsed := parse_override(word)) and ("." in parsed[0] or parsed[0] in WITHOUT_DOTS):
+        elif "==" in word.split(".")[0]:  # a package's version
+            continue
+        elif (parsed := parse_override(word)) and ("." in parsed[0] or re.fullmatch(WITHOUT_DOTS, parsed[0])):
             keys |= flattened(parsed[1], parsed[0]) if isinstance(parsed[1], dict) else {parsed[0]: parsed[1]}
     return keys
 
@@ -75,7 +82,8 @@ OPTIONS = {
     "--nproc-per-node": "--nproc-per-node",
     "--nnodes": "--nnodes",
 }
-WITHOUT_DOTS = ("model_engine", "engine", "strategy", "optim", "model")
+WITHOUT_DOTS = r"[a-z][a-z_]+"
+"""A key of the first level; a variable that a command sets has capitals."""
 
 
 def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def _slime_keys(words: Sequence[str]) -> dict[str, Any]:
 
 
 FRAMEWORKS = {
-    "slime": Framework("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate),
+    "slime": Framework("slime", _after_program(slime_learning.PROGRAMS), _slime_keys, slime.translate, beside_training),
     "verl": Framework("verl", _with_overrides(verl.SECTIONS), _overrides, verl.translate),
     "skyrl": Framework("SkyRL", _with_overrides(skyrl.SECTIONS), _overrides, skyrl.translate),
     "rlinf": Framework("RLinf", _with_overrides(rlinf.SECTIONS), _overrides, rlinf.translate),
@@ -96,8 +104,10 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     path = Path(given[0])
     if path.suffix in (".yaml", ".yml"):
         values, missing = read_config(path, environment, given[1:])
-        return ReadSource(values, str(path), [f"not found, and left out: {one}" for one in missing])
+        return ReadSource(values, str(path), [f"not found, and left out: {one}" for one in missing], path.parent)
+    folder = Path()
     if path.is_file():
+        folder = path.parent
         script = read_script(path, given[1:], environment)
         name = str(path)
     else:
@@ -112,7 +122,10 @@ def read(framework: Framework, given: Sequence[str], environment: Mapping[str, s
     notes = [*script.assumed]
     if len(launches) > 1:
         notes.append(f"it starts {len(launches)} trainings, of which the first is this ({_lines(launches)})")
-    return ReadSource(framework.keys(launches[0][1]), name, notes)
+    keys = framework.keys(launches[0][1])
+    if framework.beside is not None:
+        keys |= framework.beside([one.arguments for one in script.started])
+    return ReadSource(keys, name, notes, folder)
 
 
 def _lines(launches: Sequence[tuple[Started, object]]) -> str:
@@ -123,7 +136,7 @@ def translated(framework: Framework, source: ReadSource, rows: Rows) -> Translat
     """ConfigError where the source asks for what its own framework, or this one, refuses."""
     out = Translation(framework.name)
     out.notes += source.notes
-    keys = SourceKeys(source.keys)
+    keys = SourceKeys(source.keys, source.folder)
     try:
         framework.translate(keys, out, rows)
         limit_rewards(out)

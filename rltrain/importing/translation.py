@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from rltrain.config.explain import section_of
@@ -20,7 +21,9 @@ class UntranslatableError(Exception):
 class SourceKeys:
     """The keys that a source gives, with their values. It remembers which were looked at."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], folder: Path | None = None) -> None:
+        self.folder = folder or Path()
+        """Where the source lies; of a command the working directory."""
         self._values = {key: _plain(value) for key, value in values.items()}
         self.unknown = {key for key, value in values.items() if UNKNOWN in str(value)}
         """Whose values only running the source would tell, wholly or in part."""

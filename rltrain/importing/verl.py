@@ -14,12 +14,12 @@ from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
+from rltrain.importing.verl_correction import set_correction
 from rltrain.importing.verl_learning import (
     A,
     R,
     named_estimator,
     set_algorithm,
-    set_correction,
     set_critic,
     set_kl,
     set_loss,
@@ -28,6 +28,8 @@ from rltrain.importing.verl_learning import (
 )
 from rltrain.importing.verl_leftovers import HARMLESS
 from rltrain.importing.verl_model import is_megatron, set_kind_of_optimizer, set_lora, set_router_replay, slices_of
+from rltrain.importing.verl_reward import set_reward
+from rltrain.importing.verl_teacher import set_teacher
 
 SECTIONS = (
     "actor_rollout_ref",
@@ -116,7 +118,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     set_kl(keys, out)
     set_correction(keys, out)
     _data(keys, out)
-    _reward(keys, out)
+    set_reward(keys, out)
     _engine(keys, out)
     _records(keys, out)
     set_steps(
@@ -130,6 +132,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     set_optimizer(keys, out, A + "optim.", "actor", 1e-6)
     if out.get("algorithm") == "ppo":
         set_critic(keys, out)
+    set_teacher(keys, out)
     sort_out(keys, HARMLESS, out)
 
 
@@ -238,6 +241,9 @@ def _data(keys: SourceKeys, out: Translation) -> None:
     rows = keys.get("data.train_max_samples", -1)
     if rows not in NOTHING and count(rows) > 0:
         out.set("data.train.max_rows", count(rows), "data.train_max_samples")
+    variables = keys.under("data.apply_chat_template_kwargs.")
+    if variables:
+        out.set("data.chat_template_args", variables, "data.apply_chat_template_kwargs")
     set_context(out, keys.get(R + "max_model_len"), R + "max_model_len")
     files = keys.get("data.val_files")
     if files in NOTHING:
@@ -252,34 +258,6 @@ def _data(keys: SourceKeys, out: Translation) -> None:
         sampling["top_k"] = top_k_of(keys.get(prefix + "top_k", -1))
     data = {"path": paths(files), "prompt_key": out.get("data.train.prompt_key"), "label_key": LABEL}
     set_evaluation(out, data, sampling, count(given), "data.val_files, rollout.val_kwargs")
-
-
-def _reward(keys: SourceKeys, out: Translation) -> None:
-    path = keys.first("reward.custom_reward_function.path", "custom_reward_function.path")[1]
-    name = keys.first("reward.custom_reward_function.name", "custom_reward_function.name", default="compute_score")[1]
-    if path not in NOTHING:
-        out.set("reward.function", f"{path}:{name}", "custom_reward_function.path, .name")
-    else:
-        out.set("reward.function", "math", "verl's by data_source: here answers are compared as mathematics")
-    manager = keys.first("reward.reward_manager.name", "reward_model.reward_manager", default="naive")[1]
-    if manager not in ("naive", "dapo", "prime", "batch", "rate_limited"):
-        out.differs("reward.reward_manager.name", manager, "a manager of one's own is a function here")
-    buffer: dict[str, Any] = {}
-    for section in ("reward.reward_kwargs.", "reward_model.reward_kwargs.", "reward.reward_manager.reward_kwargs."):
-        buffer |= keys.under(section)
-    if truth(buffer.get("overlong_buffer_cfg.enable", False)):
-        penalty = {
-            "buffer_tokens": count(buffer.get("overlong_buffer_cfg.len")),
-            "factor": real(buffer.get("overlong_buffer_cfg.penalty_factor", 1.0)),
-        }
-        out.set("advantages.overlong_penalty", penalty, "overlong_buffer_cfg")
-    enabled = keys.first("reward.reward_model.enable", "reward_model.enable", default=False)[1]
-    if truth(enabled):
-        out.differs("reward.reward_model.enable", True, "place role reward_model, or judge: docs/rewards.md")
-    if truth(keys.get(R + "multi_turn.enable", False)):
-        out.differs(R + "multi_turn.enable", True, "turns are those of an environment, env.function here")
-    if truth(keys.get("distillation.enabled", False)):
-        out.differs("distillation.enabled", True, "place role teacher: docs/roles.md")
 
 
 def _engine(keys: SourceKeys, out: Translation) -> None:

@@ -18,6 +18,9 @@ POLICIES = {
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
     "geo_mean": "geometric_mean",
+    "gpg": "reinforce",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
 }
 
 
@@ -43,12 +46,19 @@ def named_estimator(keys: SourceKeys) -> str:
     return str(keys.get("algorithm.adv_estimator", "gae"))
 
 
+ALONE = ("grpo", "rloo")
+"""Which in verl leave a sample that is alone its reward, where there is nothing to compare it with."""
+
+
 def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     name = named_estimator(keys)
     if name not in ALGORITHMS:
         out.differs("algorithm.adv_estimator", name, "no algorithm here estimates advantages so")
         return
     algorithm = ALGORITHMS[name]
+    if algorithm in ALONE and out.get("batch.samples_per_prompt") == 1:
+        _take_rewards(keys, out, name)
+        return
     out.set("algorithm", algorithm, "algorithm.adv_estimator")
     if algorithm == "pass_at_k":
         out.set("advantages.k", out.get("batch.samples_per_prompt"), "algorithm.adv_estimator: of all samples the best")
@@ -57,11 +67,27 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("advantages.normalize_std", False, "algorithm.norm_adv_by_std_in_grpo")
     if algorithm in WHITENED:
         out.set("advantages.whiten", True, "verl whitens always")
+    if algorithm == "gpg":
+        out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
     gamma, gae_lambda = real(keys.get("algorithm.gamma", 1.0)), real(keys.get("algorithm.lam", 1.0))
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, "algorithm.gamma")
     if algorithm == "ppo":
         out.set("advantages.gae_lambda", gae_lambda, "algorithm.lam, whose default is 1")
+    _set_selection(keys, out)
+
+
+def _take_rewards(keys: SourceKeys, out: Translation, name: str) -> None:
+    if truth(keys.get("algorithm.use_kl_in_reward", False)):
+        out.differs("algorithm.use_kl_in_reward", True, "a sample that is alone has its KL token by token here")
+    origin = f"algorithm.adv_estimator {name} of one sample per prompt: its reward is its advantage"
+    out.set("algorithm", "reinforce_plus_plus", origin)
+    out.set("advantages.whiten", False, origin)
+    for key in ("norm_adv_by_std_in_grpo", "gamma", "lam"):
+        keys.get("algorithm." + key)
+
+
+def _set_selection(keys: SourceKeys, out: Translation) -> None:
     if truth(keys.get("algorithm.filter_groups.enable", False)):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "algorithm.filter_groups.enable")
         most = count(keys.get("algorithm.filter_groups.max_num_gen_batches", 0))
@@ -85,6 +111,10 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
     if mode == "vanilla" and bound not in NOTHING:
         given = A + "clip_ratio_c" in keys
         out.set("loss.dual_clip", real(bound), A + "clip_ratio_c" + ("" if given else ", on by default"))
+    if str(mode).startswith("dppo_"):
+        out.set("loss.dppo.divergence", str(mode).removeprefix("dppo_"), A + "policy_loss.loss_mode")
+        if bound not in NOTHING:
+            out.set("loss.dppo.ratio_max", real(bound), A + "clip_ratio_c, by default 3")
     mean = str(keys.get(A + "loss_agg_mode", "token-mean"))
     if mode in ("gspo", "geo_mean"):
         mean = "seq-mean-token-mean"
@@ -139,27 +169,6 @@ def _reference_parallel(keys: SourceKeys, out: Translation) -> None:
         for here, size in {**actor, **own}.items():
             if size is not None:
                 out.set(f"reference.parallel.{here}", size, prefix + "*")
-
-
-def set_correction(keys: SourceKeys, out: Translation) -> None:
-    prefix = "algorithm.rollout_correction."
-    level, threshold = keys.get(prefix + "rollout_is"), keys.get(prefix + "rollout_is_threshold", 2.0)
-    bypass = truth(keys.get(prefix + "bypass_mode", False))
-    if bypass:
-        out.set("loss.old_logprobs", "rollout", prefix + "bypass_mode")
-    if level not in NOTHING and bypass:
-        out.differs(prefix + "rollout_is", level, "with bypass_mode the ratio compares with the engine already")
-    elif level not in NOTHING:
-        low, _, high = str(threshold).rpartition("_")
-        out.set("loss.correction.level", str(level), prefix + "rollout_is")
-        out.set("loss.correction.high", real(high), prefix + "rollout_is_threshold")
-        if low:
-            out.set("loss.correction.method", "icepop", prefix + "rollout_is_threshold")
-            out.set("loss.correction.low", real(low), prefix + "rollout_is_threshold")
-    masked = keys.get(prefix + "rollout_rs")
-    if masked not in NOTHING:
-        out.differs(prefix + "rollout_rs", masked, "write it as loss.correction: docs/policy_losses.md")
-    keys.get(prefix + "rollout_rs_threshold")
 
 
 def set_optimizer(keys: SourceKeys, out: Translation, prefix: str, role: str, lr: float) -> None:

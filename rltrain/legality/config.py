@@ -168,6 +168,11 @@ def _teacher_problems(config: Config) -> Iterator[str]:
         yield "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from"
     if teacher.path and not is_placed:
         yield "placement.teacher: the role is not placed, but teacher.path names a model; expected teacher: ranks"
+    if teacher.max_distance is not None and teacher.where == "loss":
+        yield (
+            f"teacher.max_distance: got {teacher.max_distance} with teacher.where loss; expected teacher.where: "
+            "advantage, where it bounds a token's distance, or null"
+        )
     if teacher.top_k and teacher.where == "advantage":
         yield (
             f"teacher.top_k: got {teacher.top_k} with teacher.where advantage, which is of the drawn token; expected "

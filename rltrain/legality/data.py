@@ -94,8 +94,13 @@ def _environment_problems(train: PromptFile) -> Iterator[str]:
                 "finds the column in every row"
             )
     for number, source in enumerate(train.parts()):
+        key = f"data.train.sources.{number}" if train.sources else "data.train"
+        if source.system_key is not None:
+            yield (
+                f"{key}.system_key: got {source.system_key!r} with an environment; expected null: environments are "
+                "given the row, and say what the model is shown first"
+            )
         if source.tools_key is not None:
-            key = f"data.train.sources.{number}" if train.sources else "data.train"
             yield (
                 f"{key}.tools_key: got {source.tools_key!r} with an environment; expected null: environments say which "
                 "tools there are"

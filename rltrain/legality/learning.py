@@ -52,13 +52,19 @@ def _correction_problems(loss: Loss) -> Iterator[str]:
             f"loss.correction.low: got {correction.low} with loss.correction.high {correction.high}; expected less: "
             "ratios between the two are the ones that count as they are"
         )
-    elif loss.old_logprobs != "actor" and correction.method != "mask":
+    elif loss.old_logprobs != "actor" and correction.method != "mask" and loss.policy != "reinforce":
         yield (
             f"loss.correction.high: got {correction.high} with loss.old_logprobs {loss.old_logprobs} and "
             f"loss.correction.method {correction.method}; expected loss.old_logprobs: actor, since its weights compare "
             "the actor with the engine, which the policy's own ratio does already otherwise; or "
-            "loss.correction.method: mask, which weighs nothing"
+            "loss.correction.method: mask, which weighs nothing; or loss.policy: reinforce, which has no ratio"
         )
+    for number, bounds in enumerate(correction.masks):
+        if bounds.low >= bounds.high:
+            yield (
+                f"loss.correction.masks.{number}.low: got {bounds.low} with high {bounds.high}; expected less: ratios "
+                "between the two are left in"
+            )
     if correction.reject_above is None and correction.reject_by != "k3":
         yield (
             f"loss.correction.reject_by: got {correction.reject_by} without loss.correction.reject_above; expected the "

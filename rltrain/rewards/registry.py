@@ -52,6 +52,12 @@ class RewardFunction:
     weight: float = 1.0
     config_key: str = "reward"
     """Where it stands."""
+    named_score: str | None = None
+    """The key of the reward in a dict that it returns, where the config names one."""
+
+    @property
+    def score_key(self) -> str:
+        return self.named_score or self.convention.score_key
 
     @property
     def key(self) -> str:
@@ -92,7 +98,7 @@ class RewardFunction:
     def answers(self, returned: Any, call: Call, samples: Sequence[Scorable]) -> list[Answer]:
         """One for each of `samples`, of what came of `call`."""
         if not self.convention.batched:
-            return [as_answer(returned, samples[0].num_turns, self.convention.score_key)]
+            return [as_answer(returned, samples[0].num_turns, self.score_key)]
         parts = _parts(returned)
         if parts is None or len(parts) != len(samples):
             got = type(returned).__name__ if parts is None else f"{len(parts)} rewards"
@@ -101,7 +107,7 @@ class RewardFunction:
         answers = [
             {"skipped": True}
             if part is None and self.convention.allows_none
-            else as_answer(part, sample.num_turns, self.convention.score_key)
+            else as_answer(part, sample.num_turns, self.score_key)
             for part, sample in zip(parts, samples, strict=True)
         ]
         if call.logged:  # by the function itself, while it ran
@@ -144,14 +150,13 @@ def load_reward(
     none of the forms that are known.
     """
     name, options = settings.function, settings.options
+    of_config = (title, weight, config_key, settings.score_key)
     if is_url(name):
         judge = _judge(settings, config_key)
-        return RewardFunction(name, judge, options, Own(Signature.of(judge), {}), title, weight, config_key)
+        return RewardFunction(name, judge, options, Own(Signature.of(judge), {}), *of_config)
     known = "".join(f"{built_in}, " for built_in in BUILT_IN) + "an URL, "
     function = locate(BUILT_IN.get(name, name), f"{config_key}.function", shown=name, known=known)
-    return RewardFunction(
-        name, function, options, _convention(function, settings, config_key), title, weight, config_key
-    )
+    return RewardFunction(name, function, options, _convention(function, settings, config_key), *of_config)
 
 
 def _judge(settings: schema.Reward, config_key: str) -> Judge:

@@ -97,6 +97,7 @@ class Scorer:
         start = {
             "function": function.name,
             "options": dict(function.options),
+            "score_key": function.named_score,
             "timeout_s": timeout_s,
             "retries": retries,
         }

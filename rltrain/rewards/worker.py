@@ -1,6 +1,6 @@
 """The process that runs an untrusted reward function: `python -m rltrain.rewards.worker`, started by the scorer.
 
-It reads JSON lines from standard input. The first is {"function", "options", "timeout_s", "retries"}, as in the config.
+It reads JSON lines from standard input. The first is {"function", "options", "score_key", "timeout_s", ...}, as in the
 Each of the others asks for rewards: of one sample, {"prompt", "response", "label"} with the fields that the function
 needs besides, or of several calls with a list of samples each, {"calls", "limit_s"}, which are awaited together where
 the function is asynchronous. It answers each line with one of its own: an Answer of answers.py, or {"answers"}, a list

@@ -53,7 +53,7 @@ class AdvantageEstimation:
         experience = self.algorithm.with_advantages(experience, penalty)
         teacher = self.algorithm.config.teacher
         if experience.has("teacher_logprobs") and teacher.where == "advantage":
-            experience = with_teacher_advantages(experience, teacher.coef)
+            experience = with_teacher_advantages(experience, teacher.coef, teacher.max_distance)
         if self.settings.mask_truncated:
             self.counts["masked_truncated"] += num_truncated(experience)
             experience = without_truncated(experience)

@@ -177,7 +177,8 @@ class EpisodeSessions:
             return None
         tools = self._tools
         end_tokens = end_token_ids(Path(job.config.model.path))
-        chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens)
+        options = encoder.template_options
+        chat = ChatFormat(encoder.tokenizer, tools=tools, end_tokens=end_tokens, template_options=options)
         chat.continuability.require(*(("user", "tool") if tools else ("user",)))
         if chat.continuability.notice and job.world.rank == job.leader_of("rollout"):
             logger.warning(chat.continuability.notice)

@@ -47,6 +47,7 @@ MORE = {
     "remax": SHAPED,
     "maxrl": ("advantages={mask_truncated: true}",),
     "pass_at_k": (*SHAPED, "advantages.k=2"),
+    "gpg": ("loss.policy=reinforce",),
     "ppo": (*SHAPED, "placement={'actor, critic, reference, rollout, reward': 0}"),
 }
 SECOND_FUNCTION = """\

@@ -202,6 +202,27 @@ def test_over_a_whole_step_whatever_replica_has_which_group(samples: list[Row], 
         assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@settings(max_examples=20, deadline=None)
+@given(rows(), st.integers(0, 20), st.sampled_from(["informative", "rewarded"]))
+def test_gpg_scales_by_how_few_samples_teach(samples: list[Row], cut: int, scale_by: str) -> None:
+    ranks = [[row for row in samples if (row.group < cut) == first] for first in (True, False)]
+    algorithm = of("gpg", scale_by=scale_by)
+    parts = [algorithm.with_advantages(packed(rank)) for rank in ranks if rank]
+    sums: list[torch.Tensor] = []
+    for part in parts:
+        algorithm.over_whole_step(part, lambda own: sums.append(own) or own)  # type: ignore[func-returns-value]
+    total = torch.stack(sums).sum(0)
+    found = torch.cat([algorithm.over_whole_step(part, lambda _: total).advantages for part in parts])
+    ordered = [*ranks[0], *ranks[1]]
+    plain = per_token(ordered, plain_centred)
+    members = [row for row in ordered if row.is_member]
+    differing = {group[0].group for group in in_groups(members) if len({row.reward for row in group}) > 1}
+    by_reward = sum(row.reward != 0 for row in members)
+    counted = by_reward if scale_by == "rewarded" else sum(row.group in differing for row in members)
+    alpha = len(members) / max(counted, 1)
+    assert found.tolist() == pytest.approx([alpha * value for value in plain], rel=1e-5, abs=1e-6)
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows(), st.sampled_from([0.5, 0.9, 1.0]), st.integers(0, 9))
 def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamma: float, seed: int) -> None:

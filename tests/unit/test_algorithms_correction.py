@@ -30,6 +30,10 @@ def plain_correction(experience: Experience, present: Tensor, loss: schema.Loss)
         mean = sum(log_ratios) / len(log_ratios)
         estimate = sum(plain_k(correction.reject_by, value) for value in log_ratios) / len(log_ratios)
         rejected = correction.reject_above is not None and abs(estimate) > correction.reject_above
+        for bounds in correction.masks:
+            per_sequence = {"sequence": [sum(log_ratios)], "geometric": [mean], "every_token": log_ratios}
+            ratios = [math.exp(value) for value in per_sequence.get(bounds.level, [])]
+            rejected = rejected or any(not bounds.low <= ratio <= bounds.high for ratio in ratios)
         drift = sum((experience.rollout_logprobs[i] - present[i]).item() for i in places) / len(places)
         for i, log_ratio in zip(places, log_ratios, strict=True):
             of_level = {"token": log_ratio, "sequence": sum(log_ratios), "geometric": mean}[correction.level]
@@ -45,7 +49,11 @@ def plain_correction(experience: Experience, present: Tensor, loss: schema.Loss)
                 }[correction.method]
             if correction.opsm_delta is not None and drift > correction.opsm_delta and experience.advantages[i] < 0:
                 weight = 0.0
-            left_out = rejected or (outside and correction.method in ("mis", "mask"))
+            masked = any(
+                bounds.level == "token" and not bounds.low <= math.exp(log_ratio) <= bounds.high
+                for bounds in correction.masks
+            )
+            left_out = rejected or masked or (outside and correction.method in ("mis", "mask"))
             result[i] = (left_out, weight)
     return result
 
@@ -71,6 +79,9 @@ CORRECTIONS: list[dict[str, Any]] = [
       for method in ("tis", "mis", "icepop", "mask")
       for level, low, high in (("token", 0.4, 1.5), ("sequence", 0.05, 4.0), ("geometric", 0.9, 1.1))),
     {"high": 1.5},
+    {"masks": [{"level": "token", "low": 0.4, "high": 2.0}]},
+    {"high": 1.5, "masks": [{"level": "geometric", "low": 0.8, "high": 1.2}, {"level": "sequence", "high": 3.0}]},
+    {"method": "icepop", "low": 0.5, "high": 1.5, "masks": [{"level": "every_token", "low": 0.2, "high": 4.0}]},
     {"reject_above": 0.15, "reject_by": "k1"},
     {"reject_above": 0.25, "reject_by": "k2"},
     {"reject_above": 0.3, "reject_by": "k3"},
@@ -79,6 +90,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 OF_ENGINE = [
     {"method": "mask", "low": 0.5, "high": 2.0},
+    {"masks": [{"level": "geometric", "low": 0.6, "high": 1.7}]},
     {"reject_above": 0.3, "reject_by": "k3"},
     {"opsm_delta": 0.05},
 ]
@@ -131,6 +143,23 @@ def test_metrics_count_what_was_done(loss: schema.Loss) -> None:
     assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert ("tis_clipped" in actual) == (loss.correction.high is not None)
     assert not actual.keys() & {"correctable_sequences", "tis_weight_square"}
+
+
+def test_what_the_engine_drew_is_weighed_by_the_present_weights_where_the_loss_has_no_ratio() -> None:
+    """-sg[r 1(low <= r <= high)] A log pi, r against the engine: a mean over tokens, of which those outside count 0."""
+    correction = schema.Correction(method="icepop", low=0.8, high=1.2)
+    loss = schema.Loss(policy="reinforce", old_logprobs="rollout", correction=correction)
+    experience = in_double(SHAPE * 2)
+    present = present_logprobs(experience)
+    places = [i for sequence in sequences(experience) for i in sequence]
+    ratios = {i: math.exp((present[i] - experience.rollout_logprobs[i]).item()) for i in places}
+    inside = [i for i in places if 0.8 <= ratios[i] <= 1.2]
+    expected = -sum(ratios[i] * experience.advantages[i] * present[i] for i in inside) / len(places)
+    value, gradient = loss_and_gradient(experience, loss)
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    (expected_gradient,) = torch.autograd.grad(expected, present)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
+    assert 0 < len(inside) < len(places)
 
 
 def test_without_a_correction_there_are_no_metrics_of_one() -> None:

@@ -65,10 +65,12 @@ def test_an_advantage_is_lowered_by_how_much_likelier_its_token_is_to_the_actor(
     experience = with_teacher(packed_experience([(2, 3), (1, 2), (3, 0)]))
     experience = experience.with_fields(advantages=torch.full((experience.num_tokens,), 0.5))
     taught = with_teacher_advantages(experience, 0.3).advantages
+    bounded = with_teacher_advantages(experience, 0.3, 0.2).advantages
     for token in range(experience.num_tokens):
-        distance = float(experience.actor_logprobs[token] - experience.teacher_logprobs[token])
-        expected = 0.5 - 0.3 * distance if experience.response_mask[token] else 0.5
-        assert float(taught[token]) == pytest.approx(expected, abs=1e-6)
+        inside = bool(experience.response_mask[token])
+        distance = inside * float(experience.actor_logprobs[token] - experience.teacher_logprobs[token])
+        assert float(taught[token]) == pytest.approx(0.5 - 0.3 * distance, abs=1e-6)
+        assert float(bounded[token]) == pytest.approx(0.5 - 0.3 * min(max(distance, -0.2), 0.2), abs=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"where": "loss"}, {"where": "loss", "top_k": 4}, {"where": "advantage"}])

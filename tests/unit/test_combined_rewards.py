@@ -38,6 +38,16 @@ def test_the_reward_is_the_weighted_sum_and_each_function_has_its_scores() -> No
     assert len(scored) == 6
 
 
+def test_several_numbers_of_one_function_are_rewards() -> None:
+    of_answer = {"function": f"{MODULE}:graded"}
+    parts = ({**of_answer, "score_key": "right", "name": "right"}, {**of_answer, "score_key": "short", "name": "short"})
+    with CombinedScorer(section(*parts, timeout_s=60, num_workers=1)) as scorer:
+        scores = scorer.score([Scorable("", text, "ab") for text in ("ab", "abc")])
+    assert scores.rewards == [1.0 - 0.2, 0.0 - 0.3]
+    with CombinedScorer(schema.Reward(**of_answer, score_key="short", timeout_s=60, num_workers=1)) as scorer:
+        assert scorer.score([Scorable("", "ab", "ab")]).rewards == [-0.2]
+
+
 def test_one_function_alone_has_no_name() -> None:
     with CombinedScorer(schema.Reward()) as scorer:
         scores = scorer.score([Scorable("", "a", "a")])

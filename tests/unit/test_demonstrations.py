@@ -148,10 +148,14 @@ TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.r
 )
 
 
-def conversations(folder: Path, *talks: object, template: str | None = TURNS, **keys: object) -> PromptDataset:
+def conversations(
+    folder: Path, *talks: object, template: str | None = TURNS, learnt: str = "all", **keys: object
+) -> PromptDataset:
     path = folder / "talks.jsonl"
-    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    file = schema.PromptFile(path=str(path), prompt_key="messages", response_key=None)
+    rows = [talk if isinstance(talk, dict) else {"messages": talk} for talk in talks]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt_key": "messages", "response_key": None, "system_key": "rules", "learnt_turns": learnt}
+    file = schema.PromptFile.model_validate({"path": str(path), **columns})
     data = schema.Data(train=file, **keys)
     return load_prompts(
         file, data, PromptEncoder(byte_tokenizer(template), data), needs="response", config_key="data.train"
@@ -165,6 +169,24 @@ def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path: Path) -> No
     assert texts(dataset, experience.tokens) == whole + "[user]a[assistant]bc<eos>"
     assert texts(dataset, experience.tokens[experience.response_mask]) == "bc<eos>ef<eos>bc<eos>"
     assert experience.truncated.tolist() == [False, False]
+
+
+def test_the_last_turn_alone_may_be_learnt(tmp_path: Path) -> None:
+    dataset = conversations(tmp_path, TALK, learnt="last")
+    experience = demonstrate_rows(dataset, [0])
+    assert texts(dataset, experience.tokens[experience.response_mask]) == "ef<eos>"
+    assert texts(dataset, dataset.prompt_tokens(0)) == "[user]a[assistant]bc<eos>[user]d[assistant]"
+
+
+def test_a_column_may_have_the_systems_message(tmp_path: Path) -> None:
+    talk, ruled = TALK[:2], [{"role": "system", "content": "own"}, *TALK[:2]]
+    rows = [{"messages": talk, "rules": "s"}, {"messages": ruled, "rules": "s"}, {"messages": talk, "rules": ""}]
+    dataset = conversations(tmp_path, *rows)
+    begun = [texts(dataset, dataset.prompt_tokens(row)) for row in range(3)]
+    prompt = "[user]a[assistant]"
+    assert begun == ["[system]s" + prompt, "[system]own" + prompt, prompt]
+    with pytest.raises(DataError, match="has 3 under 'rules'; expected a text"):
+        conversations(tmp_path, {"messages": talk, "rules": 3})
 
 
 def test_a_long_conversation_is_cut_behind_its_first_prompt(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
         "loss.old_logprobs: actor",
     ),
+    "a mask that leaves nothing in": (
+        {"loss": {"correction": {"masks": [{"level": "geometric", "low": 1.1, "high": 1.01}]}}},
+        "loss.correction.masks.0.low: got 1.1 with high 1.01; expected less",
+    ),
     "an estimator of nothing": (
         {"loss": {"correction": {"reject_by": "k1"}}},
         "loss.correction.reject_by: got k1 without loss.correction.reject_above",
@@ -80,6 +84,7 @@ def test_what_has_no_meaning_is_refused_with_its_reason(case: str) -> None:
         {"dual_clip": 3.0},
         {"policy": "gspo", "correction": {"method": "mis", "level": "sequence", "low": 0.5, "high": 2.0}},
         {"old_logprobs": "rollout", "correction": {"method": "mask", "low": 0.5, "high": 2.0, "reject_above": 0.01}},
+        {"policy": "reinforce", "old_logprobs": "rollout", "correction": {"method": "icepop", "high": 1.2}},
         {"old_logprobs": "rollout", "correction": {"opsm_delta": 0.1}, "kl": {"coef": 0.1, "unbiased": True}},
     ],
     ids=str,

@@ -82,10 +82,29 @@ def of_sapo(ratio: Tensor, advantage: Tensor, logprob: Tensor, loss: schema.Loss
     return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
 
 
+def of_reinforce(ratio: Tensor, advantage: Tensor, logprob: Tensor, loss: schema.Loss) -> Tensor:
+    return advantage * logprob
+
+
+def of_dppo(ratio: Tensor, advantage: Tensor, logprob: Tensor, loss: schema.Loss) -> Tensor:
+    """Equations 12 to 14 of the paper, with the truncated ratio of its section 5.4."""
+    present = math.exp(logprob.item())
+    old = present / ratio.item()
+    tv = abs(present - old)
+    kl = old * math.log(old / present) + (1 - old) * math.log((1 - old) / (1 - present))
+    distance = {"tv": tv, "kl": kl}[loss.dppo.divergence]
+    away = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
+    if away and distance > (loss.clip_high if advantage > 0 else loss.clip_low):
+        return 0 * logprob
+    return min(ratio.item(), loss.dppo.ratio_max or math.inf) * advantage * logprob
+
+
 OF_TOKENS: dict[str, Callable[[Tensor, Tensor, Tensor, schema.Loss], Tensor]] = {
     "clip": of_clip,
     "cispo": of_cispo,
     "sapo": of_sapo,
+    "reinforce": of_reinforce,
+    "dppo": of_dppo,
 }
 
 
@@ -148,6 +167,9 @@ WRITTEN_OUT = [
     schema.Loss(policy="cispo", normalization="sequence_mean", old_logprobs="rollout"),
     schema.Loss(policy="sapo"),
     schema.Loss(policy="sapo", sapo=schema.Sapo(tau_pos=0.7, tau_neg=2.0), normalization="sequence_mean"),
+    schema.Loss(policy="reinforce"),
+    schema.Loss(policy="dppo", clip_low=0.3, clip_high=0.2),
+    schema.Loss(policy="dppo", clip_low=0.05, clip_high=0.1, dppo=schema.Dppo(divergence="kl", ratio_max=1.5)),
     schema.Loss(policy="gspo", clip_low=0.1, clip_high=0.15, normalization="sequence_mean"),
     schema.Loss(policy="gspo", clip_low=0.9, clip_high=3.0, normalization="sequence_mean", old_logprobs="rollout"),
     schema.Loss(policy="geometric_mean", clip_low=0.4, clip_high=0.4, normalization="sequence_mean"),

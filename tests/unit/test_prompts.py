@@ -229,6 +229,19 @@ def test_without_a_chat_template(tmp_path: Path) -> None:
         load(plain, system_prompt="Be brief.")
 
 
+def test_variables_of_the_template(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "Hi", "label": ""}, {"prompt": "Hi", "label": "", "tools": [{"name": "t"}]})
+    template = CHAT_TEMPLATE + "{{ tools[0].name if tools }}{{ '' if enable_thinking else '<think></think>' }}"
+    told = load(path, chat_template=template, chat_template_args={"enable_thinking": False})
+    assert decoded(told, 0) == "[user]Hi\n[bot]<think></think>"
+    thinking = load(path, chat_template=template, chat_template_args={"enable_thinking": True})
+    assert decoded(thinking, 0) == "[user]Hi\n[bot]"
+    with pytest.raises(ConfigError, match="got enable_thought, a variable that the checkpoint's chat template"):
+        load(path, chat_template=template, chat_template_args={"enable_thought": True})
+    with pytest.raises(ConfigError, match="got enable_thinking, but the checkpoint's tokenizer has no chat template"):
+        load(path, chat_template_args={"enable_thinking": True})
+
+
 def test_a_template_that_refuses_its_messages(tmp_path: Path) -> None:
     template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}[user]"
     path = jsonl(tmp_path, {"prompt": "Hi", "label": ""})

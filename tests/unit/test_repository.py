@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("schedule.shape", "residency.memory_plan", "models", "cluster", "algorithms", "rewards"),
         "evaluation.estimators",
     ),
-    "importing": (*BASE, "data", "legality"),
+    "importing": (*BASE, "data", "legality", "estimate", "models.of_roles", "cluster.placement"),
     "folders": BASE,
     "roles": (
         *BASE,

@@ -44,6 +44,10 @@ def misbehave(prompt: str, response: str, label: str) -> object:
     return values[response]
 
 
+def graded(response: str, label: str) -> dict[str, float]:
+    return {"right": float(response == label), "short": -len(response) / 10}
+
+
 def from_json(prompt: str, response: str, label: str) -> float:
     record = json.loads(response)
     return float(record["answer"])

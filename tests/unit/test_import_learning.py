@@ -1,0 +1,175 @@
+"""Policy losses, advantages, corrections, teachers and rewards of other trainers, by examples written by hand."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rltrain.errors import ConfigError
+from rltrain.importing.command import imported
+from tests.unit.test_import_features import config_of, found_of
+
+ALG, CORRECTION = "trainer.algorithm.", "algorithm.rollout_correction."
+ROLLOUT_IS = f"{ALG}policy_loss_type=rollout_is {ALG}eps_clip_low=0.3 {ALG}eps_clip_high=0.2 "
+GEOMETRIC = f"{ALG}off_policy_correction.sequence_mask_metric=geometric {ALG}off_policy_correction.geo_mask_high=1.02 "
+BYPASS = f"{CORRECTION}bypass_mode=true "
+TEACHER = (
+    "distillation.enabled=True distillation.nnodes=1 distillation.n_gpus_per_node=4 "
+    "distillation.teacher_models.teacher_model.model_path=/models/teacher "
+    "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=2 "
+    "distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.use_policy_gradient=True "
+    "distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.loss_max_clamp=10.0 "
+)
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="
+
+
+def settings_of(framework: str, more: str) -> dict[str, Any]:
+    return {path: one.value for path, one in found_of(framework, more).settings.items()}
+
+
+def test_skyrls_rollout_is_is_reinforce_weighed_against_the_engine(tmp_path: Path) -> None:
+    loss = config_of(found_of("skyrl", ROLLOUT_IS + GEOMETRIC), tmp_path).loss
+    assert (loss.policy, loss.old_logprobs) == ("reinforce", "rollout")
+    correction = loss.correction
+    assert (correction.method, correction.level, correction.low, correction.high) == ("icepop", "token", 0.7, 1.2)
+    assert [(one.level, one.low, one.high) for one in correction.masks] == [("geometric", 0.99, 1.02)]
+
+
+@pytest.mark.parametrize(
+    ("framework", "more", "expected"),
+    [
+        ("skyrl", f"{ALG}policy_loss_type=importance_sampling", {"loss.policy": "clip", "loss.clip_high": 1e9}),
+        (
+            "skyrl",
+            f"{ALG}policy_loss_type=dppo {ALG}dppo.dppo_type=binary_kl {ALG}dppo.delta_low=0.05",
+            {"loss.policy": "dppo", "loss.dppo.divergence": "kl", "loss.clip_low": 0.05, "loss.clip_high": 0.2},
+        ),
+        (
+            "skyrl",
+            "generator.chat_template_kwargs.enable_thinking=false",
+            {"data.chat_template_args": {"enable_thinking": False}},
+        ),
+        ("verl", LOSS + "gpg algorithm.adv_estimator=gpg", {"loss.policy": "reinforce", "algorithm": "gpg"}),
+        ("verl", "algorithm.adv_estimator=gpg", {"advantages.scale_by": "rewarded", "loss.policy": "clip"}),
+        (
+            "verl",
+            LOSS + "dppo_tv actor_rollout_ref.actor.clip_ratio_c=1e4",
+            {"loss.policy": "dppo", "loss.dppo.divergence": "tv", "loss.dppo.ratio_max": 1e4},
+        ),
+        (
+            "verl",
+            "+data.apply_chat_template_kwargs.enable_thinking=False",
+            {"data.chat_template_args": {"enable_thinking": False}},
+        ),
+        (
+            "verl",
+            f"{BYPASS}{CORRECTION}loss_type=reinforce {CORRECTION}rollout_is=sequence",
+            {"loss.policy": "reinforce", "loss.old_logprobs": "rollout", "loss.correction.level": "sequence"},
+        ),
+    ],
+)
+def test_policy_losses_and_advantages(framework: str, more: str, expected: dict[str, Any]) -> None:
+    found = settings_of(framework, more)
+    assert {path: found.get(path) for path in expected} == expected
+
+
+def test_masks_of_verl_are_of_the_inverse_ratio() -> None:
+    masks = f"{BYPASS}{CORRECTION}rollout_is=token {CORRECTION}rollout_rs=\"'token_k1,seq_max_k2,token_k3'\" "
+    found = settings_of("verl", masks + f"{CORRECTION}rollout_rs_threshold=\"'0.5_4.0,0.02,0.1'\"")
+    assert "loss.correction.high" not in found, "ppo_clip applies no weights in bypass mode"
+    first, second, third = found["loss.correction.masks"]
+    assert first == {"level": "token", "low": 0.25, "high": 2.0}
+    assert second == {"level": "every_token", "low": math.exp(-0.2), "high": math.exp(0.2)}
+    for end in (third["low"], third["high"]):
+        assert end - 1 - math.log(end) == pytest.approx(0.1, rel=1e-9)
+    assert third["low"] < 1 < third["high"]
+    found = settings_of("verl", f"{CORRECTION}rollout_rs=seq_mean_k3 {CORRECTION}rollout_rs_threshold=0.01")
+    assert (found["loss.correction.reject_above"], found["loss.correction.reject_by"]) == (0.01, "k3")
+
+
+def test_a_teacher_of_verl_has_ranks_of_its_own(tmp_path: Path) -> None:
+    found = found_of("verl", TEACHER)
+    config = config_of(found, tmp_path)
+    assert config.algorithm == "distillation" and found.world_size == 12
+    assert config.placement == {"actor, rollout, reward": "0-7", "teacher": "8-11"}
+    teacher = config.teacher
+    assert (teacher.path, teacher.where, teacher.max_distance) == ("/models/teacher", "advantage", 10.0)
+    assert teacher.parallel is not None and teacher.parallel.tp == 2
+
+
+def test_teachers_of_skyrl_and_slime(tmp_path: Path) -> None:
+    program = "-m examples.train.on_policy_distillation.main_on_policy_distill"
+    more = f"{program} {ALG}advantage_estimator=no_op {ALG}policy_loss_type=importance_sampling"
+    more += f" {ALG}use_kl_loss=false {ALG}use_kl_in_reward=true trainer.ref.model.path=/models/teacher"
+    config = config_of(found_of("skyrl", more), tmp_path)
+    assert (config.algorithm, config.teacher.path, config.loss.kl.coef) == ("distillation", "/models/teacher", 0)
+    assert config.placement == {"actor, teacher, rollout, reward": "0-3"}
+    asked = "--use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://127.0.0.1:13141/generate"
+    asked += " --custom-rm-path slime.rollout.on_policy_distillation.reward_func"
+    asked += " --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards"
+    with pytest.raises(ConfigError, match="which weights the server at rm-url has is not told"):
+        found_of("slime", asked)
+    script = tmp_path / "run.sh"
+    command = found_text(asked)
+    script.write_text(f"python3 -m sglang.launch_server --model-path /models/teacher --tp 2 &\n{command}\n")
+    config = config_of(imported("slime", [str(script)]), tmp_path)
+    variables = '--runtime-env-json="{\\"env_vars\\": {\\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\"}}"'
+    script.write_text(f"ray job submit {variables} -- {found_text('')}\n")
+    with pytest.raises(ConfigError, match="variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG"):
+        imported("slime", [str(script)])
+    assert config.placement == {"actor, rollout, reward": "0-7", "teacher": "8-9"}
+    assert (config.teacher.path, config.teacher.coef, config.reward.function) == ("/models/teacher", 0.5, "environment")
+
+
+def found_text(more: str) -> str:
+    from tests.unit.test_import_features import SLIME
+
+    return SLIME.replace("MODEL", "/models/m").replace("MORE", more).replace("\n", " ")
+
+
+def test_rewards_of_verl(tmp_path: Path) -> None:
+    model = "reward.reward_model.enable=True reward.reward_model.model_path=/models/score"
+    config = config_of(found_of("verl", model + " reward.reward_model.rollout.tensor_model_parallel_size=1"), tmp_path)
+    assert config.reward_model.path == "/models/score" and config.reward.functions == ()
+    assert config.placement == {"actor, rollout, reward, reward_model": "0-7"}
+    parts = "algorithm.adv_estimator=gdpo reward.reward_manager.name=gdpo "
+    parts += '+algorithm.gdpo_reward_keys=\'["right","form"]\' reward.custom_reward_function.path=/own.py'
+    config = config_of(found_of("verl", parts), tmp_path)
+    assert [(one.function, one.score_key) for one in config.reward.functions or ()] == [
+        ("/own.py:compute_score", "right"),
+        ("/own.py:compute_score", "form"),
+    ]
+
+
+def test_an_environment_is_found_where_the_program_registers_it(tmp_path: Path) -> None:
+    package = tmp_path / "own" / "games"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text("from own.games import more\nregister(id='other', entry_point='a.b:C')\n")
+    (package / "more.py").write_text("raise SystemExit('run')\nregister(id='sums', entry_point='own.games.env:Sums')\n")
+    script = package / "run.sh"
+    text = "python -m own.games.main data.train_data=/data/a.parquet trainer.policy.model.path=/models/m"
+    text += " environment.env_class=sums environment.skyrl_gym.sums.limit=3 trainer.max_training_steps=9 "
+    script.write_text(text + "trainer.epochs=null trainer.train_batch_size=64 trainer.policy_mini_batch_size=64")
+    config = config_of(imported("skyrl", [str(script)]), tmp_path)
+    assert config.env.function == "own.games.env:Sums" and config.env.options == {"env_config": {"limit": 3}}
+    script.write_text(script.read_text().replace("env_class=sums", "env_class=nobodys"))
+    with pytest.raises(ConfigError, match="an environment of one's own"):
+        imported("skyrl", [str(script)])
+
+
+@pytest.mark.parametrize(
+    ("framework", "more", "told"),
+    [
+        ("skyrl", ROLLOUT_IS + GEOMETRIC + "trainer.policy_mini_batch_size=32", "the same for one mini-batch"),
+        ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "weighs by the same ratio already"),
+        ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "losses of bypass_mode are ppo_clip and reinforce"),
+        ("verl", f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_batch_normalize=True", "divided by their mean"),
+        ("verl", TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk"), "forward_kl_topk"),
+        ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses"),
+    ],
+)
+def test_what_would_differ_is_refused(framework: str, more: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        found_of(framework, more)
+    assert told in str(refused.value)

@@ -1,0 +1,63 @@
+"""SkyRL's supervised trainer, by examples written after its documentation."""
+
+from pathlib import Path
+
+import pytest
+
+from rltrain.config.loader import load_config
+from rltrain.config.schema import Config
+from rltrain.errors import ConfigError
+from rltrain.importing.command import imported
+from rltrain.importing.writing import written
+
+COMMAND = """uv run --extra megatron python -m skyrl.train.main_sft strategy=STRATEGY model.path=Qwen/Qwen3-0.6B
+ train_datasets="['owner/talks']" train_dataset_splits="['train[:4000]']" messages_key=messages max_length=2048
+ num_steps=50 batch_size=8 micro_train_batch_size_per_gpu=2 optimizer_config.lr=1e-5 optimizer_config.num_warmup_steps=3
+ placement.num_gpus_per_node=4 ckpt_path="" resume_from="" MORE"""
+TWO = """train_datasets="['a/b','c/d']" train_dataset_splits="['train','train[:20]']"
+ train_dataset_weights="[0.8,0.2]" """
+
+
+def config_of(folder: Path, more: str = "", strategy: str = "megatron") -> Config:
+    text = COMMAND.replace("STRATEGY", strategy).replace("MORE", more).replace("\n", " ")
+    path = folder / "imported.yaml"
+    path.write_text(written(imported("skyrl", [text]), "a test"))
+    return load_config(path)
+
+
+def test_conversations_are_learnt_from_their_last_turn(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "system_key=system")
+    assert (config.algorithm, config.steps, config.batch.prompts_per_step) == ("sft", 50, 8)
+    train = config.data.train
+    assert (train.path, train.split, train.max_rows) == ("owner/talks", "train", 4000)
+    assert (train.response_key, train.learnt_turns, train.system_key) == (None, "last", "system")
+    assert config.actor.micro_batch_tokens == 2 * 2048 and config.loss.normalization == "token_mean"
+    assert (config.actor.parallel.tp, config.actor.parallel.pp) == (2, 2), "SkyRL's default"
+    assert (config.actor.optimizer.beta2, config.actor.optimizer.warmup_steps) == (0.999, 3)
+    assert config.checkpoint.resume == "none" and config.placement == {"actor": "0-3"}
+
+
+def test_sources_have_weights_and_fsdp_shards(tmp_path: Path) -> None:
+    more = TWO + "train_on_what=all_assistant_messages model.lora.rank=32 model.lora.alpha=16"
+    config = config_of(tmp_path, more, strategy="fsdp")
+    assert [(one.path, one.max_rows, one.weight) for one in config.data.train.sources] == [
+        ("a/b", None, 0.8),
+        ("c/d", 20, 0.2),
+    ]
+    assert config.data.train.learnt_turns == "all" and config.backend_of("actor") == "fsdp"
+    assert config.model.lora and (config.model.lora.rank, config.model.lora.alpha) == (32, 16)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("train_dataset_splits=\"['train[10%:]']\"", "a split here is whole"),
+        ("sampler=custom sampler_class_path=my.Sampler", "rows are drawn at random or in their order"),
+        ("dummy_run_full_ctx=true", "dummy_run_full_ctx: True"),
+        ("of_nobody=1", "of_nobody: 1"),
+    ],
+)
+def test_what_would_differ_is_refused(more: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, more)
+    assert told in str(refused.value)
