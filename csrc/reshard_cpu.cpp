@@ -253,26 +253,39 @@ int rs_cpu_memcpy(void* destination, const void* source, int64_t bytes, int thre
 }
 
 // How many numbers `counts` of rs_cpu_delta_mark are, for sections of so many bytes.
-int64_t rs_cpu_delta_counts(int64_t bytes) { return 2 * delta::num_tiles(bytes); }
+int64_t rs_cpu_delta_counts(int64_t bytes) { return 3 * delta::num_tiles(bytes); }
 
 // What of `elements` of `item` bytes differs from what was kept: `lengths` [blocks], `counts`, and the rest in `found`,
-// of elements * (item + 1) bytes. What was kept becomes equal. Returns as rs_cpu_copy does.
-int rs_cpu_delta_mark(const void* packed, void* kept, int64_t elements, int item, void* found, uint8_t* lengths,
-                      int64_t* counts, int threads) try {
+// of elements * (item + 1) bytes. What was kept becomes equal. The n slices pack the section first, which begins at
+// element `begin` of their destination, tile by tile, so that it is compared from the caches; with none it is packed
+// already. Returns as rs_cpu_copy does.
+int rs_cpu_delta_mark(const rs_slice* slices, int64_t n, void* const* bases, int64_t begin, const void* packed,
+                      void* kept, int64_t elements, int item, void* found, uint8_t* lengths, int64_t* counts,
+                      int threads) try {
   const char* p = (const char*)packed;
   char *k = (char*)kept, *f = (char*)found;
-  if (item == 1) delta::mark<1>(p, k, elements, f, lengths, counts, differing<1>(), threads);
-  if (item == 2) delta::mark<2>(p, k, elements, f, lengths, counts, differing<2>(), threads);
-  if (item == 4) delta::mark<4>(p, k, elements, f, lengths, counts, differing<4>(), threads);
-  return 0;
+  std::atomic<bool> failed{false};
+  const auto pack = [&](int64_t first, int64_t last) {
+    if (n) try {
+        const std::vector<rs_slice> parts = delta::slices_of(slices, n, begin + first, begin + last);
+        const Work work(parts.data(), (int64_t)parts.size(), false);
+        work.run(1, [&](const Tile& tile) { copy_tile(parts[tile.slice], tile, bases, false); });
+      } catch (const std::bad_alloc&) {
+        failed = true;
+      }
+  };
+  if (item == 1) delta::mark<1>(pack, p, k, elements, f, lengths, counts, differing<1>(), threads);
+  if (item == 2) delta::mark<2>(pack, p, k, elements, f, lengths, counts, differing<2>(), threads);
+  if (item == 4) delta::mark<4>(pack, p, k, elements, f, lengths, counts, differing<4>(), threads);
+  return failed;
 } catch (const std::bad_alloc&) {
   return 1;
 }
 
-// Writes what was found to `places` and `values`.
-void rs_cpu_delta_gather(const void* found, int64_t elements, int item, const int64_t* counts, void* places,
-                         void* values) {
-  delta::gather((const char*)found, elements, item, counts, (char*)places, (char*)values);
+// Writes what was found of what is packed to `places` and `values`.
+void rs_cpu_delta_gather(const void* packed, const void* found, int64_t elements, int item, const uint8_t* lengths,
+                         void* places, void* values) {
+  delta::gather((const char*)packed, (const char*)found, elements, item, lengths, (char*)places, (char*)values);
 }
 
 // Puts what changed of a section where n slices put its elements. Their sources lie one after another in one base, of

@@ -110,17 +110,51 @@ struct Starts {
 // How many tiles sections of so many bytes have.
 inline int64_t num_tiles(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
 
-// Block by block, while it is in the nearest caches: what differs goes to `found`, as large as the elements and their
-// places: of each tile from where its elements begin. `counts` [tiles * 2] are the places and values of each.
-template <int item>
-void mark(const char* packed, char* kept, int64_t elements, char* found, uint8_t* lengths, int64_t* counts,
-          Differing differing, int threads) {
+// What of a slice is rows [row, row + rows) and columns [col, col + cols).
+inline rs_slice part_of_slice(rs_slice s, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  s.src_offset += row * s.src_stride + col, s.dst_offset += row * s.dst_stride + col;
+  s.rows = rows, s.cols = cols;
+  if (quantises(s)) {
+    const int64_t row_phase = s.row_phase + row, col_phase = s.col_phase + col;
+    s.amax_offset += row_phase / RS_BLOCK * s.amax_stride + col_phase / RS_BLOCK;
+    s.row_phase = (uint8_t)(row_phase % RS_BLOCK), s.col_phase = (uint8_t)(col_phase % RS_BLOCK);
+  }
+  return s;
+}
+
+// What packs elements [first, last) of a base: of slices whose elements lie there one behind another, in order.
+inline std::vector<rs_slice> slices_of(const rs_slice* slices, int64_t n, int64_t first, int64_t last) {
+  std::vector<rs_slice> found;
+  const rs_slice* s = std::upper_bound(
+      slices, slices + n, first, [](int64_t place, const rs_slice& slice) { return place < slice.dst_offset; });
+  for (s -= s > slices; s < slices + n && s->dst_offset < last; ++s) {
+    int64_t at = std::max<int64_t>(0, first - s->dst_offset);
+    const int64_t end = std::min(s->rows * s->cols, last - s->dst_offset);
+    while (at < end) {
+      const int64_t row = at / s->cols, col = at % s->cols, rows = (end - at) / s->cols;
+      const bool in_row = col > 0 || rows == 0;
+      const int64_t cols = in_row ? std::min(s->cols - col, end - at) : s->cols;
+      found.push_back(part_of_slice(*s, row, in_row ? 1 : rows, col, cols));
+      at += in_row ? cols : rows * cols;
+    }
+  }
+  return found;
+}
+
+// Block by block, while it is in the nearest caches: what differs in blocks that are not whole goes to `found`, as large
+// as the elements and their places: of each tile from where its elements begin. `counts` [tiles * 3] are the places, the
+// values and the changes of each. `pack` packs elements [first, last) of the section right before they are compared.
+template <int item, class Pack>
+void mark(Pack&& pack, const char* packed, char* kept, int64_t elements, char* found, uint8_t* lengths,
+          int64_t* counts, Differing differing, int threads) {
   const Work work(elements * item);
   char* const found_places = found + elements * item;
   work.run(threads, [&](const Tile& t) {
     const int64_t first = t.col / (RS_DELTA_BLOCK * item), last = first + rs_delta_blocks(t.cols / item);
+    pack(t.col / item, (t.col + t.cols) / item);
     char *const values = found + t.col, *const places = found_places + t.col / item;
     char *v = values, *p = places;
+    int64_t num_values = 0, num_changed = 0;
     for (int64_t block = first; block < last; ++block) {
       const int64_t size = size_of_block(elements, block), begin = block * RS_DELTA_BLOCK * item;
       uint64_t masks[kWords] = {};
@@ -132,10 +166,10 @@ void mark(const char* packed, char* kept, int64_t elements, char* found, uint8_t
         count += __builtin_popcountll(masks[word]);
       }
       lengths[block] = rs_delta_length(count, size, item);
+      num_values += rs_delta_values(lengths[block], size), num_changed += count;
       if (!count) continue;
       if (lengths[block] == RS_DELTA_WHOLE) {
-        memcpy(v, packed + begin, size * item), memcpy(kept + begin, packed + begin, size * item);
-        v += size * item;
+        memcpy(kept + begin, packed + begin, size * item);
         continue;
       }
       for (int64_t word = 0; word < kWords; ++word)
@@ -146,19 +180,31 @@ void mark(const char* packed, char* kept, int64_t elements, char* found, uint8_t
           memcpy(v, s, item), memcpy(kept + begin + within * item, s, item);
         }
     }
-    counts[2 * (t.col / kTileBytes)] = p - places, counts[2 * (t.col / kTileBytes) + 1] = (v - values) / item;
+    int64_t* const of_tile = counts + 3 * (t.col / kTileBytes);
+    of_tile[0] = p - places, of_tile[1] = num_values, of_tile[2] = num_changed;
   });
 }
 
-// The places and values that were found, one tile's behind another's.
-inline void gather(const char* found, int64_t elements, int64_t item, const int64_t* counts, char* places,
-                   char* values) {
+// The places and values that were found and the whole blocks of what is packed, in order.
+inline void gather(const char* packed, const char* found, int64_t elements, int64_t item, const uint8_t* lengths,
+                   char* places, char* values) {
   const char* found_places = found + elements * item;
+  const int64_t tile_blocks = kTileBytes / (RS_DELTA_BLOCK * item), blocks = rs_delta_blocks(elements);
   for (int64_t tile = 0; tile < num_tiles(elements * item); ++tile) {
-    const int64_t num_places = counts[2 * tile], bytes = counts[2 * tile + 1] * item;
-    memcpy(places, found_places + tile * kTileBytes / item, num_places);
-    memcpy(values, found + tile * kTileBytes, bytes);
-    places += num_places, values += bytes;
+    const char *p = found_places + tile * kTileBytes / item, *v = found + tile * kTileBytes;
+    const int64_t end = std::min(blocks, (tile + 1) * tile_blocks);
+    for (int64_t block = tile * tile_blocks; block < end;) {
+      int64_t count = 0;  // of neighbours that are not whole, whose finds lie one behind another
+      for (; block < end && lengths[block] != RS_DELTA_WHOLE; ++block) count += lengths[block];
+      memcpy(places, p, count), memcpy(values, v, count * item);
+      places += count, values += count * item, p += count, v += count * item;
+      const int64_t begin = block;
+      while (block < end && lengths[block] == RS_DELTA_WHOLE) ++block;
+      const int64_t bytes = (std::min(elements, block * RS_DELTA_BLOCK) - begin * RS_DELTA_BLOCK) * item;
+      if (block == begin) continue;
+      memcpy(values, packed + begin * RS_DELTA_BLOCK * item, bytes);
+      values += bytes;
+    }
   }
 }
 

@@ -39,6 +39,11 @@ def target_of(tensor: str) -> str:
     raise ValueError(f"{tensor} is the name of no matrix and of no adapter of one")
 
 
+def matrix_of(tensor: str) -> str:
+    """The name of the matrix that an adapter `tensor` is of."""
+    return tensor.removeprefix(PEFT_PREFIX).removesuffix(A).removesuffix(B) + WEIGHT
+
+
 def targets_in(table: Table) -> tuple[str, ...]:
     """All matrices that may be adapted, in the order of the table."""
     layers = [table.dense, *([table.sparse] if table.sparse else [])]

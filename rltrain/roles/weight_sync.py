@@ -1,6 +1,12 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
+import logging
+
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.config.schema import WeightDelta
+from rltrain.errors import SyncMismatchError
+from rltrain.reshard.delta.turns import Turn, Turns
+from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.roles.actor import Actor
 from rltrain.roles.merged_resharding import MergedResharding, merged_into_part
@@ -10,51 +16,90 @@ from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
 from rltrain.training.backend import published_weights
 
+logger = logging.getLogger(__name__)
+
 
 class WeightSync:
     """Built on every rank that hosts either role. Collective over: the union of both roles' ranks."""
 
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
-        self.config = job.config.weight_sync
-        self.weights = rollout.parts["weights"] if rollout and self.config.delta else None
-        self.left: tuple[int, int] | None = None
-        """The version that the last sync gave this rank's engine, and how often its memory had been emptied by then."""
+        self.config, delta = job.config.weight_sync, job.config.weight_sync.delta
+        self.weights = rollout.parts["weights"] if rollout and delta else None
+        self.left: tuple[int, int, int] | None = None
+        """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and
+        its process been started anew."""
         parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.parts = [resharding_into(job, "rollout", part, job.config.weight_sync.delta) for part in parts]
+        self.parts = [resharding_into(job, "rollout", part, delta) for part in parts]
+        self.turns = Turns(delta.full_every, delta.check_every) if delta else None
+        union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
+        waiting = job.heartbeat.task_clock.waiting
+        self.agreement = Agreement(job.groups.cpu[union], job.world.rank, TRANSPORT_TIMEOUT_S, waiting)
 
     def __call__(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
 
         Collective over: the union of both roles' ranks.
         """
-        lost = self.has_lost_weights()
+        lost, restarts = self.has_lost_weights(), self.engine.num_restarts if self.engine else 0
         if self.engine:
             self.engine.begin_update()
+        turn = self._turn(lost)
+        try:
+            report, verify_s = self._send(turn)
+        except SyncMismatchError as drifted:
+            if turn is not Turn.CHANGES or self.turns is None:
+                raise
+            turn = self._begin_anew(drifted)
+            report, verify_s = self._send(turn)
+        if self.engine:
+            self.engine.end_update(step)
+            self.left = step, self.weights.times_emptied if self.weights else 0, restarts
+        metrics = metrics_of(report) if report else {}
+        if report and self.turns:
+            self.turns.finished(turn, sent_share_of(report))
+            metrics |= delta_metrics_of(report, turn)
+        return {**metrics, "perf/weight_sync_verify_s": verify_s} if self.turns or self.config.verify else metrics
+
+    def has_lost_weights(self) -> bool:
+        """Whether this rank's engine no longer has what the last sync left there, or may not."""
+        if self.engine is None:
+            return False
+        emptied = self.weights.times_emptied if self.weights else 0
+        return self.left != (self.engine.policy_version, emptied, self.engine.num_restarts)
+
+    def _turn(self, lost: bool) -> Turn:
+        if self.turns is None:
+            return Turn.PLAIN
+        self.agreement.meet()
+        return self.turns.next(lost=self.agreement.total([int(lost)])[0] > 0)
+
+    def _begin_anew(self, drifted: SyncMismatchError) -> Turn:
+        assert self.turns is not None, "it was a sync of changes"
+        if self.agreement.rank == self.agreement.ranks[0]:
+            logger.warning(
+                "A weight sync of what changed left an engine with other weights than the actor's, so that everything "
+                "is sent now, and every later sync is compared (weight_sync.delta): %s",
+                drifted,
+            )
+        self.turns.differed()
+        return Turn.WHOLE
+
+    def _send(self, turn: Turn) -> tuple[SyncReport | None, float]:
+        """All parts, and seconds that it took to compare both sides."""
         source = published_weights(self.actor.model) if self.actor else None
+        is_kept, compares = turn is Turn.CHANGES, self.turns is not None and self.turns.compares
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
-            destination = self.engine.incoming(number) if self.engine else None
-            report, seconds = part.run(source, destination, lost=lost)
+            if part.is_frozen and is_kept and not (compares or self.config.verify):
+                continue
+            destination = self.engine.incoming(number, is_kept=is_kept) if self.engine else None
+            report, seconds = part.run(source, destination, turn, compares=compares)
             reports += [report] if report else []
             verify_s += seconds
             if self.engine:
                 self.engine.arrived(number)
-        if self.engine:
-            self.engine.end_update(step)
-            self.left = step, self.weights.times_emptied if self.weights else 0
-        metrics = metrics_of(total(reports)) if reports else {}
-        if reports and self.config.delta:
-            metrics |= delta_metrics_of(total(reports))
-        checks = self.config.verify or bool(self.config.delta and self.config.delta.check_every)
-        return {**metrics, "perf/weight_sync_verify_s": verify_s} if checks else metrics
-
-    def has_lost_weights(self) -> bool:
-        """Whether this rank's engine no longer has what the last sync left there."""
-        if self.engine is None:
-            return False
-        emptied = self.weights.times_emptied if self.weights else 0
-        return self.left is None or self.left != (self.engine.policy_version, emptied)
+        return total(reports) if reports else None, verify_s
 
 
 def resharding_into(
@@ -68,8 +113,13 @@ def resharding_into(
     return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
 
 
-def delta_metrics_of(report: SyncReport) -> Metrics:
-    found = {"perf/weight_sync_is_full": float(bool(report.num_whole))}
+def sent_share_of(report: SyncReport) -> float:
+    """Of the bytes that were compared; 1 where none were."""
+    return report.bytes_encoded / report.bytes_compared if report.bytes_compared else 1.0
+
+
+def delta_metrics_of(report: SyncReport, turn: Turn) -> Metrics:
+    found = {"perf/weight_sync_is_full": float(turn is not Turn.CHANGES)}
     if report.bytes_compared:
         found["perf/weight_sync_changed_share"] = report.bytes_changed / report.bytes_compared
     return found

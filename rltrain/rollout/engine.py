@@ -53,6 +53,8 @@ class Engine(Protocol):
 
     policy_version: int | None
     """Of the weights that it serves; set once all of an update has arrived. None: they are not complete."""
+    num_restarts: int
+    """How often a process of its own was lost and started anew."""
 
     @property
     def num_unfinished(self) -> int:
@@ -77,9 +79,11 @@ class Engine(Protocol):
         """
         ...
 
-    def incoming(self, part: int) -> Mapping[str, Tensor]:
+    def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """Where a part of the new weights (rollout.layout.engine_parts) is to be written, by parameter; parts come in
-        order, and this waits until the engine has taken what lay there before."""
+        order, and this waits until the engine has taken what lay there before. Where `is_kept` it has what the last
+        update left, of which some will be overwritten; parts that stay as they are need not come then. An update may
+        begin anew from any part, back to the first."""
         ...
 
     def arrived(self, part: int) -> None:

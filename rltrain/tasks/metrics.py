@@ -257,12 +257,12 @@ WEIGHT_SYNC = (
     Metric(
         "perf/weight_sync_verify_s",
         "s",
-        "comparing checksums of both sides, with weight_sync.verify or weight_sync.delta.check_every",
+        "comparing checksums of both sides, with weight_sync.verify or weight_sync.delta",
     ),
     Metric("perf/weight_sync_is_full", "", "with weight_sync.delta: 1 for a sync that sent everything, else 0"),
     Metric(
         "perf/weight_sync_changed_share",
         "fraction",
-        "with weight_sync.delta: of the bytes that were compared with those sent last, those sent anew",
+        "with weight_sync.delta: of the bytes that were compared with those sent last, those of elements that changed",
     ),
 )

@@ -32,6 +32,8 @@ def deliver_over_ranks() -> dict[str, Any]:
     results: dict[str, Any] = {"layout": outcome(delivery.check_layout)}
     results["whole"] = outcome(lambda: deliver(delivery, rank, tp, 1))
     results["version"], results["shares"] = delivery.version, shares_are_right(server, tp) if rank == 0 else True
+    results["changes"] = outcome(lambda: send_changes(delivery, rank, tp, 4))
+    results["changed shares"] = rank > 0 or shares_are_right(server, tp)
     last = [name for name in server.models[-1].held][-1]
     good, server.models = server.models, (*server.models[:-1], without(server.models[-1], last))
     results["last rank lacks a parameter"] = outcome(lambda: deliver(delivery, rank, tp, 2))
@@ -63,6 +65,25 @@ def deliver(delivery: Delivery, rank: int, tp: int, version: int) -> None:
             view[real] = expected[name][real]
         delivery.arrived(part, verify=True)
     delivery.finish(version)
+
+
+def send_changes(delivery: Delivery, rank: int, tp: int, version: int) -> None:
+    """Of what each rank of the server has, some elements are wrong; no others are written."""
+    expected = share(rank, tp)
+    delivery.begin()
+    for part in range(delivery.num_parts):
+        for name, view in delivery.tensors(part, is_kept=True).items():
+            real = expected[name] != PADDING
+            assert torch.equal(view[real], expected[name][real]), "what the server has"
+            view.view(-1)[0] += 1.0
+        delivery.arrived(part)
+    delivery.finish(version)
+    delivery.begin()
+    for part in range(delivery.num_parts):
+        for view in delivery.tensors(part, is_kept=True).values():
+            view.view(-1)[0] -= 1.0
+        delivery.arrived(part, verify=True)
+    delivery.finish(version + 1)
 
 
 def share(rank: int, tp: int) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ from tests.distributed.torchrun import run_distributed
 def test_ranks_of_an_engine_deliver_their_shares_and_fail_together() -> None:
     by_rank = run_distributed("tests.distributed.cases_delivery:deliver_over_ranks", num_ranks=2)
     first = by_rank[0]
-    assert first["layout"] == first["whole"] == first["again"] == "good"
+    assert first["layout"] == first["whole"] == first["changes"] == first["again"] == "good"
     assert (first["version"], first["version again"]) == (1, 3)
-    assert first["shares"] and first["shares again"]
+    assert first["shares"] and first["changed shares"] and first["shares again"]
     assert first["last rank lacks a parameter"].startswith("EngineLost")
     assert "the engine has no parameter lm_head.weight" in first["last rank lacks a parameter"]
     assert first["layout of the last rank"].startswith("EngineError")

@@ -43,6 +43,27 @@ def test_the_engine_draws_from_the_weights_that_it_was_sent(overrides, tmp_path)
     assert len(column(records, "perf/weight_sync_verify_s")) == 3
 
 
+def test_what_changed_of_the_weights_comes_in_flight(overrides, tmp_path):
+    """With checksums compared on both ways, from the actor to staging memory and from there into the server."""
+    records = train(
+        REPOSITORY / "configs/quickstart.yaml",
+        *overrides,
+        *IN_MANY_PARTS,
+        "placement={'actor, reference': 0, 'rollout, reward': 1}",
+        "schedule={mode: asynchronous, max_staleness: 1}",
+        "model.dtype=bfloat16",
+        "loss.old_logprobs=actor",
+        "weight_sync.delta={in_shared_memory: true}",
+        f"output_dir={tmp_path}",
+        "steps=4",
+        num_ranks=2,
+        timeout_s=TIMEOUT_S,
+    )
+    shares = column(records, "perf/weight_sync_changed_share")
+    assert shares and all(0 < share < 1 for share in shares)
+    assert max(column(records, "train/train_rollout_logprob_abs_diff")) < 0.1
+
+
 def test_weights_change_while_responses_run(overrides, tmp_path):
     """Every token says which version drew it, within the limit, and no sample is lost or used twice."""
     steps = 6

@@ -15,13 +15,14 @@ from torch import Tensor
 from rltrain.models.canonical_tensors import Array
 from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels import changes_cuda, native
-from rltrain.reshard.kernels.changes import Extent, Marks, changes_on, mark
+from rltrain.reshard.kernels.changes import Extent, Marks, Packing, changes_on, mark
 from rltrain.reshard.kernels.changes_cuda import CudaChanges
 from rltrain.reshard.kernels.changes_torch import TorchChanges
+from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.kernels.delta_format import BLOCK
 from rltrain.reshard.kernels.slices import PAIRS, SLICE, quantises
 from rltrain.reshard.kernels.torch_operations import TorchCopies
-from tests.slice_examples import SOURCE_ELEMENTS, make_sources
+from tests.slice_examples import DTYPES, SOURCE_ELEMENTS, make_sources
 from tests.unit.test_cuda_tiles import emulation
 from tests.unit.test_kernels import IMPLEMENTATIONS, runs_here, using
 
@@ -141,6 +142,54 @@ def test_every_implementation_encodes_to_the_same_bytes(implementation: str, cas
         assert isinstance(changes_on(CPU), TorchChanges)
         expected_extent, expected = encoded(case, case.kept.clone())
     assert (extent, out.tolist()) == (expected_extent, expected.tolist())
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (ElementType.FLOAT32, ElementType.FLOAT8_E4M3),
+        (ElementType.BFLOAT16, ElementType.BFLOAT16),
+        (ElementType.FLOAT32, ElementType.BFLOAT16),
+        (ElementType.FLOAT32, ElementType.FLOAT32),
+    ],
+)
+def test_what_is_packed_while_it_is_compared_is_what_is_packed_before(
+    implementation: str, source: ElementType, kind: ElementType
+) -> None:
+    """Several tiles long; their edges lie within rows of slices, and within blocks that share a scale."""
+    changes = changes_on(CPU)
+    if not changes.packs:
+        pytest.skip("what is compared is packed before")
+    item, begin = int(ITEM_BYTES[kind]), 64
+    shapes = [(3, 50_001), (201, 1_300), (1, 7), (90, 3_001), (300, 1_024 // item)]
+    slices, at, entries = np.zeros(len(shapes), SLICE), begin, 0
+    for entry, (rows, cols) in zip(slices, shapes, strict=True):
+        entry["rows"], entry["cols"], entry["src_stride"], entry["dst_stride"] = rows, cols, cols + 5, cols
+        entry["dst_base"], entry["dst_offset"], entry["src_offset"] = 1, at, len(shapes) * rows
+        entry["src_type"], entry["dst_type"], entry["amax_base"] = source, kind, -1
+        if quantises(entry):
+            entry["amax_base"], entry["row_phase"], entry["col_phase"] = 2, 100, 77
+            entry["amax_stride"], entry["amax_offset"] = -(-(77 + cols) // 128), entries
+            entries += int(entry["amax_stride"]) * -(-(100 + rows) // 128)
+        at += rows * cols
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(400_000, generator=generator).to(DTYPES[source])
+    amax = torch.rand(entries + 1, generator=generator) + 0.5
+    expected, packed = torch.zeros(at * item, dtype=torch.uint8), torch.zeros(at * item, dtype=torch.uint8)
+    table = CopyTable(slices, CPU)
+    table.bind([values, expected, amax])
+    table.launch(0, len(slices))
+    table.bind([values, packed, amax])
+    section = slice(begin * item, at * item)
+    kept = expected[section].clone()
+    assert len(kept) > 3 * 2**18, "more than a tile"
+    kept[::1000] ^= 1
+    kept_too = kept.clone()
+    found = mark(changes, packed[section], kept, item, Packing(table, 0, len(slices), begin))
+    wanted = mark(changes, expected[section], kept_too, item)
+    assert torch.equal(packed, expected) and torch.equal(kept, kept_too)
+    assert found.extent == wanted.extent and found.changed == wanted.changed == -(-len(kept) // 1000)
+    assert torch.equal(found.lengths, wanted.lengths)
 
 
 def one_block(places: list[int], elements: int = 300) -> tuple[Extent, Tensor, Array]:

@@ -9,7 +9,6 @@ from rltrain.cluster.grid import Grid
 from rltrain.errors import SyncError
 from rltrain.reshard.delta.coder import Coder, DeltaSettings, headers_of
 from rltrain.reshard.delta.messages import CHANGES, HEADER_BYTES, WHOLE
-from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.staging import Memory
 from rltrain.reshard.kernels.changes import Extent
 from rltrain.reshard.kernels.copy_table import CopyTable
@@ -31,7 +30,7 @@ def steps_of(rank: int) -> Steps:
     architecture = tiny_architecture("llama")
     layouts = megatron_layout(architecture, Grid((0,))), engine_layout(architecture, Grid((1,)))
     planned = plan(*layouts, rank, 2)
-    exchanged, headers = stage_streams(planned), headers_of(DeltaSettings(2))
+    exchanged, headers = stage_streams(planned), headers_of(DeltaSettings())
     rounds = tuple(
         choose_rounds(max(made.sends.total_bytes, made.receives.total_bytes), 1, 2**16) for made in exchanged
     )
@@ -42,8 +41,8 @@ def steps_of(rank: int) -> Steps:
 def receiver() -> tuple[Coder, Steps, Memory]:
     """With memory for all that arrives, of zeros."""
     steps = steps_of(1)
-    coder = Coder(steps, CPU, DeltaSettings(2))
-    coder.begin(Agreement(None, 1, None), lost=False)
+    coder = Coder(steps, CPU, DeltaSettings())
+    coder.begin(whole=True)
     used = steps.slices["src_base"].max() + 1
     memory = Memory([torch.zeros(2**18, dtype=torch.uint8) for _ in range(max(used, steps.bases.slots))])
     coder.use(memory, CopyTable(steps.slices, CPU))
@@ -76,44 +75,43 @@ def test_a_message_that_does_not_fit_is_refused_by_name(header: str, receiver: t
 
 
 def test_a_sender_keeps_as_many_bytes_as_it_sends() -> None:
-    sender, receiver = (Coder(steps_of(rank), CPU, DeltaSettings(2)) for rank in (0, 1))
+    sender, receiver = (Coder(steps_of(rank), CPU, DeltaSettings()) for rank in (0, 1))
     sends = [message for stage in steps_of(0).stages for messages in stage.sends for message in messages]
     total = sum(message.num_bytes - HEADER_BYTES for message in sends)
     assert receiver.kept_bytes == 0 and total <= sender.kept_bytes < total + 16 * len(sends)
 
 
 def test_headers_are_of_messages_that_are_compared() -> None:
-    assert [bool(size) for size in headers_of(DeltaSettings(1))] == [not kind.shared for kind in STAGES]
-    assert all(headers_of(DeltaSettings(1, in_shared_memory=True)))
+    assert [bool(size) for size in headers_of(DeltaSettings())] == [not kind.shared for kind in STAGES]
+    assert all(headers_of(DeltaSettings(in_shared_memory=True)))
 
 
-def test_all_is_sent_first_every_so_often_and_where_it_was_lost() -> None:
-    coder, alone, whole = Coder(steps_of(0), CPU, DeltaSettings(3)), Agreement(None, 0, None), []
-    for lost in (False, False, False, False, False, True, False):
-        coder.begin(alone, lost=lost)
-        whole.append(coder.whole)
-        coder.finish()
-    assert whole == [True, False, False, True, False, True, False]
-    coder.begin(alone, lost=False)  # and does not come to its end
-    coder.begin(alone, lost=False)
-    assert coder.whole
+def test_what_changed_since_a_run_that_failed_is_not_sent() -> None:
+    coder = Coder(steps_of(0), CPU, DeltaSettings())
+    coder.begin(whole=True)
+    coder.finish()
+    coder.begin(whole=False)  # and does not come to its end
+    with pytest.raises(SyncError, match="did not come to its end"):
+        coder.begin(whole=False)
 
 
 def test_an_engine_has_lost_its_weights_where_another_version_or_empty_memory_is_found() -> None:
     part = MemoryPart(lambda: [weights])
     weights = torch.ones(8)
-    engine = SimpleNamespace(policy_version=4)
+    engine = SimpleNamespace(policy_version=4, num_restarts=0)
     sync = SimpleNamespace(engine=engine, weights=part, left=None)
 
     def lost() -> bool:
         return WeightSync.has_lost_weights(sync)  # type: ignore[arg-type]
 
     assert lost(), "nothing has come yet"
-    sync.left = 4, 0
+    sync.left = 4, 0, 0
     assert not lost()
     engine.policy_version = None
     assert lost(), "an update has failed"
-    engine.policy_version = 4
+    engine.policy_version, engine.num_restarts = 4, 1
+    assert lost(), "its process was started anew"
+    engine.num_restarts = 0
     part.save()
     part.leave()
     part.allocate()

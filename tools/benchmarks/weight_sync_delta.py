@@ -8,7 +8,8 @@ drawn anew and evenly, has its lowest bit turned, which is the worst case for wh
 delta take turns; both in shared memory, as within a node, and over loopback gloo, as between nodes. Each delta is
 compared with the source by checksums (reshard/check/verify.py) before it is timed. --gbit has the ranks run in a
 network of their own whose loopback carries no more bits per second (ip and tc, as root). The last line is one JSON
-object; milliseconds are medians, of the slower rank, and of the processors' work for both.
+object; milliseconds are medians, of the slower rank, and of the processors' work for both. Where a delta saves nothing
+a run tries it once in a while (reshard/delta/turns.py), which "in the long run" is the mean of.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,15 @@ from rltrain.cluster.grid import Grid
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.delta.coder import DeltaSettings
+from rltrain.reshard.delta.turns import DENSE_SHARE, LONGEST_REST
 from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.execute.resharding import Resharding
+from rltrain.reshard.kernels.changes import changes_on, mark
 from rltrain.reshard.plan.planner import plan
 
 SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 1.0)
 WORLD = (0, 1)
-NEVER = 10**9
+COMPARED_BYTES, ROUND_BYTES = 2**27, 2**25
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,32 +86,36 @@ class Benchmark:
             found["shared memory"] = self.compare(share_memory=True)
         names = ("params", "dtype", "bucket_mb", "iterations", "gbit")
         settings = {name: getattr(self.arguments, name) for name in names}
-        machine = describe_machine(self.case.device)
-        return {"benchmark": "weight_sync_delta", **settings, "milliseconds": found, "machine": machine}
+        about = {"machine": describe_machine(self.case.device), "gb_per_s": self.bandwidth()}
+        return {"benchmark": "weight_sync_delta", **settings, "milliseconds": found, **about}
 
     def compare(self, *, share_memory: bool) -> dict[str, dict[str, float]]:
         """By share: medians, and what the delta sent."""
         full = self.resharding(share_memory, None)
-        delta = self.resharding(share_memory, DeltaSettings(NEVER, in_shared_memory=True))
-        whole = self.resharding(share_memory, DeltaSettings(1, in_shared_memory=True))
-        for prepared in (full, whole, delta):
-            prepared.run(self.source, self.destination)
+        remembering = self.resharding(share_memory, DeltaSettings(in_shared_memory=True))
+        delta = partial(remembering.run, self.source, self.destination, whole=False)
+        whole = partial(remembering.run, self.source, self.destination)
+        plain = partial(full.run, self.source, self.destination)
+        for run in (plain, whole):
+            run()
         rows = {}
         for share in SHARES:
-            rivals = {"full": full, "delta": delta, "delta, full in its turn": whole}
+            rivals = {"full": plain, "delta": delta, "delta, full in its turn": whole}
             seconds: dict[str, list[list[float]]] = {name: [] for name in rivals}
             report = self.checked(delta, share)
             for _ in range(self.arguments.iterations):
-                delta.run(self.source, self.destination)
                 self.change(share)
-                for name, prepared in rivals.items():
-                    seconds[name].append(self.time(prepared))
+                for name, run in rivals.items():
+                    seconds[name].append(self.time(run))
             row: dict[str, float] = {}
             for name, values in seconds.items():
                 wall, processor = (1e3 * statistics.median(column) for column in zip(*values, strict=True))
                 row |= {name: round(wall, 1), f"{name}, processor": round(processor, 1)}
             row |= {"sent_bytes": report.bytes_moved, "changed_bytes": report.bytes_changed}
             row |= {"full_bytes": report.bytes_compared}
+            if report.bytes_encoded >= DENSE_SHARE * report.bytes_compared:
+                tried = row["delta"] + row["delta, full in its turn"]
+                row["in the long run"] = round((tried + LONGEST_REST * row["full"]) / (LONGEST_REST + 2), 1)
             rows[str(share)] = row
             if self.rank == 0:
                 print("shared memory" if share_memory else "wire", share, row, flush=True)
@@ -123,23 +132,40 @@ class Benchmark:
             delta=delta,
         )
 
-    def checked(self, delta: Resharding, share: float) -> SyncReport:
-        delta.run(self.source, self.destination)
+    def checked(self, delta: Callable[[], SyncReport], share: float) -> SyncReport:
         self.change(share)
-        report = delta.run(self.source, self.destination)
+        report = delta()
         verify(self.plan, *self.layouts, self.source, self.destination, group=self.group)
-        assert not report.num_whole, "only the first run is a full one"
         return report
+
+    def bandwidth(self) -> dict[str, float]:
+        """GB/s at which one thread compares memory with an equal one, by its own time of the processor, beside a copy.
+
+        Both read the weights once, and read or write as much besides.
+        """
+        changes = changes_on(self.case.device)
+        one = torch.zeros(COMPARED_BYTES, dtype=torch.uint8)
+        other, rates = torch.zeros_like(one), dict[str, list[float]]()
+        for _ in range(self.arguments.iterations):
+            begin = time.thread_time()
+            for part, kept in zip(one.split(ROUND_BYTES), other.split(ROUND_BYTES), strict=True):
+                mark(changes, part, kept, 2)
+            compared = time.thread_time()
+            other.copy_(one)
+            copied = time.thread_time()
+            for name, seconds in (("compare", compared - begin), ("copy", copied - compared)):
+                rates.setdefault(name, []).append(COMPARED_BYTES / seconds / 1e9)
+        return {name: round(statistics.median(values), 2) for name, values in rates.items()}
 
     def change(self, share: float) -> None:
         for tensor in (self.source or {}).values():
             turn_lowest_bits(tensor, share, self.generator)
 
-    def time(self, prepared: Resharding) -> list[float]:
+    def time(self, run: Callable[[], SyncReport]) -> list[float]:
         """Seconds of the slower rank, and those that the processors worked for both."""
         dist.barrier(self.group)
         start, worked = time.perf_counter(), time.process_time()
-        prepared.run(self.source, self.destination)
+        run()
         elapsed = torch.tensor([time.perf_counter() - start, time.process_time() - worked], dtype=torch.float64)
         found = [torch.empty_like(elapsed) for _ in WORLD]
         dist.all_gather(found, elapsed, group=self.group)

@@ -12,14 +12,14 @@ from rltrain.reshard.delta.messages import (
     HEADER_BYTES,
     WHOLE,
     CodedMessage,
+    Section,
     coded_messages,
     extents,
     header_of,
     kept_bytes,
 )
-from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.staging import Memory, byte_buffer
-from rltrain.reshard.kernels.changes import Extent, changes_on, mark
+from rltrain.reshard.kernels.changes import Extent, Packing, changes_on, mark
 from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.plan.stages import STAGES, Headers
 from rltrain.reshard.plan.steps import Message, StageSteps, Steps
@@ -27,10 +27,8 @@ from rltrain.reshard.plan.steps import Message, StageSteps, Steps
 
 @dataclass(frozen=True)
 class DeltaSettings:
-    """`full_every`: runs from one that sends everything to the next; `keep_on`: where senders keep what they sent;
-    `in_shared_memory`: what passes through it is compared as well."""
+    """`keep_on`: where senders keep what they sent; `in_shared_memory`: what passes through it is compared as well."""
 
-    full_every: int
     keep_on: Literal["device", "host"] = "device"
     in_shared_memory: bool = False
 
@@ -42,11 +40,12 @@ def headers_of(settings: DeltaSettings) -> Headers:
 
 @dataclass
 class Count:
-    """Of one run on this rank: `compared` bytes that it packed, of which `changed` were sent as values; `received`
-    bytes."""
+    """Of one run on this rank: `compared` bytes that it packed, of which `changed` differed, and what it `sent` for
+    them; `received` bytes."""
 
     compared: int = 0
     changed: int = 0
+    sent: int = 0
     received: int = 0
 
 
@@ -67,12 +66,11 @@ class Coder:
         self._kept: list[Tensor] = []
         self.scratch_bytes = max(stage.send_bytes for stage in stages)
         self._remembers = False
-        self._since_full = 0
         self._lengths: dict[tuple[int, int], int] = {}
         self._memory: Memory | None = None
         self._table: CopyTable | None = None
         self.scratch = torch.empty(0, dtype=torch.uint8)
-        """What rounds are packed into."""
+        """What rounds are packed into that are compared; the others into what wires send from."""
         self.whole = True
         """Whether the run sends everything."""
         self.count = Count()
@@ -82,27 +80,23 @@ class Coder:
         """What this rank keeps of all that it sends."""
         return sum(kept_bytes(messages) for messages in self._sent)
 
-    def begin(self, agreement: Agreement, *, lost: bool) -> None:
-        """Settle whether all is sent: where any rank has `lost` its destination, or does not remember the last run.
-
-        Collective over: the agreement's ranks.
-        """
-        due = self._since_full + 1 >= self._settings.full_every
-        self.whole = agreement.total([int(lost or due or not self._remembers)])[0] > 0
-        self._remembers, self.count = False, Count()
+    def begin(self, *, whole: bool) -> None:
+        """A run that sends all where `whole`. SyncError where it is to send what changed since one that failed."""
+        if not (whole or self._remembers):
+            raise SyncError("a reshard is to send what changed, but the run before it did not come to its end")
+        self.whole, self._remembers, self.count = whole, False, Count()
         if not self._kept:
             on_host = self._settings.keep_on == "host"
             self._kept = [byte_buffer(kept_bytes(sent), self._device, host=on_host) for sent in self._sent]
-        self.scratch = byte_buffer(self.scratch_bytes, self._device, host=False)
+        self.scratch = byte_buffer(0 if whole else self.scratch_bytes, self._device, host=False)
 
     def use(self, memory: Memory, table: CopyTable) -> None:
-        """`memory` is what wires send from and receive into; rounds are packed by `table` into `scratch`."""
+        """`memory` is what wires send from and receive into; `table` packs, into `scratch` unless all is sent."""
         self._memory, self._table = memory, table
 
     def finish(self) -> None:
         """All ranks are through, as far as this one."""
         self._remembers = True
-        self._since_full = 0 if self.whole else self._since_full + 1
         self.release()
 
     def release(self) -> None:
@@ -111,8 +105,11 @@ class Coder:
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
     def encode(self, steps: StageSteps, number: int) -> None:
-        """What of a round was packed, into the messages that leave."""
+        """Pack a round into the messages that leave, which of what changed have no more."""
+        assert self._table is not None, "begin and use come first"
         stage = self._stages[steps.kind]
+        if self.whole or not self._changes.packs:
+            self._table.launch(steps.pack[number], steps.pack[number + 1])
         for message in self._sent[stage][number]:
             self._lengths[message.base, message.offset] = HEADER_BYTES + self._encode(message, self._kept[stage])
 
@@ -129,32 +126,38 @@ class Coder:
         """Bytes behind the header."""
         assert self._memory is not None, "begin and use come first"
         size, out = message.num_bytes, self._memory.bytes(message.base)
-        packed = self.scratch[message.offset : message.offset + size]
         remembered = all_kept[message.kept : message.kept + size]
         payload = out[message.offset : message.offset + size]
-        kept = remembered.to(packed.device)
-        made = None if self.whole else self._changes_of(message, packed, kept, payload)
-        if made is None:
-            payload.copy_(packed)
-            kept.copy_(packed)
+        kept = remembered.to(self.scratch.device)
+        made = None
+        if self.whole:
+            kept.copy_(payload)
+        else:
+            made = self._changes_of(message, kept, payload)
         if kept.data_ptr() != remembered.data_ptr():
             remembered.copy_(kept)
         length = size if made is None else sum(extent.num_bytes for extent in made)
         if not self.whole:
             self.count.compared += size
-            self.count.changed += size if made is None else sum(extent.values * extent.item for extent in made)
+            self.count.sent += length
         header = header_of(WHOLE if made is None else CHANGES, length, made or ())
         out[message.offset - HEADER_BYTES : message.offset].view(torch.int64).copy_(torch.tensor(header))
         return length
 
-    def _changes_of(self, message: CodedMessage, packed: Tensor, kept: Tensor, payload: Tensor) -> list[Extent] | None:
-        """Written to `payload` and `kept`; None, and nothing written, where they take more than the whole message."""
+    def _changes_of(self, message: CodedMessage, kept: Tensor, payload: Tensor) -> list[Extent] | None:
+        """Written to `payload`; None where they take more than the whole message, which it then has. In either case
+        `kept` becomes what is packed."""
+        packed = self.scratch[message.offset : message.offset + message.num_bytes]
         parts = [slice(section.begin, section.end) for section in message.sections]
         marks = [
-            mark(self._changes, packed[part], kept[part], section.item)
+            mark(self._changes, packed[part], kept[part], section.item, self._packing(message, section))
             for part, section in zip(parts, message.sections, strict=True)
         ]
+        self.count.changed += sum(found.changed * found.extent.item for found in marks)
         if sum(found.extent.num_bytes for found in marks) >= message.num_bytes:
+            if not self._changes.keeps_as_it_marks:
+                kept.copy_(packed)
+            payload.copy_(packed)
             return None
         begin = 0
         for found, part in zip(marks, parts, strict=True):
@@ -162,6 +165,12 @@ class Coder:
                 self._changes.write(packed[part], kept[part], found, found.extent.parts(payload[begin:]))
             begin += found.extent.num_bytes
         return [found.extent for found in marks]
+
+    def _packing(self, message: CodedMessage, section: Section) -> Packing | None:
+        if not self._changes.packs:
+            return None
+        assert self._table is not None, "begin and use come first"
+        return Packing(self._table, section.first, section.last, (message.offset + section.begin) // section.item)
 
     def _decode(self, message: CodedMessage) -> None:
         assert self._memory is not None and self._table is not None, "begin and use come first"

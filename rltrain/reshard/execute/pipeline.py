@@ -23,10 +23,10 @@ class Times:
 
 
 class Coding(Protocol):
-    """What becomes of messages with headers between pack and wire, and between wire and unpack (delta.coder.Coder)."""
+    """What packs and unpacks messages with headers (delta.coder.Coder)."""
 
     def encode(self, steps: StageSteps, number: int) -> None:
-        """Round `number` is packed."""
+        """Round `number` is to leave: write its messages."""
 
     def decode(self, steps: StageSteps, number: int) -> None:
         """It has arrived: write the destinations."""
@@ -79,13 +79,14 @@ class Pipeline:
         self._settled = self._streams.unpack.event()
 
     def _pack(self, steps: StageSteps, number: int) -> Event:
-        packed = self._launch(self._streams.pack, steps.pack, number, self.times.packs)
         if self._coding is None or not steps.header_bytes:
-            return packed
+            return self._launch(self._streams.pack, steps.pack, number, self.times.packs)
         with self._streams.pack:
+            begin = self._streams.pack.event()
             self._coding.encode(steps, number)
             encoded = self._streams.pack.event()
-        self.times.packs.append((packed, encoded))
+        if steps.pack[number] < steps.pack[number + 1]:
+            self.times.packs.append((begin, encoded))
         return encoded
 
     def _unpack(self, steps: StageSteps, number: int) -> Event:

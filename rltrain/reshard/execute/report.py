@@ -17,8 +17,8 @@ class SyncReport:
     NCCL they are of rounds, on the device; over gloo of whole stages, until the host sees the end. These parts overlap,
     so they do not add up to `seconds`, from when all ranks had come to when all were done.
 
-    A reshard that remembers what it sent compares `bytes_compared` of what it packs with that, over all ranks together,
-    and sends `bytes_changed` of values; `num_whole` is 1 where it sent everything, without comparing.
+    A run that sends what changed compares `bytes_compared` of what it packs with what was sent last, over all ranks
+    together, finds that `bytes_changed` differ, and sends `bytes_encoded` for them.
     """
 
     bytes_local: int
@@ -37,7 +37,7 @@ class SyncReport:
     seconds: float
     bytes_compared: int = 0
     bytes_changed: int = 0
-    num_whole: int = 0
+    bytes_encoded: int = 0
 
     @property
     def bytes_moved(self) -> int:

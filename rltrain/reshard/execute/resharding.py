@@ -39,10 +39,6 @@ LARGE_BYTES = 2**18
 than a message."""
 
 
-DELTA_BYTES = 2**23
-"""Of a round at most on the CPU where it is compared with what was sent last: it is then in the processor's caches."""
-
-
 class Magnitudes(Protocol):
     """What a reshard that quantises knows of this rank's blocks (block_scales.BlockScales)."""
 
@@ -68,7 +64,7 @@ class Resharding:
     host memory. In no round does a rank pack or receive more than `bucket_bytes`. `device` is where all tensors are.
     `ranks_per_node` tells what goes between nodes; None: all ranks are on one. On the CPU ranks of a node read each
     other's memory where they can, unless `share_memory` is false. `magnitudes` must be given where the plan quantises.
-    With `delta` ranks send only what changed since the last run, where all of them remember that. `waiting` is entered
+    With `delta` runs may send only what changed since the last one. `waiting` is entered
     where ranks that came early wait for the others to come.
 
     Raises SyncError, on all ranks, where plans of ranks disagree or one cannot be carried out.
@@ -101,8 +97,6 @@ class Resharding:
         exchanged = stage_streams(plan, neighbours.ranks)
         large_bytes = LARGE_BYTES if device.type == "cpu" and delta is None else None
         headers = headers_of(delta) if delta else NO_HEADERS
-        if delta and device.type == "cpu":
-            bucket_bytes = min(bucket_bytes, DELTA_BYTES)
         rounds = self._agreement.rounds(exchanged, bucket_bytes, large_bytes, headers)
         read = neighbours.read_places(shared_places(exchanged, rounds, self._agreement.ranks, headers))
 
@@ -126,14 +120,15 @@ class Resharding:
         source_tensors: Mapping[str, Tensor] | None,
         destination_tensors: Mapping[str, Tensor] | None,
         *,
-        lost: bool = False,
+        whole: bool = True,
     ) -> SyncReport:
         """Write this rank's `destination_tensors` from all ranks' `source_tensors`, both by the names of their layouts.
 
-        A rank that is in one layout only passes None for the other. With `delta` destinations hold what the last run
-        left there, unless this rank says that they were `lost`. Returns when every rank has everything. Raises
-        SyncError: before anything is moved, on all ranks, where a tensor of one does not fit the plan; on the way where
-        another rank is lost, and destinations are then partly written.
+        A rank that is in one layout only passes None for the other. Where not `whole`, which is for a reshard with
+        `delta` and the same on all ranks, destinations hold what the last run left there: only what changed since is
+        sent. Returns when every rank has everything. Raises SyncError: before anything is moved, on all ranks, where a
+        tensor of one does not fit the plan; on the way where another rank is lost, and destinations are then partly
+        written.
 
         Collective over: the ranks of both layouts, from their main threads.
         """
@@ -146,7 +141,7 @@ class Resharding:
         if self._magnitudes:
             source_tensors = self._magnitudes.prepare(source_tensors, self._group)
         if self._coder:
-            self._coder.begin(self._agreement, lost=lost)
+            self._coder.begin(whole=whole)
         staging = self._allocate()
         tensors = self._binding.ordered(source_tensors, destination_tensors)
         amax = self._magnitudes.amax if self._magnitudes else torch.empty(0, device=self._device)
@@ -162,11 +157,12 @@ class Resharding:
         return self._report(begin, launches, staging, wires, pipeline)
 
     def _bind(self, bases: list[Tensor]) -> None:
-        """Have the table copy between `bases`; with a coder it packs into that one's memory."""
-        if self._coder is None:
+        """Have the table copy between `bases`; what a coder compares is packed into memory of its own."""
+        if self._coder:
+            self._coder.use(Memory(bases), self._table)
+        if self._coder is None or self._coder.whole:
             self._table.bind(bases)
             return
-        self._coder.use(Memory(bases), self._table)
         self._streams.keep(self._coder.scratch)
         coded = [stage.kind for stage in self.steps.stages if stage.header_bytes]
         packed_into = {self.steps.bases.packed(kind) + turn for kind in coded for turn in (0, 1)}
@@ -179,8 +175,8 @@ class Resharding:
         """Collective over: the ranks of both layouts."""
         coder = self._coder
         sent = sum((wire.bytes_sent for wire in wires), start=Counter[int]())
-        counted = [coder.count.compared, coder.count.changed] if coder else [0, 0]
-        local, node, network, compared, changed = self._agreement.total(
+        counted = [coder.count.compared, coder.count.changed, coder.count.sent] if coder else [0, 0, 0]
+        local, node, network, compared, changed, encoded = self._agreement.total(
             [self._local_bytes(), *self._by_distance(sent), *counted]
         )
         if coder:
@@ -198,7 +194,7 @@ class Resharding:
             peak_staging_bytes=self._staging_bytes(staging),
             bytes_compared=compared,
             bytes_changed=changed,
-            num_whole=int(coder is not None and coder.whole),
+            bytes_encoded=encoded,
             copy_seconds=total_seconds(times.copies),
             pack_seconds=total_seconds(times.packs),
             wire_seconds=covered_seconds(times.wire, times.begin),

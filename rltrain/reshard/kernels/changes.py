@@ -11,6 +11,7 @@ from torch import Tensor
 from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
 from rltrain.reshard.kernels.changes_torch import TorchChanges
+from rltrain.reshard.kernels.copy_table import CopyTable
 from rltrain.reshard.kernels.delta_format import BLOCK
 from rltrain.reshard.kernels.slices import SLICE
 
@@ -56,23 +57,41 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What of a section differs: `lengths` [blocks] uint8 as they are encoded, and `bits`, which the implementation
-    that made them understands, until it makes others of the same item size."""
+    """What of a section differs, `changed` elements: `lengths` [blocks] uint8 as they are encoded, and `bits`, which
+    the implementation that made them understands, until it makes others of the same item size."""
 
     extent: Extent
+    changed: int
     lengths: Tensor
     bits: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Slices `first:last` of `table` pack a section, which begins at element `begin` of their destination."""
+
+    table: CopyTable
+    first: int
+    last: int
+    begin: int
 
 
 class Changes(Protocol):
     """An implementation. All tensors are contiguous bytes on one device; sections begin at multiples of their items."""
 
-    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
-        """(lengths, bits, places, values) of what differs, in elements of `item` bytes. `kept` may be written over by
-        `packed` at once."""
+    keeps_as_it_marks: bool
+    """Whether `mark` has `kept` equal `packed` already."""
+    packs: bool
+    """Whether `mark` takes a `packing`."""
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """(lengths, bits, [places, values, changes]) of what differs, in elements of `item` bytes. `packing` makes
+        `packed` on the way; without it is made already."""
 
     def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Encode what was marked into `parts`, and have `kept` equal `packed`."""
+        """Encode what was marked into `parts`, and have `kept` equal `packed`, neither of which was written since."""
 
     def apply(
         self, slices: Array, begin: int, extent: Extent, parts: tuple[Tensor, Tensor, Tensor], bases: list[Tensor]
@@ -84,6 +103,8 @@ class Changes(Protocol):
 class NativeChanges:
     """By csrc/reshard_cpu_delta.h, with as many threads as torch has. Marks of one item size are those made last."""
 
+    keeps_as_it_marks = packs = True
+
     def __init__(self) -> None:
         library = native.cpu_library()
         address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -94,27 +115,32 @@ class NativeChanges:
             library.rs_cpu_delta_gather,
             library.rs_cpu_delta_apply,
         )
-        self._mark.argtypes = (address, address, size, number, address, address, address, number)
-        self._gather.argtypes, self._gather.restype = (address, size, number, address, address, address), None
+        self._mark.argtypes = (address, size, address, size, *(address,) * 2, size, number, *(address,) * 3, number)
+        self._gather.argtypes, self._gather.restype = (address, address, size, number, *(address,) * 3), None
         self._apply.argtypes = (address, size, address, size, size, number, *(address,) * 4, number)
         self._found: dict[int, Tensor] = {}
 
-    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
         elements = packed.numel() // item
         lengths = torch.empty(-(-elements // BLOCK), dtype=torch.uint8)
         counts = torch.empty(self._counts(elements * item), dtype=torch.int64)
         found = self._room(elements * (item + 1), item)
+        slices = (0, 0, 0, 0)
+        if packing is not None:
+            slices = (*packing.table.addresses(packing.first, packing.last), packing.begin)
         pointers = packed.data_ptr(), kept.data_ptr(), elements, item, found.data_ptr(), lengths.data_ptr()
-        _expect_memory(self._mark(*pointers, counts.data_ptr(), torch.get_num_threads()))
-        places, values = counts.view(-1, 2).sum(0).tolist()
-        return lengths, counts, int(places), int(values)
+        _expect_memory(self._mark(*slices, *pointers, counts.data_ptr(), torch.get_num_threads()))
+        totals: list[int] = counts.view(-1, 3).sum(0).tolist()
+        return lengths, found, totals
 
     def write(self, packed: Tensor, kept: Tensor, marks: Marks, parts: tuple[Tensor, Tensor, Tensor]) -> None:
         lengths, places, values = parts
         lengths.copy_(marks.lengths)
-        extent, found = marks.extent, self._found[marks.extent.item]
-        pointers = [tensor.data_ptr() for tensor in (marks.bits, places, values)]
-        self._gather(found.data_ptr(), extent.elements, extent.item, *pointers)
+        extent = marks.extent
+        pointers = [tensor.data_ptr() for tensor in (lengths, places, values)]
+        self._gather(packed.data_ptr(), marks.bits.data_ptr(), extent.elements, extent.item, *pointers)
 
     def _room(self, num_bytes: int, item: int) -> Tensor:
         """Memory for what is found, of which only what is found is touched."""
@@ -161,7 +187,7 @@ def changes_on(device: torch.device) -> Changes:
     return TorchChanges()
 
 
-def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int) -> Marks:
+def mark(changes: Changes, packed: Tensor, kept: Tensor, item: int, packing: Packing | None = None) -> Marks:
     """What of `packed` differs from `kept`, by elements of `item` bytes."""
-    lengths, bits, places, values = changes.mark(packed, kept, item)
-    return Marks(Extent(packed.numel() // item, item, places, values), lengths, bits)
+    lengths, bits, (places, values, changed) = changes.mark(packed, kept, item, packing)
+    return Marks(Extent(packed.numel() // item, item, places, values), changed, lengths, bits)

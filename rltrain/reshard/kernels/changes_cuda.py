@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels import native
-from rltrain.reshard.kernels.changes_torch import block_sizes
+from rltrain.reshard.kernels.changes_torch import block_sizes, totals_of
 from rltrain.reshard.kernels.delta_format import BLOCK, WHOLE
 
 if TYPE_CHECKING:
-    from rltrain.reshard.kernels.changes import Extent, Marks
+    from rltrain.reshard.kernels.changes import Extent, Marks, Packing
 
 _ADDRESS, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _WHERE = (_NUMBER, _NUMBER, _ADDRESS)  # blocks, device, stream
@@ -24,6 +24,8 @@ LANES = 32
 
 class CudaChanges:
     """A `Changes` (changes.py), by launches on the current stream of `device`. The host waits for what it must know."""
+
+    keeps_as_it_marks = packs = False
 
     def __init__(self, device: torch.device) -> None:
         library = native.cuda_library()
@@ -37,7 +39,9 @@ class CudaChanges:
         self._ordinal = self._ordinal_of(device)
         self._num_blocks = int(library.rs_cuda_num_blocks(self._ordinal))
 
-    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
         elements = packed.numel() // item
         sizes = block_sizes(elements, packed.device)
         marks = torch.empty(len(sizes) * LANES, dtype=torch.uint8, device=packed.device)
@@ -46,8 +50,7 @@ class CudaChanges:
         self._launch(self._mark, *tensors)
         whole = (counts > 0) & (counts * (item + 1) >= sizes * item)
         lengths = torch.where(whole, WHOLE, counts).to(torch.uint8)
-        places, values = torch.stack([counts.masked_fill(whole, 0), torch.where(whole, sizes, counts)]).sum(1).tolist()
-        return lengths, marks, int(places), int(values)
+        return lengths, marks, totals_of(counts.to(torch.int64), whole, sizes)
 
     def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
         lengths, places, values = parts

@@ -11,7 +11,7 @@ from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.kernels.delta_format import BLOCK, WHOLE
 
 if TYPE_CHECKING:
-    from rltrain.reshard.kernels.changes import Extent, Marks
+    from rltrain.reshard.kernels.changes import Extent, Marks, Packing
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -19,15 +19,18 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class TorchChanges:
     """A `Changes` (changes.py)."""
 
-    def mark(self, packed: Tensor, kept: Tensor, item: int) -> tuple[Tensor, Tensor, int, int]:
+    keeps_as_it_marks = packs = False
+
+    def mark(
+        self, packed: Tensor, kept: Tensor, item: int, packing: "Packing | None" = None
+    ) -> tuple[Tensor, Tensor, list[int]]:
         differing = packed.view(BITS[item]) != kept.view(BITS[item])
         sizes = block_sizes(len(differing), packed.device)
         padded = torch.nn.functional.pad(differing, (0, len(sizes) * BLOCK - len(differing)))
         counts = padded.view(-1, BLOCK).sum(1)
         whole = (counts > 0) & (counts * (item + 1) >= sizes * item)
         lengths = torch.where(whole, WHOLE, counts).to(torch.uint8)
-        places, values = torch.stack([counts.masked_fill(whole, 0), torch.where(whole, sizes, counts)]).sum(1).tolist()
-        return lengths, differing, int(places), int(values)
+        return lengths, differing, totals_of(counts, whole, sizes)
 
     def write(self, packed: Tensor, kept: Tensor, marks: "Marks", parts: tuple[Tensor, Tensor, Tensor]) -> None:
         lengths, places, values = parts
@@ -54,6 +57,13 @@ class TorchChanges:
             if first < last:
                 _put(made, elements[first:last], values.view(BITS[extent.item])[first:last], bases)
         return True
+
+
+def totals_of(counts: Tensor, whole: Tensor, sizes: Tensor) -> list[int]:
+    """Places, values and changes, where `counts` of each block changed and blocks that are `whole` are sent so."""
+    columns = counts.masked_fill(whole, 0), torch.where(whole, sizes, counts), counts
+    totals: list[int] = torch.stack(columns).sum(1).tolist()
+    return totals
 
 
 def block_sizes(elements: int, device: torch.device) -> Tensor:

@@ -113,6 +113,13 @@ class CopyTable:
         if self._begin(first, last):
             self._copies.amax(first, last)
 
+    def addresses(self, first: int, last: int) -> tuple[int, int, int]:
+        """Of slices[first:last], their number, and of the addresses of bases, for native code on the CPU that goes
+        through them itself; counts as a launch."""
+        assert isinstance(self._copies, CpuCopies), "there is native code for CPUs"
+        self._begin(first, last)
+        return self._copies.addresses(first, last)
+
     def _begin(self, first: int, last: int) -> bool:
         """Whether there is anything to do, which then counts as a launch."""
         if self._bound is None:

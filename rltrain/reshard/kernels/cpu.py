@@ -39,9 +39,12 @@ class CpuCopies:
     def checksum(self, first: int, last: int) -> None:
         self._run(self._checksum, first, last)
 
+    def addresses(self, first: int, last: int) -> tuple[int, int, int]:
+        """See `CopyTable.addresses`."""
+        return self._table + first * SLICE.itemsize, last - first, self._pointers
+
     def _run(self, function: Callable[[int, int, int, int], int], first: int, last: int) -> None:
-        table = self._table + first * SLICE.itemsize
-        if function(table, last - first, self._pointers, torch.get_num_threads()):
+        if function(*self.addresses(first, last), torch.get_num_threads()):
             raise RuntimeError(f"the native library could not go through slices {first}:{last}: out of memory")
 
 

@@ -42,6 +42,8 @@ class EmbeddedEngine:
     `max_context_tokens` bounds prompt and response together: a response that reaches it ends truncated.
     """
 
+    num_restarts = 0
+
     def __init__(
         self,
         architecture: Architecture,
@@ -117,7 +119,7 @@ class EmbeddedEngine:
         """Withdraw the policy version: the weights are about to be rewritten. What is running stays."""
         self.policy_version = None
 
-    def incoming(self, part: int) -> Mapping[str, Tensor]:
+    def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """The parameters themselves: new weights come in one part, and in place."""
         return self._parameters
 

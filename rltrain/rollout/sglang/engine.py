@@ -119,9 +119,12 @@ class SGLangEngine:
             self._lost = str(lost)
         self.delivery.begin()
 
-    def incoming(self, part: int) -> Mapping[str, Tensor]:
-        """Where a part of the new weights is to be written, by parameter. Collective over: the engine's ranks."""
-        return self.delivery.tensors(part)
+    def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
+        """Where a part of the new weights is to be written, by parameter; where `is_kept` with what the server has.
+
+        Collective over: the engine's ranks.
+        """
+        return self.delivery.tensors(part, is_kept=is_kept)
 
     def arrived(self, part: int) -> None:
         """This rank's share of the part has been written. Collective over: the engine's ranks."""

@@ -8,6 +8,7 @@ Messages have `op`, `id`, and `reply` (the path of a file that is open in anothe
 
 describe   reply with every parameter's name, dtype, shape, strides and device, and with what forbids updates in place
 load       copy `fields` [name, dtype, shape, offset in bytes, checksum or null] from `memory` into their parameters
+read       copy the parameters of `fields` into `memory`, the way back
 finish     after all loads of a sync: what the model itself derives from its parameters
 """
 
@@ -17,7 +18,7 @@ import math
 import mmap
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,23 @@ def _describe(model: torch.nn.Module, message: Message) -> Reply:
 
 
 def _load(model: torch.nn.Module, message: Message) -> Reply:
+    for name, target, staged, checksum in _fields(model, message):
+        target.copy_(staged)
+        if checksum is not None and checksum_of(target) != checksum:
+            raise ValueError(f"parameter {name} differs from what was staged (weight_sync.verify)")
+    _synchronize()
+    return {}
+
+
+def _read(model: torch.nn.Module, message: Message) -> Reply:
+    for _, target, staged, _ in _fields(model, message):
+        staged.copy_(target)
+    _synchronize()
+    return {}
+
+
+def _fields(model: torch.nn.Module, message: Message) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
+    """(name, parameter, its place in the memory of the other process, checksum) of each field of a message."""
     memory = _memory(message["memory"])
     parameters = dict(model.named_parameters())
     for name, dtype, shape, offset, checksum in message["fields"]:
@@ -91,11 +109,7 @@ def _load(model: torch.nn.Module, message: Message) -> Reply:
                 f"the engine; expected {shape} of {dtype}, contiguous"
             )
         num_bytes = math.prod(shape) * target.dtype.itemsize
-        target.data.copy_(memory[offset : offset + num_bytes].view(target.dtype).view(shape))
-        if checksum is not None and checksum_of(target.data) != checksum:
-            raise ValueError(f"parameter {name} differs from what was staged (weight_sync.verify)")
-    _synchronize()
-    return {}
+        yield name, target.data, memory[offset : offset + num_bytes].view(target.dtype).view(shape), checksum
 
 
 def _finish(model: torch.nn.Module, message: Message) -> Reply:
@@ -113,6 +127,7 @@ def _finish(model: torch.nn.Module, message: Message) -> Reply:
 _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
     "describe": _describe,
     "load": _load,
+    "read": _read,
     "finish": _finish,
 }
 

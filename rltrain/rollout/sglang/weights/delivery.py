@@ -47,8 +47,10 @@ class Delivery:
     on the engine's first rank only. With `keep` a copy of what was delivered stays in host memory; `shared` says with
     which ranks of the node, whose engines have the same updates. `role` is the config section of the engine.
 
-    A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A server that is lost on the
-    way holds up nobody: the remaining parts are still taken and kept, and `finish` raises EngineLost on all ranks.
+    A sync is `begin`, then for every part in order `tensors` and `arrived`, then `finish`. A sync of what changed has
+    the server write the present parameters into the slots first, while other parts are on their way; there is no
+    other memory of them beside the server's own. A server that is lost on the way holds up nobody: the remaining parts
+    are still taken and kept, and `finish` raises EngineLost on all ranks.
 
     Methods are collective over: the engine's ranks.
     """
@@ -73,9 +75,12 @@ class Delivery:
         self._kept = HostCopy(self._staging, self.num_parts, device, shared) if keep else None
         self._arrived_version: int | None = None
         self._courier = CallQueue(call) if call else None
-        self._replies = [_reply_file() for _ in range(NUM_SLOTS)]
+        self._replies = [_reply_file() for _ in range(2 * NUM_SLOTS)]
+        """Of what fills the server from each slot, then of what fills each slot from the server."""
         self._flights: dict[int, _Flight] = {}
         """By slot."""
+        self._reads: dict[int, _Flight] = {}
+        """By the part that the server writes into its slot."""
         self._lost = self._refused = False
         """Equal on all ranks. Nothing more is sent to a server once it is lost, or has refused something."""
         self._failure = ""
@@ -114,16 +119,20 @@ class Delivery:
     def begin(self) -> None:
         """Open an update. The server has no complete weights until `finish` returns."""
         self.version = None
-        self._flights, self._lost, self._refused, self._failure = {}, False, False, ""
+        self._flights, self._reads, self._lost, self._refused, self._failure = {}, {}, False, False, ""
         if self._courier:
             self._courier.reset()
             self._courier.send("/begin_weight_update", TARGET)
 
-    def tensors(self, part: int) -> Mapping[str, Tensor]:
+    def tensors(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """Where to write the part's parameters, by name; padding is zero. Waits until the engine has read what was
-        there before."""
-        self._free_slot(part)
-        self._staging.clear_padding(part)
+        there before. Where `is_kept` the parameters are there as the last sync left them."""
+        if is_kept:
+            self._fill(part)
+        else:
+            self._end_reads()
+            self._free_slot(part)
+            self._staging.clear_padding(part)
         self._synchronize()
         return self._staging.views(part)
 
@@ -144,6 +153,11 @@ class Delivery:
         are: `redeliver` gives them to a server that was started anew.
         """
         self._arrived_version = version
+        if self._kept:
+            self._kept.complete()
+        self._finish(version)
+
+    def _finish(self, version: int) -> None:
         for slot in sorted(self._flights):
             self._landed(self._flights.pop(slot))
         self._settle()
@@ -175,7 +189,7 @@ class Delivery:
             self._kept.restore(part)
             self._synchronize()
             self._load(part, verify)
-        self.finish(self._arrived_version)
+        self._finish(self._arrived_version)
 
     def close(self) -> None:
         """Give staging memory back. The server must be gone, or at least in no update."""
@@ -186,6 +200,33 @@ class Delivery:
             os.close(file)
 
     def _load(self, part: int, verify: bool) -> None:
+        slot = self._staging.slot(part)
+        self._flights[slot] = self._send(self._message("load", part, verify), slot)
+
+    def _fill(self, part: int) -> None:
+        """The part's slot with what the server has, or had where it is lost. The next part's follows meanwhile."""
+        for number in (part, part + 1):
+            if number < self.num_parts and number not in self._reads:
+                file = NUM_SLOTS + self._staging.slot(number)
+                self._reads[number] = self._send(self._message("read", number), file)
+        self._free_slot(part)
+        self._landed(self._reads.pop(part))
+        if (self._lost or self._failure) and self._kept:
+            self._kept.await_update()
+            self._kept.restore(part)
+
+    def _end_reads(self) -> None:
+        """Wait for what the server still writes into slots, of an update that began anew."""
+        for flight in () if self._lost else self._reads.values():
+            self._wait(flight.answer)
+        self._reads.clear()
+
+    def _free_slot(self, part: int) -> None:
+        if (flight := self._flights.pop(self._staging.slot(part), None)) is not None:
+            self._landed(flight)
+
+    def _message(self, operation: str, part: int, verify: bool = False) -> dict[str, Any]:
+        """Of the part's parameters in its slot; `verify`: with their checksums."""
         views = self._staging.views(part) if verify else {}
         fields = [
             (
@@ -197,17 +238,11 @@ class Delivery:
             )
             for field in self._staging.fields[part]
         ]
-        message = {"op": "load", "memory": self._staging.handle(part), "fields": fields}
-        slot = self._staging.slot(part)
-        self._flights[slot] = self._send(message, slot)
+        return {"op": operation, "memory": self._staging.handle(part), "fields": fields}
 
-    def _free_slot(self, part: int) -> None:
-        if (flight := self._flights.pop(self._staging.slot(part), None)) is not None:
-            self._landed(flight)
-
-    def _send(self, message: dict[str, Any], slot: int = 0, **settings: str) -> _Flight:
-        """Each rank's message to its rank of the server, all in one request. One at a time per slot."""
-        number, file = secrets.token_hex(8), self._replies[slot]
+    def _send(self, message: dict[str, Any], file: int = 0, **settings: str) -> _Flight:
+        """Each rank's message to its rank of the server, all in one request. One at a time per reply `file`."""
+        number, file = secrets.token_hex(8), self._replies[file]
         if self._lost:
             return _Flight(number, file, None)
         message |= {"id": number, "reply": f"/proc/{os.getpid()}/fd/{file}"}

@@ -16,7 +16,7 @@ class HostCopy:
     """
 
     def __init__(self, staging: Staging, num_parts: int, device: torch.device, shared: NodeCopy | None = None) -> None:
-        self._staging, self._num_parts, self._shared = staging, num_parts, shared
+        self._staging, self._shared = staging, shared
         sizes = (staging.num_bytes(part) for part in range(num_parts))
         like = {str(part): torch.empty(size, dtype=torch.uint8, device="meta") for part, size in enumerate(sizes)}
         self._host = shared.tensors(like, lambda host: None) if shared else HostTensors(like, device)
@@ -29,19 +29,21 @@ class HostCopy:
         return sum(tensor.nbytes for tensor in self._host.tensors.values()) if self._host.is_own else 0
 
     def store(self, part: int) -> None:
-        """After each part of an update, in order. Returns when the copy is complete, where this rank makes one."""
+        """After each part of an update. Returns when it is copied, where this rank makes the copy."""
         if self._host.is_own:
             staged = self._staging.bytes(part)
             self._host.tensors[str(part)].copy_(staged, non_blocking=True)
             if staged.is_cuda:
                 torch.cuda.synchronize(staged.device)
-        if part == self._num_parts - 1:
-            self._num_updates += 1
-            if self._shared and self._shared.is_first:
-                self._shared.renewed(self._num_updates)
+
+    def complete(self) -> None:
+        """After the last part of an update: the copy has all of it, as far as this rank makes one."""
+        self._num_updates += 1
+        if self._shared and self._shared.is_first:
+            self._shared.renewed(self._num_updates)
 
     def await_update(self) -> None:
-        """Before the first `restore` after an update: until whoever keeps the copy has all of it."""
+        """Before `restore`: until whoever keeps the copy has all of the last update that is complete here."""
         if self._shared and not self._host.is_own:
             self._shared.await_renewed(self._num_updates)
 

@@ -1,0 +1,59 @@
+"""Weights of an actor with adapters: what changes, and what of it is sent in which turn."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rltrain.cluster.grid import Grid
+from rltrain.config.lora import Lora
+from rltrain.reshard.delta.turns import Turn
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.roles.merged_resharding import MergedResharding, _groups_of
+from tests.model_shards import tiny_architecture
+
+ATTENTION = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "o_proj"), ("v_proj",)])
+def test_what_adapters_touch_is_apart_from_what_never_changes(family: str, targets: tuple[str, ...] | None) -> None:
+    architecture = tiny_architecture(family)
+    config = SimpleNamespace(model=SimpleNamespace(lora=Lora(rank=2, targets=targets)))
+    source = megatron_layout(architecture, Grid((0,)))
+    groups, frozen = _groups_of(SimpleNamespace(config=config, architecture=architecture), source, 2000)  # type: ignore[arg-type]
+    names = np.array(source.tensors.names)
+    assert len(groups) > 1 and (np.sum([*groups, *frozen], axis=0) == 1).all(), "each tensor is in one of them"
+    adapted = {".".join(name.split(".")[-2:]) for name in names[np.any(groups, axis=0)]}
+    if targets == ("v_proj",):
+        assert adapted == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}, "they are one parameter in training"
+    elif targets is not None:
+        assert adapted == ATTENTION
+    else:
+        assert adapted == {*ATTENTION, "gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+    [rest] = frozen
+    assert "model.embed_tokens.weight" in names[rest] and "model.norm.weight" in names[rest]
+
+
+def test_what_never_changes_is_sent_with_everything_alone_and_compared_with_the_rest() -> None:
+    asked: list[Any] = []
+
+    def resharding(name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            source=None,
+            config=SimpleNamespace(verify=False),
+            run=lambda source, destination, turn=Turn.PLAIN, *, compares: (asked.append((name, turn)), (None, 0.5))[1],
+            verify=lambda source, destination: (asked.append((name, "compared")), 0.25)[1],
+        )
+
+    made = MergedResharding.__new__(MergedResharding)
+    made._groups, made._frozen = [resharding("adapted")], [resharding("frozen")]  # type: ignore[list-item]
+    for turn, compares, expected in (
+        (Turn.WHOLE, False, [("adapted", Turn.WHOLE), ("frozen", Turn.PLAIN)]),
+        (Turn.CHANGES, False, [("adapted", Turn.CHANGES)]),
+        (Turn.CHANGES, True, [("adapted", Turn.CHANGES), ("frozen", "compared")]),
+    ):
+        asked.clear()
+        _, seconds = made.run(None, {}, turn, compares=compares)
+        assert asked == expected and seconds == (0.5 if len(expected) == 1 else 0.75 if compares else 1.0)
