@@ -14,10 +14,10 @@ def delta_problems(config: Config) -> Iterator[str]:
             f"weight_sync.delta: got a section with weight_sync.transport {config.weight_sync.transport}, which "
             "assembles whole tensors; expected weight_sync.transport: planned, or weight_sync.delta: null"
         )
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine in ("sglang", "http"):
         yield (
-            "weight_sync.delta: got a section with rollout.engine sglang, whose weights pass through two staging "
-            "buffers into a server's memory, so that there is nothing here that changes could be put into; expected "
+            f"weight_sync.delta: got a section with rollout.engine {config.rollout.engine}, whose weights pass through "
+            "staging memory into a server's, so that there is nothing here that changes could be put into; expected "
             "rollout.engine: embedded, or weight_sync.delta: null"
         )
     if config.rollout.offload is True:

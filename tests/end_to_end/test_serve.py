@@ -1,12 +1,8 @@
 """launch/serve.py on a real checkpoint: what it draws is what the engine draws in-process."""
 
 import json
-import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -15,25 +11,10 @@ from rltrain.data.tokenizer import load_tokenizer
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.serving.engine import EngineSettings, load_engine
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
+from tests.end_to_end.served import CHECKPOINT, served
+from tests.forked.popen import run
 
-CHECKPOINT = REPOSITORY / "tests" / "warmed_up"
 PROMPTS = ["347+285=", "123+456=", "999+1=", "20+22="]
-
-
-@contextmanager
-def served(*options: str) -> Iterator[tuple[str, str, Popen]]:
-    """(URL, token, process)"""
-    command = [sys.executable, "-u", "launch/serve.py", "--checkpoint", str(CHECKPOINT), *options]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(command, cwd=REPOSITORY, env={**FORKED_ENVIRONMENT, "PATH": "/bin"}, text=True, **streams) as process:
-        try:
-            first, curl = process.stdout.readline(), process.stdout.readline()
-            found = re.fullmatch(r"serving warmed_up at (http://127\.0\.0\.1:\d+)/v1 \(token (\S+)\)\n", first)
-            assert found and curl.startswith(f"curl {found[1]}/v1/completions -H 'Authorization: Bearer {found[2]}'")
-            yield found[1], found[2], process
-        finally:
-            process.kill()
 
 
 def drawn_in_process() -> list[str]:
