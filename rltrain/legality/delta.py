@@ -17,7 +17,7 @@ def delta_problems(config: Config) -> Iterator[str]:
     if config.rollout.engine in ("sglang", "http"):
         yield (
             f"weight_sync.delta: got a section with rollout.engine {config.rollout.engine}, whose weights pass through "
-            "staging memory into a server's, so that there is nothing here that changes could be put into; expected "
+            "staging buffers into a server's memory: there is nothing here that changes could be put into; expected "
             "rollout.engine: embedded, or weight_sync.delta: null"
         )
     if config.rollout.offload is True:

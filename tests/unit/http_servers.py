@@ -31,13 +31,20 @@ def version_of(label: str) -> int:
 class StandInServer:
     """In a thread of this process. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
     is answered with 429. `takes_weights`: whether it has the routes for that. What it broke of the rules of its kind is
-    in `broken`.
+    in `broken`. `certificate`: files of one and its key, for TLS.
     """
 
     def __init__(
-        self, kind: str, *, pace_s: float = 0.001, most: int = 1000, takes_weights: bool = True, context: int = 500
+        self,
+        kind: str,
+        *,
+        pace_s: float = 0.001,
+        most: int = 1000,
+        takes_weights: bool = True,
+        context: int = 500,
+        certificate: tuple[str, str] | None = None,
     ) -> None:
-        self.kind, self.pace_s, self.most = kind, pace_s, most
+        self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
         self.takes_weights, self.context = takes_weights, context
         self.label = STARTED_WITH
         self.folders: list[str] = []
@@ -51,7 +58,7 @@ class StandInServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Anew, at the same address and with the weights that it has on its own."""
@@ -60,6 +67,8 @@ class StandInServer:
         self.hangs = self.is_paused = self.is_updating = False
         self._aborted: set[str] = set()
         config = uvicorn.Config(self._app(), port=self.port, log_level="critical", lifespan="off", access_log=False)
+        if self.certificate is not None:
+            config.ssl_certfile, config.ssl_keyfile = self.certificate
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

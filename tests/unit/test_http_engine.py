@@ -1,5 +1,6 @@
 """Engines that somebody else runs, on stand-ins: versions, retries, servers that come and go."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from rltrain.rollout.sample import Sample, Status
 from tests.unit.fake_sglang import expected_tokens, logprob_of, next_token
 from tests.unit.http_servers import LIMIT_S, TOKEN, StandInServer
 
+ACCESS = Access(TOKEN)
 KINDS = ("sglang", "vllm", "rltrain")
-SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0, 150, ())
+SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0, 60, ())
 
 
 class Folders:
@@ -67,7 +69,9 @@ class Rig:
     def names(self, *servers: StandInServer) -> None:
         self.file.write_text("# one a line\n" + "".join(f"{server.url}/\n" for server in servers))
 
-    def start(self, *, token: str = TOKEN, needs_weights: bool = True, slots: int = 4, **settings: Any) -> HttpEngine:
+    def start(
+        self, *, access: Access = ACCESS, needs_weights: bool = True, slots: int = 4, **settings: Any
+    ) -> HttpEngine:
         if not self.file.exists():
             self.names(*self.servers)
         limits = {
@@ -80,7 +84,7 @@ class Rig:
         weights = Folders()
         fleet = Fleet(
             Addresses(str(self.file), "rollout.urls", None, "rollout", 0, 1),  # type: ignore[arg-type]
-            Access(token),
+            access,
             weights,
             Http(**limits),
             protocol="auto",
@@ -172,7 +176,7 @@ def test_what_is_under_way_goes_on_by_new_weights(rig: Rig, kind: str) -> None:
     back = engine.withdraw([109])
     engine.submit(back, LONG)
     done += finish(engine)
-    assert len(done) == 10 and drawn_right(done) and all(len(one.tokens) == 150 for one in done)
+    assert len(done) == 10 and drawn_right(done) and all(len(one.tokens) == 60 for one in done)
     assert any({*one.policy_versions} == {0, 1} for one in done)
 
 
@@ -219,6 +223,21 @@ def test_one_that_hangs_is_given_up(rig: Rig) -> None:
     first.hangs = False
 
 
+def test_certificates_are_checked(rig: Rig, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=engine"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(["openssl", *made.split(), *names], check=True, capture_output=True)
+    rig.server("sglang", certificate=(files[0], files[1]))
+    with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED"):
+        rig.start(start_timeout_s=0.5)
+    assert rig.engine is not None
+    rig.engine.close()
+    engine = rig.start(access=Access(TOKEN, ca_file=files[0]))
+    sync(engine, 0)
+    assert drawn_right(engine.generate(samples(2), SHORT))
+
+
 def test_one_that_is_busy_is_asked_again(rig: Rig) -> None:
     rig.server("vllm", most=2)
     engine = rig.start(max_retries=1000)
@@ -244,7 +263,7 @@ def test_where_nothing_is_trained_it_draws_by_its_own(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("settings", "server", "message"),
     [
-        ({"token": "other"}, {}, "status 401"),
+        ({"access": Access("other")}, {}, "status 401"),
         ({}, {"context": 100}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
     ],
 )

@@ -68,6 +68,7 @@ class DiskWeights:
         made = f"{self._key}/{self._num_updates}/made"
         if self._leads:
             self._make(self._partial)
+            self._forget(self._num_updates - 2)
             self._job_store.put(made, True)
         self._job_store.get(made, waiting_for=f"the folder {self._partial}")
 
@@ -108,6 +109,12 @@ class DiskWeights:
     @property
     def _partial(self) -> Path:
         return self._folder / PARTIAL.format(self._num_updates)
+
+    def _forget(self, update: int) -> None:
+        """What ranks told each other in an update that all of them have left."""
+        if update > 0:
+            for told in ("made", "complete", *(f"written/{rank}" for rank in self._ranks)):
+                self._job_store.forget(f"{self._key}/{update}/{told}")
 
     def _write(self, file: HfFile) -> None:
         path = self._partial / file.name

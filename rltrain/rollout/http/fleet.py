@@ -190,6 +190,7 @@ class Fleet:
                 server = Server(url, self._access, self._weights, needs_weights=self._needs_weights)
                 self._servers[url] = server
         for server in self._servers.values():
+            _refusal_of(server)  # it has been logged
             if not server.serves and (server.joining is None or server.joining.done()):
                 server.joining = asyncio.get_running_loop().create_task(self._join(server))
 

@@ -5,7 +5,7 @@ import logging
 from contextlib import aclosing
 
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.http.calls import Access, Calls, ServerGone, ServerRefuses
+from rltrain.rollout.http.calls import Access, Calls, ServerGone, ServerRefuses, words
 from rltrain.rollout.http.detection import protocol_of
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import Described, ServerProtocol
@@ -52,6 +52,12 @@ class Server:
 
     async def introduce(self, protocol: str, max_context_tokens: int) -> None:
         """Learn what it is. ServerRefuses where it is of no use here."""
+        try:
+            await self._introduce(protocol, max_context_tokens)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefuses(f"{self.url} answers in a form that is not known here: {words(error)}", 400) from error
+
+    async def _introduce(self, protocol: str, max_context_tokens: int) -> None:
         self._protocol = await protocol_of(self.calls, protocol)
         self._described = await self._protocol.describe(self.calls)
         context = self._described.max_context_tokens
