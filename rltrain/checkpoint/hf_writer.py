@@ -5,11 +5,9 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -24,46 +22,22 @@ from rltrain.checkpoint.hf_files import (
     write_config,
     write_index,
 )
+from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import INDEX_FILE
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.errors import CheckpointError
-from rltrain.models import NUM_LABELS, Architecture, canonical_tensors, element_types
+from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.canonical_tensors import CanonicalTensors
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.kernels.torch_types import DTYPES
-from rltrain.reshard.layout import PIECE, Layout, RankLayout
+from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.reshard.tensor_groups import holding, tensor_groups
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-
-
-def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
-    """Whole tensors of `dtype`, each a parameter, dealt out over `ranks` in consecutive runs of about equal bytes."""
-    tensors = canonical_tensors(architecture)
-    size = tensors.matrix_shapes.prod(axis=1)
-    middle = np.cumsum(size) - size / 2
-    writer = (middle * len(ranks) // size.sum()).astype(np.int64)
-    return Layout(
-        ranks,
-        parts=tuple(range(len(ranks))),
-        tensors=tensors,
-        types=element_types(architecture, dtype),
-        build=partial(_whole_tensors, tensors, writer),
-    )
-
-
-def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> RankLayout:
-    mine = np.flatnonzero(writer == part)
-    pieces = np.zeros(len(mine), dtype=PIECE)
-    pieces["tensor"], pieces["parameter"] = mine, np.arange(len(mine))
-    pieces["rows"], pieces["cols"] = tensors.matrix_shapes[mine].T
-    pieces["stride"] = pieces["cols"]
-    return RankLayout(tuple((tensors.names[i], tensors.shapes[i]) for i in mine), pieces)
 
 
 def save_checkpoint(

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.hf_reader import within, write_piece
-from rltrain.checkpoint.hf_writer import hf_layout
 from rltrain.config.lora import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture

@@ -1,6 +1,6 @@
 """The config section rollout: what draws responses, and how."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -46,10 +46,46 @@ class SGLang(Section):
         return bool(self.args.get("enable_deterministic_inference"))
 
 
+class Http(Section):
+    """Engines are servers that somebody else runs, at `urls`."""
+
+    weights: Literal["disk", "group"] = "disk"
+    """How they get new weights. disk: as a checkpoint in weights_dir, which they load. group: by broadcasts over a
+    process group that a rank and a server make (SGLang's update group), NCCL's on GPUs and gloo's without."""
+    weights_dir: str | None = None
+    """A folder that the servers see under the same path; null: <output_dir>/http_weights. It holds the present
+    version, while a sync runs the next one too."""
+    token_env: str | None = None
+    """The environment variable with the token that servers ask for, as Authorization: Bearer."""
+    token_file: str | None = None
+    """The file with it."""
+    ca_file: str | None = None
+    """Certificates (PEM) that those of https:// URLs are checked with; null: the system's."""
+    start_timeout_s: Positive = 600.0
+    """For the first of them to answer."""
+    update_timeout_s: Positive = 1800.0
+    """For one to load weights."""
+    hang_timeout_s: Positive = 300.0
+    """Where nothing comes of a request for so long its server is given up, and the request goes to another."""
+    max_retries: NonNegativeInt = 8
+    """Of a sample, in a row and without a token drawn; after as many the job ends."""
+    reread_s: Positive = 2.0
+    """Between two looks for servers that are new in the file, or are back."""
+    staging_mb: Positive = 512.0
+    """Of weights that a rank holds at a time on their way, on its device."""
+
+
 class Served(Section):
     """What the roles whose models are served by engines have in common."""
 
-    engine: Literal["embedded", "sglang"] = "embedded"
+    engine: Literal["embedded", "sglang", "http"] = "embedded"
+    """embedded: rltrain's own. sglang: SGLang, a server for each. http: servers that run already, at `urls`."""
+    urls: Annotated[tuple[str, ...], Field(strict=False)] | str = ()
+    """Of the servers of engine http, such as http://10.0.0.5:30000; or a file with one a line, which is read again
+    while the job runs: they may come and go. Each rank of the role asks some of them."""
+    protocol: Literal["auto", "sglang", "vllm", "openai"] = "auto"
+    """What they speak. auto: each is asked."""
+    http: Http = Http()
     sglang: SGLang = SGLang()
     dtype: Literal["auto", "fp8"] = "auto"
     """Of the weights that engines hold. auto: model.dtype. fp8: the layers' matrices in e4m3 with a scale for every

@@ -38,6 +38,10 @@ class Choice:
         return self.sample.logprobs[self.start :]
 
     @property
+    def policy_versions(self) -> tuple[int, ...]:
+        return self.sample.policy_versions[self.start :]
+
+    @property
     def context(self) -> tuple[int, ...]:
         """Ids that the model was given."""
         return self.turn.sample.context

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from rltrain.endpoint import session_routes
 from rltrain.endpoint.anthropic_messages import anthropic_error, count_tokens, messages
+from rltrain.endpoint.control import model_info, update_weights_from_disk
 from rltrain.endpoint.http_request import ClientGone, session_of
 from rltrain.endpoint.openai_chat import chat_completions
 from rltrain.endpoint.openai_completions import completions
@@ -58,6 +59,11 @@ def build_app(service: Service) -> Starlette:
     for prefix in ("", "/sessions/{session}"):
         routes += [route(prefix + path, handler) for path, handler in OF_SESSIONS]
         routes.append(route(prefix + "/v1/models", models, "GET"))
+    if (control := service.control) is not None:
+        routes += [
+            Route("/model_info", partial(model_info, service, control), methods=["GET"]),
+            Route("/update_weights_from_disk", partial(update_weights_from_disk, service, control), methods=["POST"]),
+        ]
     handlers = {Refused: _refuse, HTTPException: _refuse_http, ClientGone: _nobody, Exception: _fail}
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 

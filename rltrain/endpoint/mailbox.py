@@ -33,6 +33,7 @@ class EngineMailbox:
         self._given_up: set[int] = set()
         self._forgotten: set[int] = set()
         self._ending: str | None = None
+        self._is_woken = False
 
     @property
     def num_turns(self) -> int:
@@ -73,9 +74,17 @@ class EngineMailbox:
         return mail
 
     def wait(self, timeout_s: float) -> bool:
-        """Until there is something to take, or for `timeout_s`; whether there is."""
+        """Until there is something to take, somebody wakes it, or for `timeout_s`; whether there is or did."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._new or self._given_up or self._ending), timeout_s)
+            looked = bool(self._changed.wait_for(self._has_news, timeout_s))
+            self._is_woken = False
+        return looked
+
+    def wake(self) -> None:
+        """End the wait."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def deliver(self, samples: Sequence[Sample]) -> None:
         """The turns of these samples have ended. One that was given up in the meantime is passed over."""
@@ -107,6 +116,9 @@ class EngineMailbox:
             self._new.clear()
             self._changed.notify_all()
         self.fail({number: EngineGone(reason) for number in numbers})
+
+    def _has_news(self) -> bool:
+        return bool(self._new or self._given_up or self._ending or self._is_woken)
 
     def _give_up(self, number: int, waiter: _Waiter) -> None:
         with self._changed:

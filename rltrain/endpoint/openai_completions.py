@@ -62,7 +62,9 @@ async def completions(service: Service, request: Request) -> Response:
         await wait_for(request, answers)
     choices = [(answer, choice) for answer in answers for choice in answer.choices]
     body_choices = [_choice(index, *pair, asked, service) for index, pair in enumerate(choices)]
-    return JSONResponse({**head("cmpl", "text_completion", service), "choices": body_choices, "usage": usage(answers)})
+    versions = [version for _, choice in choices for version in choice.policy_versions]
+    body_of_all = {"choices": body_choices, "usage": usage(answers), **service.weight_version(versions)}
+    return JSONResponse({**head("cmpl", "text_completion", service), **body_of_all})
 
 
 def _choice(index: int, answer: Answer, choice: Choice, asked: CompletionRequest, service: Service) -> dict[str, Any]:
@@ -110,7 +112,8 @@ async def _chunks(answer: Answer, asked: CompletionRequest, service: Service) ->
             piece["logprobs"] = _logprobs(choice, which, asked, service)
             if asked.return_token_ids:
                 piece["token_ids"] = choice.tokens[which]
-            yield {**beginning, "choices": [piece]}
+            versions = choice.policy_versions[which]
+            yield {**beginning, "choices": [piece], **service.weight_version(versions)}
     if asked.stream_options is not None and asked.stream_options.include_usage:
         yield {**beginning, "choices": [], "usage": usage([answer])}
     yield "[DONE]"

@@ -35,6 +35,9 @@ class DrawingFields(Body):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: int | None = None
+    stop_token_ids: list[int] | None = None
+    """As vLLM has it, and the next one: these end a turn, beside the model's own unless those are ignored."""
+    ignore_eos: bool = False
     return_token_ids: bool = False
     """As vLLM has it: answers carry the ids of their tokens, and of the prompt's."""
     frequency_penalty: float | None = None
@@ -60,7 +63,12 @@ class DrawingFields(Body):
             raise invalid(
                 f"response_format: got {self.response_format}; only type text is supported", "response_format"
             )
-        sampling = AskedSampling(self.temperature, self.top_p, None if self.top_k is None else max(self.top_k, 0))
+        sampling = AskedSampling(
+            self.temperature,
+            self.top_p,
+            None if self.top_k is None else max(self.top_k, 0),
+            self._stop_token_ids(service.rules.own.stop_token_ids),
+        )
         return Asked(
             service.rules.sampling_for(sampling),
             num_choices=self.n,
@@ -69,6 +77,12 @@ class DrawingFields(Body):
             seed=self.seed,
             is_watched=self.stream,
         )
+
+    def _stop_token_ids(self, own: Sequence[int]) -> tuple[int, ...] | None:
+        """None where nothing is said of them."""
+        if self.stop_token_ids is None and not self.ignore_eos:
+            return None
+        return tuple(dict.fromkeys([*(() if self.ignore_eos else own), *(self.stop_token_ids or ())]))
 
 
 def stop_strings_of(stop: str | Sequence[str] | None, param: str) -> tuple[str, ...]:

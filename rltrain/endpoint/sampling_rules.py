@@ -16,6 +16,7 @@ class AskedSampling:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import uvicorn
 
 from rltrain.endpoint.app import build_app
+from rltrain.endpoint.control import EngineControl
 from rltrain.endpoint.limits import Limits
 from rltrain.endpoint.sampling_rules import SamplingRules
 from rltrain.endpoint.service import Service
@@ -51,7 +52,8 @@ class EndpointSettings:
 class EndpointServer:
     """Serves `turns` over HTTP from `start` to `stop`. All methods may be called from any thread but its own.
 
-    `on_end` gets every session when it has ended, in the server's thread.
+    `on_end` gets every session when it has ended, in the server's thread. With `control` the owner of `settings.token`
+    may have the engine load other weights.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class EndpointServer:
         tokenizer: "PreTrainedTokenizerBase",
         settings: EndpointSettings,
         on_end: Callable[[RecordedSession], None] = lambda _: None,
+        control: EngineControl | None = None,
     ) -> None:
         self._sessions = Sessions(
             turns,
@@ -70,7 +73,13 @@ class EndpointServer:
             on_end=on_end,
         )
         self._service = Service(
-            self._sessions, settings.rules, settings.limits, tokenizer, settings.model, settings.answers_passers_by
+            self._sessions,
+            settings.rules,
+            settings.limits,
+            tokenizer,
+            settings.model,
+            settings.answers_passers_by,
+            control,
         )
         self._socket = _listen(settings.host, settings.port)
         self._host = settings.host

@@ -19,6 +19,8 @@ from rltrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rltrain.endpoint.control import EngineControl
+
 KEPT_FORMATS = 64
 """Chat formats of different tools."""
 
@@ -34,10 +36,18 @@ class Service:
     tokenizer: "PreTrainedTokenizerBase"
     model: str
     answers_passers_by: bool
+    control: "EngineControl | None" = None
+    """None: nobody may change what the engine serves."""
 
     def __post_init__(self) -> None:
         self.tokens = TokenText(self.tokenizer)
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
+
+    def weight_version(self, policy_versions: Sequence[int]) -> dict[str, str]:
+        """A field of answers: what the weights are called that drew these tokens."""
+        if self.control is None or not policy_versions:
+            return {}
+        return {"weight_version": ", ".join(dict.fromkeys(map(self.control.label, policy_versions)))}
 
     def chat(
         self, given: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]

@@ -61,6 +61,8 @@ def kv_bytes(architecture: Architecture, num_tokens: int, *, tp: int = 1, item_b
 def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
     """Of each part of a role's memory, on a rank of one of its pipeline stages. Keys and values are those that all
     responses which run at once may need; `cache_on_gpu` tells what a device leaves them."""
+    if job.runs_elsewhere(role):
+        return {"weights": 0, "kv_cache": 0}
     if role in drawing_roles():
         cache = _cache(job, role, _running(job, role) * _positions(job, role))
         return {"weights": job.served_bytes_of(role), "kv_cache": cache}
@@ -96,6 +98,8 @@ def cache_on_gpu(job: PlannedJob, role: str, gpu: Gpu, beside: int) -> int:
     turn comes: what as many responses as may run can need, but no more than the engine gives them, and at least one
     context."""
     rollout = job.config.served(role)
+    if job.runs_elsewhere(role):
+        return 0
     memory = gpu.memory_gb * GB
     if rollout.engine == "sglang":
         fraction = float(rollout.sglang.args.get("mem_fraction_static", SGLANG_MEMORY_FRACTION))
@@ -162,7 +166,7 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
         part = min(ARRIVING_BYTES, job.served_bytes_of("evaluation"))  # of weights that come meanwhile
         return {**_generating_bytes(job, "evaluation"), **_sync_bytes(job, stages), "arriving": part}
     if task in ("verdicts", "evaluation_verdicts"):
-        logits = _judged_at_once(job) * job.architectures["judge"].vocab_size
+        logits = 0 if job.runs_elsewhere("judge") else _judged_at_once(job) * job.architectures["judge"].vocab_size
         return {"logits": logits * FP32 * SAMPLING_COPIES, **_staging(job, "judge")}
     role, trains = model_tasks().get(task, (None, False))
     if role is None:
@@ -214,6 +218,8 @@ def _merged(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
 def _staging(job: PlannedJob, role: str) -> dict[str, int]:
     """What weights pass through on their way to a server."""
     served = job.config.served(role)
+    if served.engine == "http":
+        return {"staging": int(served.http.staging_mb * MIB)}
     if served.engine != "sglang":
         return {}
     return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}
@@ -221,6 +227,8 @@ def _staging(job: PlannedJob, role: str) -> dict[str, int]:
 
 def _generating_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     """Logits of the running responses, and the prompts' hidden states while they are put into the cache."""
+    if job.runs_elsewhere(role):
+        return {}
     architecture, grid, served = job.architectures[role], job.grids[role], job.config.served(role)
     running, samples_per_prompt = served.max_running_requests, job.shape.samples_per_group
     if role == "evaluation":

@@ -17,7 +17,7 @@ from rltrain.models.of_roles import reference_is_actors_base, reference_uses_act
 from rltrain.schedule.order import Order
 from rltrain.schedule.shape import RunShape
 from rltrain.schedule.steady import steady_order
-from rltrain.tasks.roles import device_roles, trained_roles
+from rltrain.tasks.roles import device_roles, served_roles, trained_roles
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,10 @@ class PlannedJob:
     def attends_packed(self) -> bool:
         """Whether one kernel takes the sequences of a micro-batch as they lie: none does in float32."""
         return self.config.model.dtype != "float32"
+
+    def runs_elsewhere(self, role: str) -> bool:
+        """Whether somebody else runs the engines of a role that has such: nothing of them is on its ranks."""
+        return role in served_roles() and self.config.served(role).engine == "http"
 
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""

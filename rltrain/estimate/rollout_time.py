@@ -1,5 +1,6 @@
 """Seconds of generation: prompts read once, then a decode step for every token, of all responses that run."""
 
+import sys
 from dataclasses import dataclass
 from math import ceil
 
@@ -44,8 +45,11 @@ def drawing(
     samples_per_prompt: int,
     tail: float,
 ) -> Generation:
-    """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average."""
+    """Of `num` samples on one engine of a role; the longest has `tail` tokens more than all have on average. Servers
+    that somebody else runs are taken for one GPU each, with room for all that may run there."""
     architecture, grid = job.architectures[role], job.grids[role]
+    if job.runs_elsewhere(role):
+        num, cache_bytes = num / servers_per_rank(job, role), sys.maxsize
     kept = kv_bytes(architecture, 1, tp=grid.tp, item_bytes=job.item_bytes) * workload.sample
     slots = max(1.0, min(num, job.config.served(role).max_running_requests, cache_bytes / kept))
     num_steps = num * workload.response / slots + tail
@@ -54,6 +58,12 @@ def drawing(
     peak = gpu.flops(job.config.model.dtype) * grid.tp
     prefill = prompts * workload.prompt * _at_peak(architecture, gpu, workload.prompt / 2) / peak
     return Generation(prefill, num_steps * decode_step(job, gpu, workload, running, role), num_steps, running)
+
+
+def servers_per_rank(job: PlannedJob, role: str) -> float:
+    """Of engines that somebody else runs; one where a file says which there are."""
+    urls = job.config.served(role).urls
+    return 1.0 if isinstance(urls, str) else len(urls) / len(job.grids[role].ranks)
 
 
 def evaluating(

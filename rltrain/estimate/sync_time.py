@@ -73,7 +73,10 @@ def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
 
 
 def received_bytes(job: PlannedJob, role: str) -> int:
-    """On the rank of the role that has most."""
+    """On the rank of the role that has most; of what passes through it to servers of somebody else's, its share."""
+    if job.runs_elsewhere(role):
+        shares = len(job.grids[role].ranks) if job.config.served(role).http.weights == "disk" else 1
+        return job.served_bytes_of(role) // shares
     return max(resident_bytes(job, role, stage)["weights"] for stage in range(job.grids[role].pp))
 
 
@@ -81,5 +84,5 @@ def copying_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
     """Every byte is read and written where it is packed and where it arrives, and once more for a server's process; or
     where it is packed, and compared with what was sent last."""
     received = received_bytes(job, role)
-    copies = 2 + (role in drawing_roles() and job.config.served(role).engine == "sglang")
+    copies = 2 + (role in drawing_roles() and job.config.served(role).engine != "embedded")
     return BYTES_PER_COPY * copies * received / gpu.memory + gpu.efficiency.task_s

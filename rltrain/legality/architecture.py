@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
+from rltrain.legality.http_engines import url_problems
 from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
 from rltrain.legality.problems import longest_text, refuse
@@ -35,6 +36,7 @@ def check_against_architecture(
             problems += _model_problems(config, role, architectures)
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
             if role in served_roles():
+                problems += url_problems(config, role, len(grids[role].ranks))
                 problems += served_model_problems(config, role, grids[role], architectures[role])
             else:
                 key = config.parallel_of(role)[1]

@@ -11,6 +11,7 @@ from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.delta import delta_problems
 from rltrain.legality.evaluation import evaluation_problems
+from rltrain.legality.http_engines import http_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.lora import lora_problems
 from rltrain.legality.optimizer import optimizer_problems
@@ -42,6 +43,7 @@ def check_config(config: Config) -> None:
         *evaluation_problems(config),
         *check_problems(config),
         *delta_problems(config),
+        *http_problems(config),
         *replay_problems(config),
         *_checkpoint_problems(config),
         *lora_problems(config),

@@ -14,6 +14,11 @@ def delta_problems(config: Config) -> Iterator[str]:
             f"weight_sync.delta: got a section with weight_sync.transport {config.weight_sync.transport}, which "
             "assembles whole tensors; expected weight_sync.transport: planned, or weight_sync.delta: null"
         )
+    if config.rollout.engine == "http":
+        yield (
+            "weight_sync.delta: got a section with rollout.engine http, whose servers hold weights that nothing here can "
+            "put changes into; expected rollout.engine: embedded or sglang, or weight_sync.delta: null"
+        )
     if config.rollout.offload is True:
         yield (
             "weight_sync.delta: got a section with rollout.offload true, by which engines give their weights up before "

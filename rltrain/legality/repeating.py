@@ -19,6 +19,8 @@ def obstacle_to_repeating(config: Config, grids: Mapping[str, Grid]) -> str | No
         served, key = config.served(role), config.engine_key(role, "sglang.args.enable_deterministic_inference")
         if served.engine == "sglang" and not served.sglang.heeds_seeds:
             return f"SGLang draws with random numbers of its own ({key})"
+        if served.engine == "http":
+            return f"servers that somebody else runs draw as they were started to ({role}.engine http)"
     if config.evaluates_apart and config.stop_metric is not None:
         return "when an evaluation beside training is over decides at which step it ends training (evaluation.stop_at)"
     if "rollout" not in grids:

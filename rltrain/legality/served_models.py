@@ -10,7 +10,9 @@ from rltrain.models.architecture import FAMILIES
 
 
 def served_model_problems(config: Config, role: str, grid: Grid, architecture: Architecture) -> Iterator[str]:
-    """Of the model of an engine of `role`."""
+    """Of the model of an engine of `role`; what servers that somebody else runs can serve is theirs to say."""
+    if config.served(role).engine == "http":
+        return
     if architecture.unlisted:
         path, key = config.checkpoint_of(role)
         yield (

@@ -2,6 +2,7 @@
 
 from zlib import crc32
 
+from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Sampling
 from rltrain.data.experience import Experience
 from rltrain.data.prompts import PromptDataset
@@ -50,6 +51,7 @@ class DrawingRole(Role):
             others=tuple(role for role in offload if role != self.name),
             role=self.name,
             updates_together=self.updates_together,
+            weights_change=algorithm_of(self.config).trains,
         )
 
     @property

@@ -56,6 +56,7 @@ class Judge(TellingRole):
             others=tuple(role for role in offload if role != self.name),
             role=self.name,
             updates_together=True,
+            weights_change=False,
         )
 
     def _sampling(self) -> SamplingParams:

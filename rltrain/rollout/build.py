@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 from rltrain.rollout.embedded.build import build_embedded
+from rltrain.rollout.http.build import build_http
 from rltrain.rollout.sglang.build import build_sglang
 from rltrain.rollout.site import EngineSite, HostedEngine
 
 BUILDERS: dict[str, Callable[[EngineSite, Callable[[], None]], HostedEngine]] = {
     "embedded": build_embedded,
     "sglang": build_sglang,
+    "http": build_http,
 }
 
 

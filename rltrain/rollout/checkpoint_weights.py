@@ -9,21 +9,35 @@ from torch import Tensor
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_quantized import load_quantized
 from rltrain.rollout.engine import Engine
+from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.layout import EnginePart, engine_parts
 from rltrain.rollout.site import EngineSite
 
 
 def serve_checkpoint(engine: Engine, site: EngineSite, version: int) -> None:
-    """Have the engine of a site serve its role's checkpoint, as `version`.
+    """Have the engine of a site serve its role's checkpoint, as `version`. Raises as `reload_weights`.
 
-    CheckpointError where the checkpoint cannot be read. Collective over: the engine's ranks.
+    Collective over: the engine's ranks.
     """
-    (path, key), rank = site.config.checkpoint_of(site.role), site.world.rank
+    path, key = site.config.checkpoint_of(site.role)
+    reload_weights(engine, site, Path(path), version, key=key)
+
+
+def reload_weights(engine: Engine, site: EngineSite, path: Path, version: int, *, key: str) -> None:
+    """Have the engine of a site serve the checkpoint in `path`, of the same architecture, as `version`; `key` names
+    where that path was given. What is unfinished goes on under it.
+
+    CheckpointError where it cannot be read. Collective over: the engine's ranks.
+    """
+    if isinstance(engine, HttpEngine):
+        engine.reload_weights(path, version)
+        return
+    rank = site.world.rank
     dtype = getattr(torch, site.config.model.dtype)
     parts: Sequence[EnginePart] = engine_parts(site.config, site.architecture, site.grid, site.role)
     engine.begin_update()
     for number, part in enumerate(parts):
-        _load(Path(path), part, rank, engine.incoming(number), dtype, key)
+        _load(path, part, rank, engine.incoming(number), dtype, key)
         engine.arrived(number)
     engine.end_update(version)
 

@@ -6,8 +6,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from rltrain.checkpoint.hf_layout import copied_hf_layout, hf_layout
 from rltrain.cluster.grid import Grid
-from rltrain.config.schema import Config
+from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
 from rltrain.models.element_types import ITEM_BYTES, ElementType
 from rltrain.reshard.fp8.blocks import BoolArray, QuantizedLayouts, quantized
@@ -77,8 +78,13 @@ class EnginePart:
 
 
 def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
-    """All that a role's engines hold."""
-    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=config.served(role).dtype == "fp8")
+    """All that a role's engines hold; of those that somebody else runs, all that its ranks are given for them."""
+    served = config.served(role)
+    if served.engine == "http":
+        shared = {"disk": hf_layout, "group": copied_hf_layout}[served.http.weights]
+        plain = shared(architecture, grid.ranks, dtype=config.model.dtype)
+        return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
+    return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
 
 
 def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) -> EnginePart:
@@ -92,7 +98,13 @@ def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: s
     whole, served = whole_engine(config, architecture, grid, role), config.served(role)
     if served.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
-    return in_parts(whole, int(served.sglang.staging_mb * 2**20))
+    return in_parts(whole, staging_bytes(served))
+
+
+def staging_bytes(served: Served) -> int:
+    """Of weights that are on their way to a server at a time."""
+    of_kind = served.http if served.engine == "http" else served.sglang
+    return int(of_kind.staging_mb * 2**20)
 
 
 def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:

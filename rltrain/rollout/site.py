@@ -38,6 +38,9 @@ class EngineSite:
     """Whether all engines of the role get an update before any gets the next one: those of a node then keep one copy of
     the weights."""
 
+    weights_change: bool = True
+    """Whether syncs bring weights, or the role's checkpoint is served as it is."""
+
     @property
     def settings(self) -> Served:
         return self.config.served(self.role)

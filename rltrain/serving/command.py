@@ -22,7 +22,8 @@ from rltrain.errors import ConfigError, UserError
 from rltrain.hub import named_checkpoint
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.stream.guests import Mail
-from rltrain.serving.engine import EngineSettings, load_engine, longest_context, stop_tokens
+from rltrain.serving.engine import EngineSettings, dtype_of, load_engine, longest_context, stop_tokens
+from rltrain.serving.reloading import Reloads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,12 +79,13 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
         seed=secrets.randbits(32) if arguments.seed is None else arguments.seed,
     )
     mailbox = EngineMailbox(arguments.max_requests)
-    server = EndpointServer(mailbox, tokenizer, settings)
+    reloads = Reloads(engine, checkpoint, dtype_of(engine_settings), mailbox.wake)
+    server = EndpointServer(mailbox, tokenizer, settings, control=reloads)
     server.start()
     print(_greeting(server.url, settings, has_chats=tokenizer.chat_template is not None), flush=True)
     feed = EngineFeed(engine, TextDecoder(tokenizer), mailbox)
     try:
-        draw_turns(feed, stopping)
+        draw_turns(feed, stopping, reloads)
     finally:
         mailbox.close("the server stops")
         server.stop()
@@ -91,11 +93,14 @@ def serve(arguments: argparse.Namespace, stopping: threading.Event) -> None:
     print("serve: stopped", flush=True)
 
 
-def draw_turns(feed: EngineFeed, stopping: threading.Event) -> None:
-    """Step the engine while there is something to draw, until `stopping` is set."""
+def draw_turns(feed: EngineFeed, stopping: threading.Event, reloads: Reloads | None = None) -> None:
+    """Step the engine while there is something to draw, until `stopping` is set; between two steps load what is asked
+    for."""
     engine, mailbox = feed.engine, feed.mailbox
     assert mailbox is not None, "this process is the engine's first rank"
     while not stopping.is_set():
+        if reloads is not None:
+            reloads.carry_out()
         feed.begin_step(feed.mail() or Mail())
         if engine.num_unfinished:
             feed.end_step(engine.step())

@@ -36,7 +36,7 @@ class EngineSettings:
 def load_engine(settings: EngineSettings, tokenizer: "PreTrainedTokenizerBase") -> EmbeddedEngine:
     """On the whole checkpoint. Raises UserError where it cannot be served."""
     architecture = read_architecture(settings.checkpoint)
-    dtype = _dtype(settings)
+    dtype = dtype_of(settings)
     grid = Grid((0,))
     layout = engine_layout(architecture, grid, dtype=dtype)
     device = torch.device(settings.device)
@@ -86,7 +86,8 @@ def stop_tokens(checkpoint: Path, tokenizer: "PreTrainedTokenizerBase", also: fr
     return tuple(sorted(ids))
 
 
-def _dtype(settings: EngineSettings) -> str:
+def dtype_of(settings: EngineSettings) -> str:
+    """Of the weights."""
     if settings.dtype != "auto":
         return settings.dtype
     config = json.loads((settings.checkpoint / "config.json").read_text())

@@ -137,6 +137,12 @@ GENERATE = (
         "samples",
         "conversations whose keys and values were given up between two turns for want of room, on the same engine",
     ),
+    Metric("rollout/servers", "servers", "that the reporting rank can ask now, with rollout.engine http"),
+    Metric(
+        "rollout/requests_sent_again",
+        "requests",
+        "of that rank's since the last step that a server did not end: it was lost, left, or had too much to do",
+    ),
     Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
     Metric("perf/rollout_tokens_per_gpu_s", "tokens/s", "the same per rank of the rollout"),

@@ -15,7 +15,12 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
     done = try_to_train(config, *overrides, num_ranks=num_ranks, timeout_s=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     output_dir = next(o.removeprefix("output_dir=") for o in overrides if o.startswith("output_dir="))
-    return [json.loads(line) for line in Path(output_dir, "metrics.jsonl").read_text().splitlines()]
+    return read_records(Path(output_dir))
+
+
+def read_records(output: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def try_to_train(

@@ -1,12 +1,8 @@
 """launch/serve.py on a real checkpoint: what it draws is what the engine draws in-process."""
 
 import json
-import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -15,25 +11,10 @@ from rltrain.data.tokenizer import load_tokenizer
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
 from rltrain.serving.engine import EngineSettings, load_engine
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
+from tests.end_to_end.served import CHECKPOINT, served
+from tests.forked.popen import run
 
-CHECKPOINT = REPOSITORY / "tests" / "warmed_up"
 PROMPTS = ["347+285=", "123+456=", "999+1=", "20+22="]
-
-
-@contextmanager
-def served(*options: str) -> Iterator[tuple[str, str, Popen]]:
-    """(URL, token, process)"""
-    command = [sys.executable, "-u", "launch/serve.py", "--checkpoint", str(CHECKPOINT), *options]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(command, cwd=REPOSITORY, env={**FORKED_ENVIRONMENT, "PATH": "/bin"}, text=True, **streams) as process:
-        try:
-            first, curl = process.stdout.readline(), process.stdout.readline()
-            found = re.fullmatch(r"serving warmed_up at (http://127\.0\.0\.1:\d+)/v1 \(token (\S+)\)\n", first)
-            assert found and curl.startswith(f"curl {found[1]}/v1/completions -H 'Authorization: Bearer {found[2]}'")
-            yield found[1], found[2], process
-        finally:
-            process.kill()
 
 
 def drawn_in_process() -> list[str]:
@@ -55,12 +36,29 @@ def test_a_checkpoint_is_served_until_a_signal() -> None:
         mixed = [client.post("/v1/completions", json={**body, "temperature": t, "seed": 1}).json() for t in (1, 1, 0)]
         texts = [[choice["text"] for choice in one["choices"]] for one in mixed]
         assert texts[0] == texts[1] and texts[2] == drawn_in_process()
+        ids = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        drawn = client.post("/v1/completions", json=ids).json()["choices"][0]["token_ids"]
+        ended = client.post("/v1/completions", json={**ids, "stop_token_ids": drawn[3:4]}).json()["choices"][0]
+        assert ended["token_ids"] == drawn[: drawn.index(drawn[3]) + 1] and len(drawn) == 8
+        check_reloading(client, body)
         chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
         assert chat.status_code == 400 and "no chat template" in chat.text
         assert httpx.get(f"{url}/v1/models", verify=False).status_code == 401
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)
         assert (process.returncode, output) == (0, "serve: stopped\n"), errors
+
+
+def check_reloading(client: httpx.Client, body: dict[str, object]) -> None:
+    """Other weights arrive whole or not at all, and answers say by which they are."""
+    assert client.get("/model_info").json()["weight_version"] == "default"
+    refused = client.post("/update_weights_from_disk", json={"model_path": "nowhere", "weight_version": "3"})
+    assert refused.status_code == 400 and "nowhere" in refused.text
+    taken = client.post("/update_weights_from_disk", json={"model_path": str(CHECKPOINT), "weight_version": "4"})
+    assert taken.status_code == 200 and taken.json()["weight_version"] == "4", taken.text
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["weight_version"] == "4" and [one["text"] for one in answer["choices"]] == drawn_in_process()
+    assert httpx.get(f"{client.base_url}/model_info", verify=False).status_code == 401
 
 
 @pytest.mark.parametrize(

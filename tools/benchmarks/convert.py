@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from rltrain.checkpoint.hf_files import METADATA, planned_files, write_index
-from rltrain.checkpoint.hf_writer import hf_layout
+from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.models import canonical_tensors, read_architecture
 

@@ -9,7 +9,7 @@ from rltrain.checkpoint.conversion.processes import Processes
 from rltrain.checkpoint.conversion.progress import ConversionProgress
 from rltrain.checkpoint.conversion.sources import HfSource, Source
 from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, planned_files, write_config, write_index
-from rltrain.checkpoint.hf_writer import hf_layout
+from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.checkpoint.prediction_layers import PredictionLayers
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 

@@ -1,7 +1,7 @@
 """One sample at the server: what is sent for it, what comes back, and what that makes of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,14 +9,12 @@ from rltrain.errors import DivergenceError, EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.returned_routing import RequestedRouting
+from rltrain.rollout.stop_strings import StopCut
 
 PROGRESS_TOKENS = 64
 """The server tells after how many tokens how far a response has come."""
 _LOWEST_LOGPROB = -1e30
 """SGLang reports minus infinity as the lowest number of its type."""
-
-StopCut = Callable[[Sequence[int], Sequence[int]], int | None]
-"""(tokens that the turn has drawn before, new ones) -> how many of the new there are when a stop string is complete."""
 
 
 @dataclass
@@ -52,7 +50,7 @@ class InflightRequest:
         """The sample with all that is known of it, though the server has not ended it: so not the routing of what it
         has fed for this request."""
         certain = self.logprobs[: self.num_certain]
-        count = next((place for place, value in enumerate(certain) if not _is_finite(value)), len(certain))
+        count = next((place for place, value in enumerate(certain) if not is_finite(value)), len(certain))
         return self._drawn(count, [self.version] * count)
 
     def end(self, meta: Mapping[str, Any], sampling: SamplingParams, cut: StopCut | None) -> Sample:
@@ -109,7 +107,7 @@ class InflightRequest:
         return versions
 
     def _check_finite(self, versions: Sequence[int], reason: Mapping[str, Any]) -> None:
-        if not all(map(_is_finite, self.logprobs)) or reason.get("matched") == "NaN happened":
+        if not all(map(is_finite, self.logprobs)) or reason.get("matched") == "NaN happened":
             raise DivergenceError(
                 f"The rollout policy (version {versions[-1] if versions else self.version}) gives log-probs that are "
                 "not finite: its weights have diverged or were never loaded. Lower actor.optimizer.lr, or check "
@@ -133,20 +131,20 @@ class InflightRequest:
         return Status.PENDING
 
 
-def sampling_fields(flight: InflightRequest, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a sample."""
+def sampling_fields(sample: Sample, limit: int, sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a sample whose response may have `limit` tokens."""
     fields: dict[str, Any] = {
-        "temperature": 0.0 if sampling.is_greedy(flight.sample) else sampling.temperature,
+        "temperature": 0.0 if sampling.is_greedy(sample) else sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "max_new_tokens": flight.limit - len(flight.sample.tokens),
+        "max_new_tokens": limit - len(sample.tokens),
         "stop_token_ids": [*sampling.stop_token_ids],
         "ignore_eos": not sampling.stop_token_ids,
         "stop": [*sampling.stop],
         "no_stop_trim": True,
         "stream_interval": PROGRESS_TOKENS,
     }
-    return fields | ({"sampling_seed": flight.sample.seed} if seeded else {})
+    return fields | ({"sampling_seed": sample.seed} if seeded else {})
 
 
 def generate_body(
@@ -157,7 +155,9 @@ def generate_body(
     return {
         "rid": [*flights],
         "input_ids": [[*flight.sample.context] for flight in flights.values()],
-        "sampling_params": [sampling_fields(flight, sampling, seeded=seeded) for flight in flights.values()],
+        "sampling_params": [
+            sampling_fields(flight.sample, flight.limit, sampling, seeded=seeded) for flight in flights.values()
+        ],
         "extra_key": cache_key,
         "return_logprob": True,
         "stream": True,
@@ -165,5 +165,5 @@ def generate_body(
     }
 
 
-def _is_finite(logprob: float | None) -> bool:
+def is_finite(logprob: float | None) -> bool:
     return logprob is not None and math.isfinite(logprob) and logprob > _LOWEST_LOGPROB

@@ -1,7 +1,6 @@
 """What the first rank of an engine has at its server: a queue, samples in flight, and those that have ended."""
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
@@ -13,9 +12,9 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.sglang.client import Client, Failure
-from rltrain.rollout.sglang.inflight_requests import InflightRequest, StopCut, generate_body
+from rltrain.rollout.sglang.inflight_requests import InflightRequest, generate_body
 from rltrain.rollout.sglang.returned_routing import RequestedRouting, ServerRouting
-from rltrain.rollout.stop_strings import StopStrings, Tokenizer
+from rltrain.rollout.stop_strings import StopCut, Tokenizer, stop_cut
 
 _STREAM_SAMPLES = 64
 """Samples that share a stream: the server looks through all of them at every event."""
@@ -65,7 +64,7 @@ class Session:
     def submit(self, samples: Sequence[Sample], sampling: SamplingParams, tokenizer: Tokenizer | None) -> None:
         """Queue `samples`. What ended while they were suspended is done at once."""
         if sampling != self._sampling:
-            self._sampling, self._cut = sampling, _stop_cut(sampling, tokenizer)
+            self._sampling, self._cut = sampling, stop_cut(sampling.stop, tokenizer)
         for sample in samples:
             if (ended := self._ended.pop(sample, None)) is not None:
                 self._done.append(ended)
@@ -209,24 +208,3 @@ class Session:
             raise EngineLost(
                 f"the SGLang server has {len(self._flights)} requests and has drawn nothing for {silent_s:.0f} s"
             )
-
-
-def _stop_cut(sampling: SamplingParams, tokenizer: Tokenizer | None) -> StopCut | None:
-    """SGLang looks for stop strings neither in what it takes for the prompt, nor further back than the tokens that the
-    string itself is encoded to, though a model may spell it with more."""
-    if not sampling.stop or tokenizer is None:
-        return None
-    strings = StopStrings(tokenizer, sampling.stop)
-
-    def cut(before: Sequence[int], new: Sequence[int]) -> int | None:
-        recent = [*strings.recent(before)]
-
-        def is_complete(count: int) -> bool:
-            text = tokenizer.decode([*recent, *new[:count]])
-            return any(string in text for string in sampling.stop)
-
-        if not new or not is_complete(len(new)):
-            return None
-        return 1 + bisect_left(range(1, len(new)), True, key=is_complete)
-
-    return cut

@@ -1,0 +1,39 @@
+"""Whole tensors of a checkpoint as a layout: shared out over ranks, or on every one of them."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from rltrain.models import Architecture, canonical_tensors, element_types
+from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.reshard.layout import PIECE, Layout, RankLayout
+
+
+def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
+    """Whole tensors of `dtype`, each a parameter, dealt out over `ranks` in consecutive runs of about equal bytes."""
+    tensors = canonical_tensors(architecture)
+    size = tensors.matrix_shapes.prod(axis=1)
+    middle = np.cumsum(size) - size / 2
+    writer = (middle * len(ranks) // size.sum()).astype(np.int64)
+    return Layout(
+        ranks,
+        parts=tuple(range(len(ranks))),
+        tensors=tensors,
+        types=element_types(architecture, dtype),
+        build=partial(_whole_tensors, tensors, writer),
+    )
+
+
+def copied_hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
+    """Every tensor of `dtype` whole on each of `ranks`."""
+    return replace(hf_layout(architecture, ranks[:1], dtype=dtype), ranks=ranks, parts=(0,) * len(ranks))
+
+
+def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> RankLayout:
+    mine = np.flatnonzero(writer == part)
+    pieces = np.zeros(len(mine), dtype=PIECE)
+    pieces["tensor"], pieces["parameter"] = mine, np.arange(len(mine))
+    pieces["rows"], pieces["cols"] = tensors.matrix_shapes[mine].T
+    pieces["stride"] = pieces["cols"]
+    return RankLayout(tuple((tensors.names[i], tensors.shapes[i]) for i in mine), pieces)

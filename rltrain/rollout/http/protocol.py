@@ -1,0 +1,107 @@
+"""What servers of a kind understand: samples to draw, and new weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.http.calls import Calls
+from rltrain.rollout.http.drawing import Drawing
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a server says of itself; None: it says nothing."""
+
+    model: str
+    """What requests call its model."""
+    max_context_tokens: int | None = None
+    num_ranks: int | None = None
+    """That would join an update group."""
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """A process group of the rank that sends weights, which is rank 0 of it, and the ranks of one server."""
+
+    name: str
+    address: str
+    port: int
+    size: int
+    backend: str
+
+
+class ServerProtocol(Protocol):
+    """Of servers of one kind; it has no state. Raises as `Calls` does.
+
+    `tells_version`: whether what it streams says by which weights it was drawn.
+    """
+
+    name: str
+    tells_version: bool
+    ways: Sequence[str]
+    """By which its weights can be changed: of rollout.http.weights."""
+
+    async def describe(self, calls: Calls) -> Described: ...
+
+    def request(
+        self, drawing: Drawing, sampling: SamplingParams, described: Described
+    ) -> tuple[str, Mapping[str, Any]]:
+        """The path and body of a POST that draws."""
+        ...
+
+    def take(self, drawing: Drawing, event: Mapping[str, Any]) -> str | None:
+        """Add what an event brings to the drawing; the label of the weights that it is of, where the event has it.
+
+        Raises ServerRefuses where it is an error.
+        """
+        ...
+
+    async def withdraw(self, calls: Calls, names: Sequence[str]) -> bool:
+        """End these requests early; whether the server then tells the rest of what it has drawn."""
+        ...
+
+    async def version(self, calls: Calls) -> str | None:
+        """The label of its weights; None where it knows none."""
+        ...
+
+    async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
+        """Before the first update by one of `ways`: why it cannot be, None where it can."""
+        ...
+
+    async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
+        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights."""
+        ...
+
+    async def join_group(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        """Answers once the group is there."""
+        ...
+
+    async def begin_receiving(self, calls: Calls) -> None: ...
+
+    async def receive(self, calls: Calls, group: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+        """Take a broadcast of each of (name, dtype, shape); answers once they are there."""
+        ...
+
+    async def end_receiving(self, calls: Calls, label: str) -> None: ...
+
+    async def leave_group(self, calls: Calls, group: str) -> None: ...
+
+
+class WithoutGroups:
+    """Of servers whose update groups, if they have any, are not known here."""
+
+    async def join_group(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
+        raise NotImplementedError
+
+    async def begin_receiving(self, calls: Calls) -> None:
+        raise NotImplementedError
+
+    async def receive(self, calls: Calls, group: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+        raise NotImplementedError
+
+    async def end_receiving(self, calls: Calls, label: str) -> None:
+        raise NotImplementedError
+
+    async def leave_group(self, calls: Calls, group: str) -> None:
+        raise NotImplementedError

@@ -1,0 +1,80 @@
+"""Another checkpoint for a server's engine, asked for in the web server's thread, loaded in that of the engine."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rltrain.checkpoint.hf import load_parameters
+from rltrain.cluster.grid import Grid
+from rltrain.errors import CheckpointError
+from rltrain.models import read_architecture
+from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
+from rltrain.rollout.layout import engine_layout
+
+STARTED_WITH = "default"
+"""What SGLang calls weights that nobody has given a version."""
+
+
+@dataclass(frozen=True)
+class _Reload:
+    checkpoint: Path
+    label: str | None
+    done: "Future[None]"
+
+
+class Reloads:
+    """Implements `EngineControl`. `carry_out` is for the thread that steps `engine`, which `wake` has look at it."""
+
+    def __init__(self, engine: EmbeddedEngine, checkpoint: Path, dtype: str, wake: Callable[[], None]) -> None:
+        self.checkpoint = checkpoint
+        self._engine, self._dtype, self._wake = engine, dtype, wake
+        self._architecture = read_architecture(checkpoint)
+        assert engine.policy_version is not None
+        self._version, self._labels = engine.policy_version, {engine.policy_version: STARTED_WITH}
+        self._asked: list[_Reload] = []
+        self._lock = threading.Lock()
+
+    def label(self, version: int | None = None) -> str:
+        return self._labels[self._version if version is None else version]
+
+    async def reload(self, checkpoint: Path, label: str | None) -> None:
+        asked = _Reload(checkpoint, label, Future())
+        with self._lock:
+            self._asked.append(asked)
+        self._wake()
+        await asyncio.wrap_future(asked.done)
+
+    def carry_out(self) -> None:
+        """What has been asked for since the last call. Between two steps."""
+        with self._lock:
+            asked, self._asked = self._asked, []
+        for one in asked:
+            try:
+                self._load(one)
+            except Exception as error:  # noqa: BLE001 - it is raised again where the reload was asked for
+                one.done.set_exception(error)
+            else:
+                one.done.set_result(None)
+
+    def _load(self, asked: _Reload) -> None:
+        """All of it is read before anything is overwritten."""
+        if read_architecture(asked.checkpoint) != self._architecture:
+            raise CheckpointError(
+                f"model_path: the model in {asked.checkpoint} has another architecture than the one that is served, "
+                f"{self.checkpoint}; expected the same: start another server for it"
+            )
+        layout = engine_layout(self._architecture, Grid((0,)), dtype=self._dtype)
+        read = allocate_parameters(layout, 0, device=torch.device("cpu"))
+        load_parameters(asked.checkpoint, layout, 0, read, config_key="model_path")
+        version = self._version + 1
+        self._labels[version] = asked.label or self.label()
+        self._engine.begin_update()
+        for name, parameter in self._engine.incoming(0).items():
+            parameter.copy_(read[name])
+        self._engine.end_update(version)
+        self._version, self.checkpoint = version, asked.checkpoint

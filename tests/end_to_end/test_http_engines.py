@@ -1,0 +1,103 @@
+"""A job whose engines are launch/serve.py on other ports, of which one is killed and another takes its place."""
+
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.end_to_end.jobs import column, read_records, sample_ids
+from tests.end_to_end.served import CHECKPOINT, served
+from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
+
+TOKEN = "of-the-engines"
+LIMIT_S = 300.0
+STEPS, PROMPTS, SAMPLES = 5, 4, 4
+
+
+def wait_for(metrics: Path, num_steps: int, job: Popen) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def start_job(urls: Path, output: Path, *overrides: str) -> Popen:
+    return Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(
+                "launch/train.py",
+                "--config",
+                "configs/quickstart.yaml",
+                f"model.path={CHECKPOINT}",
+                "actor.parallel.tp=1",
+            ),
+            f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 1}}",
+            *(
+                "data.train.max_rows=1024",
+                "checkpoint.save_hf=false",
+                "logging.sample_ids=true",
+                f"output_dir={output}",
+            ),
+            *("rollout.engine=http", f"rollout.urls={urls}", "rollout.http.token_env=ENGINES_TOKEN", *overrides),
+        ],
+        cwd=REPOSITORY,
+        env={**FORKED_ENVIRONMENT, "PATH": "/bin", "ENGINES_TOKEN": TOKEN},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], tmp_path: Path) -> None:
+    """Each of the two ranks asks one server; what the one that is killed was drawing, the one that comes draws."""
+    urls, output = tmp_path / "urls", tmp_path / "run"
+    with ExitStack() as servers:
+        options = ("--token", TOKEN, "--max-context-tokens", "64")
+        first, second = (servers.enter_context(served(*options)) for _ in range(2))
+        urls.write_text(f"{first[0]}\n{second[0]}\n")
+        placed = ("placement={'actor, reference, rollout, reward': 0-1}", "rollout.http.reread_s=0.1")
+        job = start_job(urls, output, *data_overrides, *placed, f"steps={STEPS}", "data.eval=null")
+        with job:
+            wait_for(output / "metrics.jsonl", 2, job)
+            second[2].kill()
+            third = servers.enter_context(served(*options))
+            urls.write_text(f"{first[0]}\n{third[0]}\n")
+            stdout, stderr = job.communicate(timeout=LIMIT_S)
+            assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        for url in (first[0], third[0]):
+            told = httpx.get(f"{url}/model_info", headers=headers, verify=False, trust_env=False).json()
+            assert told["weight_version"].endswith(f".{STEPS - 1}"), told
+    records = read_records(output)
+    assert [record["step"] for record in records] == [*range(1, STEPS + 1)]
+    assert all(len(ids) == PROMPTS * SAMPLES for ids in sample_ids(output).values())
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-3, "every token is of its version"
+    assert max(column(records, "train/staleness_max")) == 0
+    assert TOKEN not in "".join(path.read_text() for path in output.glob("*.json*"))
+    assert not (output / "http_weights").exists(), "what engines have loaded is removed"
+
+
+@pytest.mark.slow
+def test_weights_come_while_responses_are_under_way(data_overrides: list[str], tmp_path: Path) -> None:
+    """Asynchronously, with partial rollouts and evaluations: one rank trains, the other asks two servers."""
+    urls, output = tmp_path / "urls", tmp_path / "run"
+    with ExitStack() as servers:
+        options = ("--token", TOKEN, "--max-context-tokens", "64")
+        started = [servers.enter_context(served(*options)) for _ in range(2)]
+        urls.write_text("".join(f"{url}\n" for url, _, _ in started))
+        placed = ("placement={'actor, reference': 0, 'rollout, reward': 1}", f"steps={STEPS}", "evaluation.interval=2")
+        schedule = "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}"
+        with start_job(urls, output, *data_overrides, *placed, schedule, "data.eval.max_rows=32") as job:
+            stdout, stderr = job.communicate(timeout=LIMIT_S)
+            assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
+    records = read_records(output)
+    assert max(column(records, "train/fresh_logprob_abs_diff")) < 1e-4
+    assert len(column(records, "eval/score")) >= 2 and column(records, "rollout/servers")[-1] == 2
+    ids = [number for of_step in sample_ids(output).values() for number in of_step]
+    assert len(ids) == len({*ids}) == STEPS * PROMPTS * SAMPLES

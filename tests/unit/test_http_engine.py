@@ -1,0 +1,302 @@
+"""Engines that somebody else runs, on stand-ins: versions, retries, servers that come and go."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rltrain.config.engines import Http
+from rltrain.errors import EngineError
+from rltrain.rollout.engine import SamplingParams
+from rltrain.rollout.http.addresses import Addresses, dealt_out
+from rltrain.rollout.http.calls import Access, Calls
+from rltrain.rollout.http.engine import HttpEngine
+from rltrain.rollout.http.fleet import Fleet
+from rltrain.rollout.http.protocol import ServerProtocol
+from rltrain.rollout.sample import Sample, Status
+from tests.unit.fake_sglang import expected_tokens, logprob_of, next_token
+from tests.unit.http_servers import LIMIT_S, TOKEN, StandInServer
+
+ACCESS = Access(TOKEN)
+KINDS = ("sglang", "vllm", "rltrain")
+SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0, 60, ())
+
+
+class Folders:
+    """Stands in for `DiskWeights`: versions without files."""
+
+    way = "disk"
+
+    def __init__(self) -> None:
+        self.label: str | None = None
+
+    def begin(self) -> None: ...
+
+    def tensors(self, part: int) -> Mapping[str, Tensor]:
+        return {}
+
+    def arrived(self, part: int) -> None: ...
+
+    def complete(self, version: int) -> None:
+        self.label = f"run.{version}"
+
+    async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
+        assert self.label is not None
+        await protocol.load_from_disk(calls, f"/weights/{self.label}", self.label, LIMIT_S)
+
+    async def forget(self, calls: Calls) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Rig:
+    """An engine on stand-ins, whose URLs stand in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.servers = folder / "urls", list[StandInServer]()
+        self.engine: HttpEngine | None = None
+
+    def server(self, kind: str, **settings: Any) -> StandInServer:
+        self.servers.append(StandInServer(kind, **settings))
+        return self.servers[-1]
+
+    def names(self, *servers: StandInServer) -> None:
+        self.file.write_text("# one a line\n" + "".join(f"{server.url}/\n" for server in servers))
+
+    def start(
+        self, *, access: Access = ACCESS, needs_weights: bool = True, slots: int = 4, **settings: Any
+    ) -> HttpEngine:
+        if not self.file.exists():
+            self.names(*self.servers)
+        limits = {
+            "reread_s": 0.02,
+            "hang_timeout_s": LIMIT_S,
+            "start_timeout_s": LIMIT_S,
+            "update_timeout_s": LIMIT_S,
+            **settings,
+        }
+        weights = Folders()
+        fleet = Fleet(
+            Addresses(str(self.file), "rollout.urls", None, "rollout", 0, 1),  # type: ignore[arg-type]
+            access,
+            weights,
+            Http(**limits),
+            protocol="auto",
+            role="rollout",
+            max_running_requests=slots,
+            max_context_tokens=400,
+            needs_weights=needs_weights,
+        )
+        self.engine = HttpEngine(
+            fleet, weights, max_running_requests=slots, max_context_tokens=400, advance=lambda: None
+        )
+        self.engine.start()
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        for server in self.servers:
+            server.die()
+            assert server.broken == []
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(
+        Addresses, "_deal", lambda self, urls: self._dealt.clear() or self._dealt.update(dict.fromkeys(urls, 0))
+    )
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def samples(count: int = 10) -> list[Sample]:
+    return [Sample(100 + number, tuple(range(1, 3 + number)), seed=number) for number in range(count)]
+
+
+def sync(engine: HttpEngine, version: int) -> None:
+    engine.begin_update()
+    engine.end_update(version)
+
+
+def drawn_right(done: Sequence[Sample]) -> bool:
+    """Whether every token, log-prob and version go together."""
+    for sample in done:
+        context = [*sample.prompt]
+        for token, logprob, version in zip(sample.tokens, sample.logprobs, sample.policy_versions, strict=True):
+            if token != next_token(context, version) or logprob != logprob_of(token, version):
+                return False
+            context.append(token)
+    return True
+
+
+def finish(engine: HttpEngine, until: Callable[[], bool] = lambda: False) -> list[Sample]:
+    done: list[Sample] = []
+    deadline = time.monotonic() + LIMIT_S
+    while engine.num_unfinished and not until():
+        done += engine.step()
+        assert time.monotonic() < deadline, f"{engine.num_unfinished} unfinished"
+    return done
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_drawn_by_the_weights_that_were_given(rig: Rig, kind: str) -> None:
+    servers = [rig.server(kind), rig.server(kind)]
+    engine = rig.start()
+    for version in (0, 3):
+        sync(engine, version)
+        done = engine.generate(samples(), SHORT)
+        assert [list(one.tokens) for one in done] == [expected_tokens(one, SHORT, version) for one in samples()]
+        assert {one.status for one in done} == {Status.STOPPED, Status.TRUNCATED} and drawn_right(done)
+        assert {v for one in done for v in one.policy_versions} == {version}
+    assert [server.folders for server in servers] == [["/weights/run.0", "/weights/run.3"]] * 2
+    assert all(len(server.versions_drawn) >= 8 for server in servers), "requests go to the least loaded"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_under_way_goes_on_by_new_weights(rig: Rig, kind: str) -> None:
+    for _ in range(2):
+        rig.server(kind, pace_s=0.003)
+    engine = rig.start()
+    sync(engine, 0)
+    engine.submit(samples(), LONG)
+    done = finish(engine, lambda: any(len(one.tokens) > 10 for one in engine.progress([100, 101])))
+    sync(engine, 1)
+    suspended = engine.suspend()
+    assert suspended and sorted(one.id for one in [*done, *suspended]) == [one.id for one in samples()]
+    assert [one.id for one in suspended] == sorted(one.id for one in suspended) and drawn_right(suspended)
+    engine.submit(suspended, LONG)
+    back = engine.withdraw([109])
+    engine.submit(back, LONG)
+    done += finish(engine)
+    assert len(done) == 10 and drawn_right(done) and all(len(one.tokens) == 60 for one in done)
+    assert any({*one.policy_versions} == {0, 1} for one in done)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_lost_with_a_server(rig: Rig, kind: str) -> None:
+    """Killed under load and started anew at the same place, with other weights; a newcomer; one that leaves."""
+    first, second = rig.server(kind, pace_s=0.003), rig.server(kind, pace_s=0.003)
+    engine = rig.start()
+    sync(engine, 0)
+    engine.submit(samples(16), LONG)
+    done = finish(engine, lambda: len(first.versions_drawn) > 3 and len(second.versions_drawn) > 3)
+    first.die()
+    done += finish(engine, lambda: engine.metrics()["rollout/servers"] == 1)
+    first.start()
+    done += finish(engine, lambda: bool(first.folders[1:]))
+    third = rig.server(kind, pace_s=0.003)
+    rig.names(first, third)
+    done += finish(engine, lambda: bool(third.versions_drawn))
+    sync(engine, 1)
+    done += finish(engine)
+    assert sorted(one.id for one in done) == [one.id for one in samples(16)] and drawn_right(done)
+    assert {v for server in rig.servers for v in server.versions_drawn} <= {0, 1}, "none drew by weights of its own"
+    assert second.label.endswith(".0") and third.label.endswith(".1"), "one that left is left alone"
+
+
+def test_a_server_that_is_started_anew_in_silence_is_found_out(rig: Rig) -> None:
+    """Between two requests nothing tells but its version."""
+    server = rig.server("vllm")
+    engine = rig.start()
+    sync(engine, 0)
+    server.label = "default"
+    done = engine.generate(samples(), SHORT)
+    assert drawn_right(done) and {v for one in done for v in one.policy_versions} == {0}
+    assert server.folders == ["/weights/run.0"] * 2
+
+
+def test_one_that_hangs_is_given_up(rig: Rig) -> None:
+    first, _ = rig.server("sglang"), rig.server("sglang")
+    engine = rig.start(hang_timeout_s=1.0, slots=2, max_retries=1000)
+    sync(engine, 0)
+    first.hangs = True
+    done = engine.generate(samples(), SHORT)
+    assert drawn_right(done) and engine.metrics()["rollout/requests_sent_again"] >= 1
+    first.hangs = False
+
+
+def test_certificates_are_checked(rig: Rig, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("certificate.pem", "key.pem")]
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=engine"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(["openssl", *made.split(), *names], check=True, capture_output=True)
+    rig.server("sglang", certificate=(files[0], files[1]))
+    with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED"):
+        rig.start(start_timeout_s=0.5)
+    assert rig.engine is not None
+    rig.engine.close()
+    engine = rig.start(access=Access(TOKEN, ca_file=files[0]))
+    sync(engine, 0)
+    assert drawn_right(engine.generate(samples(2), SHORT))
+
+
+def test_one_that_is_busy_is_asked_again(rig: Rig) -> None:
+    rig.server("vllm", most=2)
+    engine = rig.start(max_retries=1000)
+    sync(engine, 0)
+    assert drawn_right(engine.generate(samples(6), SHORT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_that_takes_no_weights_is_refused(rig: Rig, kind: str) -> None:
+    rig.server(kind, takes_weights=False)
+    with pytest.raises(EngineError, match="would go on with old ones in silence"):
+        rig.start()
+
+
+def test_where_nothing_is_trained_it_draws_by_its_own(rig: Rig) -> None:
+    rig.server("rltrain", takes_weights=False)
+    engine = rig.start(needs_weights=False)
+    sync(engine, 7)
+    [done] = engine.generate(samples(1), SHORT)
+    assert list(done.tokens) == expected_tokens(done, SHORT, 99)[: len(done.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "server", "message"),
+    [
+        ({"access": Access("other")}, {}, "status 401"),
+        ({}, {"context": 100}, "a context of 100 tokens; expected rollout.max_context_tokens = 400"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_at_the_start(
+    rig: Rig, settings: dict[str, Any], server: dict[str, Any], message: str
+) -> None:
+    rig.server("sglang", **server)
+    with pytest.raises(EngineError, match=message):
+        rig.start(**settings)
+
+
+def test_without_any_server_the_job_ends_with_their_names(rig: Rig) -> None:
+    server = rig.server("sglang")
+    engine = rig.start()
+    sync(engine, 0)
+    engine._fleet._settings = Http(start_timeout_s=0.3, reread_s=0.02)
+    engine.submit(samples(), LONG)
+    server.die()
+    with pytest.raises(EngineError, match=f"no server has served this rank for 0.3 s.*{server.url}"):
+        finish(engine)
+    server.start()
+
+
+URLS = st.lists(st.sampled_from([f"http://{name}" for name in "abcdefgh"]), unique=True)
+
+
+@given(steps=st.lists(URLS, min_size=1, max_size=5), num_ranks=st.integers(1, 4))
+def test_servers_are_dealt_out_evenly_and_stay_where_they_are(steps: list[list[str]], num_ranks: int) -> None:
+    dealt: dict[str, int] = {}
+    for urls in steps:
+        before, dealt = dealt, dealt_out(urls, dealt, num_ranks)
+        counts = [list(dealt.values()).count(rank) for rank in range(num_ranks)]
+        assert dealt.keys() == {*urls} and {*dealt.values()} <= {*range(num_ranks)}
+        assert min(counts) > 0 or max(counts) <= 1, "nobody has none while another has several"
+        moved = [url for url in urls if url in before and dealt[url] != before[url]]
+        assert len(moved) < num_ranks
