@@ -79,13 +79,13 @@ def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
         yield {"model.logits_chunk_tokens": LEAST_TOKENS}
     yield from _smaller_engines(out, gpu)
     if out.get("loss.policy") not in BY_MICRO_BATCH:
-        for role in placed & {*model_roles()}:
+        for role in sorted(placed & {*model_roles()}):
             path = f"{role}.micro_batch_tokens"
             if out.get(path) >= 2 * LEAST_TOKENS:
                 yield {path: out.get(path) // 2}
     if out.get("model.recompute") != "full":
         yield {"model.recompute": "full"}
-    for role in placed & {*trained_roles()}:
+    for role in sorted(placed & {*trained_roles()}):
         yield {f"{role}.optimizer.cpu_offload": True}
     yield {"model.activation_offload": True}
     tp = out.get("rollout.parallel.tp")

@@ -70,6 +70,8 @@ RULES = (
     Rule("runner.experiment_name", "logging.wandb.name", None, text),
 )
 SPEED = "of speed or memory alone"
+NEVER = 1e6
+"""No mean ratio is as large."""
 HARMLESS = {
     "runner.*": "of logs and checkpoint files",
     "cluster.*": "torchrun starts the ranks",
@@ -89,6 +91,8 @@ HARMLESS = {
     "algorithm.logprob_forward_micro_batch_size": SPEED,
     "algorithm.training_batch_size_per_gpu": SPEED,
     "algorithm.rollout_batch_size_per_gpu": SPEED,
+    "algorithm.val_rollout_batch_size_per_gpu": SPEED,
+    "algorithm.shuffle_rollout": "every mini-batch has samples of all prompts, as far as they go",
     "hydra.*": "of Hydra",
     "--*": "of Hydra",
     "profiler.*": "of logs alone",
@@ -115,7 +119,22 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     steps = keys.get("runner.max_steps")
     named = ("runner.max_steps", "runner.max_epochs")
     set_steps(out, rows, None if steps in NOTHING or number(steps) < 1 else steps, keys.get(named[1]), named)
+    _guard(keys, out)
+    if not truth(keys.get("algorithm.calculate_entropy", True)):
+        out.settings.pop("loss.entropy_coef", None)
     sort_out(keys, HARMLESS, out)
+
+
+def _guard(keys: SourceKeys, out: Translation) -> None:
+    """What RLinf's Megatron leaves out: micro-batches whose ratios are large in the mean."""
+    key = "algorithm.early_stop_imp_ratio"
+    bound = keys.get(key)
+    if bound in NOTHING:
+        return
+    if keys.get("actor.training_backend", "megatron") != "megatron" or real(bound) >= NEVER:
+        out.leave(key, bound, "of Megatron alone, and of bounds that a mean ratio can reach")
+    else:
+        out.differs(key, bound, "a micro-batch with a larger mean ratio teaches nothing there")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:

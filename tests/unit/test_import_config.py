@@ -150,6 +150,25 @@ def test_rlinf_reads_hydra_with_interpolations_and_any_placement(tmp_path: Path)
     assert config.model.dtype == "float16" and config.batch.mini_batches == 4
 
 
+def test_rlinfs_guard_of_megatron_is_refused_where_it_can_bind(tmp_path: Path) -> None:
+    def found(bound: float, backend: str) -> Translation:
+        algorithm = {**RLINF["algorithm"], "early_stop_imp_ratio": bound, "val_rollout_batch_size_per_gpu": 4}
+        actor = {**RLINF["actor"], "training_backend": backend}
+        data = {**RLINF["data"], "rollout_batch_size": 128}
+        algorithm |= {"entropy_bonus": 0.1, "calculate_entropy": False}
+        values = {**RLINF, "defaults": [], "algorithm": algorithm, "actor": actor, "data": data}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+        return imported("rlinf", [str(tmp_path / "run.yaml")])
+
+    with pytest.raises(ConfigError, match="a micro-batch with a larger mean ratio teaches nothing there"):
+        found(5.0, "megatron")
+    for translation in (found(5.0, "fsdp"), found(1e9, "megatron")):
+        assert {"algorithm.early_stop_imp_ratio", "algorithm.val_rollout_batch_size_per_gpu"} <= {
+            one.key for one in translation.leftovers
+        }
+        assert translation.get("loss.entropy_coef") == 0, "without the entropy there is no bonus"
+
+
 @pytest.mark.parametrize(
     ("framework", "text", "told"),
     [
