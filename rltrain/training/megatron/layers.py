@@ -202,8 +202,6 @@ def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -
             "model.dtype is float32, for which it has no attention over packed sequences",
             "set model.dtype to bfloat16",
         )
-    if model.lora is not None:
-        return "model.lora is set, whose adapters are beside Megatron's own layers", "leave model.lora out"
     if not HAVE_TE:
         return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
     return ("this machine has no GPU", "run it on one that has") if device.type != "cuda" else None
@@ -345,12 +343,13 @@ def _with_post_norm(linear: Any) -> type[torch.nn.Module]:
         def __init__(self, *arguments: Any, config: TransformerConfig, **settings: Any) -> None:
             super().__init__(*arguments, config=config, **settings)
             self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-
-        def forward(self, *arguments: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(*arguments, **settings)
-            return self.post_layernorm(output), bias
+            self.register_forward_hook(_normed)  # a hook, so that others can come before it
 
     return Normed
+
+
+def _normed(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return linear.post_layernorm(output[0]), output[1]
 
 
 def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:

@@ -1,10 +1,12 @@
-"""The modules that hold parameters, by the constructors' arguments that megatron-core 0.16.1 gives them."""
+"""The modules that hold parameters, by the constructors' arguments that megatron-core 0.16.1 gives them, and what
+linear layers return that are not cut."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed import get_process_group_ranks
 from torch.nn import Module, Parameter
 
@@ -46,7 +48,8 @@ class _Parallel(Module):
             self.out_features = _share(out_features, self.tp_size)
         elif parallel_mode == "row":
             self.in_features = _share(in_features, self.tp_size)
-        self.parallel_mode, self.use_bias = parallel_mode, bias
+        self.parallel_mode, self.use_bias, self.return_bias = parallel_mode, bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._made = {"device": device, "dtype": params_dtype}
 
     def _register(self, name: str, *shape: int) -> None:
@@ -65,6 +68,11 @@ class Linear(_Parallel):
         if self.use_bias:
             self._register("bias", self.out_features)
 
+    def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        bias = self.bias if self.use_bias else None
+        output = F.linear(inputs, self.weight, None if self.return_bias else bias)
+        return (output, bias) if self.return_bias else output
+
 
 class LayerNormLinear(_Parallel):
     def __init__(
@@ -77,14 +85,22 @@ class LayerNormLinear(_Parallel):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        assert self.parallel_mode == "column" and not return_layernorm_output
-        self.eps = eps
+        assert self.parallel_mode == "column" and normalization == "RMSNorm"
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
         self._register("layer_norm_weight", self.in_features)
-        if normalization != "RMSNorm":
-            self._register("layer_norm_bias", self.in_features)
         self._register("weight", self.out_features, self.in_features)
         if self.use_bias:
             self._register("bias", self.out_features)
+
+    def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """The output, alone or followed by the bias and by the normed inputs, as it was told; it looks at each call."""
+        bias, gain = self.bias if self.use_bias else None, self.layer_norm_weight + self.zero_centered_gamma
+        normed = F.rms_norm(inputs, gain.shape, gain, self.eps)
+        found = [F.linear(normed, self.weight, None if self.return_bias else bias)]
+        found += [bias] if self.return_bias else []
+        found += [normed] if self.return_layernorm_output else []
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 class GroupedLinear(_Parallel):
@@ -95,6 +111,12 @@ class GroupedLinear(_Parallel):
             self._register(f"weight{number}", self.out_features, self.in_features)
             if self.use_bias:
                 self._register(f"bias{number}", self.out_features)
+
+    def forward(
+        self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        parts = enumerate(inputs.split(m_splits))
+        return torch.cat([F.linear(part, getattr(self, f"weight{number}")) for number, part in parts])
 
 
 class RMSNorm(Module):
