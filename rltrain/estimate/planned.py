@@ -103,6 +103,14 @@ class PlannedJob:
     def logit_bytes(self) -> int:
         return _item_bytes(self.config.model.head)
 
+    def adapter_bytes_of(self, role: str) -> int:
+        """Of low-rank adapters that a rank of an engine of the role's has beside the weights."""
+        lora, grid = self.config.model.lora, self.grids[role]
+        if lora is None or not self.config.keeps_adapters_apart(role):
+            return 0
+        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets)
+        return served_bytes(adapted, grid.tp, self.config.model.dtype, False, grid.ep)
+
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
         is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]

@@ -10,6 +10,7 @@ from rltrain.models.lora import targets_in
 
 def lora_problems(config: Config) -> Iterator[str]:
     """In any world."""
+    yield from _apart_problems(config)
     if config.model.lora is None:
         return
     if config.algorithm == "reward_model":
@@ -22,10 +23,25 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
             "are part of the base, which stays as it is"
         )
-    if config.model.transformer_impl == "transformer_engine":
+
+
+def _apart_problems(config: Config) -> Iterator[str]:
+    """With adapters that engines keep beside their base."""
+    if config.weight_sync.adapters != "apart":
+        return
+    if config.model.lora is None:
+        yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
+        return
+    if config.rollout.engine == "sglang":
         yield (
-            "model.transformer_impl: got transformer_engine with model.lora, whose adapters are beside Megatron's own "
-            "layers; expected auto or local"
+            "weight_sync.adapters: got apart with rollout.engine sglang, whose requests keep the adapter that they "
+            "begin with, so that responses under way could not go on with new weights; expected merged, or "
+            "rollout.engine: embedded"
+        )
+    if config.weight_sync.delta is not None:
+        yield (
+            "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "
+            "alone, and all of these change; expected null, or weight_sync.adapters: merged"
         )
 
 
@@ -34,13 +50,10 @@ def adapted_model_problems(config: Config, actor: Architecture) -> Iterator[str]
     lora = config.model.lora
     if lora is None:
         return
-    if actor.mla is not None:
-        yield f"model.lora: got adapters for {actor.family}, whose latent attention has none here; expected null"
-        return
-    if config.backend_of("actor") == "fsdp" and (actor.moe or actor.unlisted):
-        why = "has experts" if actor.moe else "is of a family without a table"
+    if actor.unlisted:
         yield (
-            f"model.lora: got adapters with actor.backend fsdp, and the model {why}; expected null, or backend megatron"
+            f"model.lora: got adapters for {actor.family}, a family without a table, of whose matrices rltrain does "
+            "not know which are to have one; expected null"
         )
         return
     known = targets_in(table_of(actor))

@@ -1,5 +1,10 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
 from rltrain.config.schema import WeightDelta
 from rltrain.reshard.execute.report import SyncReport, total
 from rltrain.roles.actor import Actor
@@ -8,7 +13,13 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.role_resharding import RoleResharding
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
-from rltrain.training.backend import published_weights
+from rltrain.training.backend import AdaptedModel, Model, published_weights
+
+
+class SyncedPart(NamedTuple):
+    resharding: RoleResharding | MergedResharding
+    content: str
+    """As EnginePart says."""
 
 
 class WeightSync:
@@ -20,8 +31,13 @@ class WeightSync:
         self.weights = rollout.parts["weights"] if rollout and self.config.delta else None
         self.left: tuple[int, int] | None = None
         """The version that the last sync gave this rank's engine, and how often its memory had been emptied by then."""
-        parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.parts = [resharding_into(job, "rollout", part, job.config.weight_sync.delta) for part in parts]
+        self.base = rollout.parts["base"] if rollout else None
+        self.parts = [
+            SyncedPart(resharding_into(job, "rollout", part, job.config.weight_sync.delta), part.content)
+            for part in engine_parts(job.config, job.architecture, job.grids["rollout"])
+        ]
+        self.has_base = False
+        """Whether engines have what an earlier sync of this process brought once: nothing takes it from them."""
 
     def __call__(self, step: int, chunk: int) -> Metrics:
         """The rollout has the weights of version `step` afterwards, or no version at all where this raises SyncError.
@@ -31,15 +47,20 @@ class WeightSync:
         lost = self.has_lost_weights()
         if self.engine:
             self.engine.begin_update()
-        source = published_weights(self.actor.model) if self.actor else None
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
+            if part.content == "base" and self.has_base:
+                continue
+            source = _held_by(self.actor.model, part.content) if self.actor else None
             destination = self.engine.incoming(number) if self.engine else None
-            report, seconds = part.run(source, destination, lost=lost)
+            report, seconds = part.resharding.run(source, destination, lost=lost)
             reports += [report] if report else []
             verify_s += seconds
             if self.engine:
                 self.engine.arrived(number)
+            if part.content == "base" and self.base:
+                self.base.changed()
+        self.has_base = True
         if self.engine:
             self.engine.end_update(step)
             self.left = step, self.weights.times_emptied if self.weights else 0
@@ -61,11 +82,23 @@ def resharding_into(
     job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None
 ) -> RoleResharding | MergedResharding:
     """From the actor's layout to a part of what engines of `role` hold."""
-    if job.config.model.lora:
+    if part.content == "adapters":
+        return RoleResharding(job, role, job.adapters_layout(), part.layout)
+    if job.config.makes_actor_weights and part.content == "weights":
         return merged_into_part(job, role, part, delta)
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
     return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
+
+
+def _held_by(model: Model, content: str) -> Mapping[str, Tensor]:
+    """What is sent of a trained model for a part of this content."""
+    if content == "weights":
+        return published_weights(model)
+    if content == "base":
+        return model.parameters
+    assert isinstance(model, AdaptedModel), "only a model with adapters has any to send"
+    return model.adapters
 
 
 def delta_metrics_of(report: SyncReport) -> Metrics:

@@ -72,7 +72,7 @@ class GroupedAttention:
 
     def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = F.linear(self._norm(hidden), self._qkv.read(), self._qkv_bias).view(len(hidden), -1, self._head_dim)
+        fused = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = fused[:, : self._num_rotated]
         if self._q_norm is not None and self._k_norm is not None:
             wide = F.rms_norm(rotated.float(), (self._head_dim,), None, self._eps)  # rounded once, as the trainer's is

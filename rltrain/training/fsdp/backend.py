@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rltrain.config.lora import Lora
 from rltrain.config.schema import Trained
+from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.tasks.roles import trained_roles
 from rltrain.training.adapters import begin_adapters
@@ -17,6 +18,12 @@ from rltrain.training.fsdp.trainable import AdaptedModel, TrainableModel
 def layout(site: ModelSite) -> Layout:
     trains = site.role in trained_roles() and _lora(site) is None
     return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
+
+
+def adapters_layout(site: ModelSite) -> Layout:
+    lora = site.config.model.lora
+    assert lora is not None, "model.lora says which"
+    return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
 
 
 def frozen_model(site: ModelSite) -> EvaluableModel:

@@ -9,12 +9,26 @@ from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.backend import ModelSite
 from rltrain.training.megatron.evaluable import EvaluableModel
-from rltrain.training.megatron.model import LanguageModel, add_adapters, build_model, layout_of_model, local_parameters
+from rltrain.training.megatron.model import (
+    LanguageModel,
+    adapters_layout_of_model,
+    add_adapters,
+    build_model,
+    layout_of_model,
+    local_parameters,
+)
 from rltrain.training.megatron.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
     return layout_of_model(site.architecture, site.grid, model=site.config.model, device=site.world.device)
+
+
+def adapters_layout(site: ModelSite) -> Layout:
+    assert site.config.model.lora is not None, "model.lora says which"
+    return adapters_layout_of_model(
+        site.architecture, site.grid, site.config.model.lora, model=site.config.model, device=site.world.device
+    )
 
 
 def frozen_model(site: ModelSite) -> EvaluableModel:
