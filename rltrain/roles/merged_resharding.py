@@ -1,5 +1,5 @@
-"""The weights of an actor with low-rank adapters, resharded into another role's: some layers at a time, so that never
-more of them are merged than those."""
+"""The weights of an actor that are made when they are asked for, merged with low-rank adapters or brought from the
+host, resharded into another role's: some layers at a time, so that never more of them are there than those."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain

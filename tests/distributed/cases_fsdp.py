@@ -47,6 +47,7 @@ class Way:
     samples: int = 12
     model: dict[str, Any] = field(default_factory=dict)
     keep_gathered: bool = False
+    on_host: bool = False
 
     @property
     def grid(self) -> Grid:
@@ -64,6 +65,7 @@ WAYS = {
     "copies2": Way(ranks=4, copies=2),
     "copies4": Way(ranks=4, copies=4),
     "keep_gathered": Way(ranks=2, keep_gathered=True),
+    "on_host": Way(ranks=3, on_host=True),
     "recompute": Way(ranks=2, model={"recompute": "full"}),
     "recompute_one_layer": Way(ranks=2, model={"recompute": {"granularity": "full", "layers": 1}}),
     "cp2": Way(ranks=2, cp=2),
@@ -119,6 +121,7 @@ def trained(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | Non
         "end": end.tolist(),
         "top": [top_ids.tolist(), top.tolist()],
         "elements": sum(parameter.numel() for parameter in model.parameters.values()),
+        "bytes": {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()},
     }
 
 
@@ -163,7 +166,7 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
     settings = schema.Actor(
         backend=way.backend,  # type: ignore[arg-type]
         fsdp=fsdp,
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, cpu_offload=way.on_host),
         micro_batch_tokens=way.max_tokens,
         parallel=schema.Parallel(tp=way.tp, cp=way.cp),
     )
@@ -202,6 +205,7 @@ def step(model: TrainedModel, way: Way, experience: Experience) -> dict[str, flo
 STATES = {
     "ranks3": (Way(ranks=3), Way(ranks=3)),
     "copies2": (Way(ranks=4, copies=2), Way(ranks=4, copies=2)),
+    "on_host": (Way(ranks=2, on_host=True), Way(ranks=2, on_host=True)),
     "ranks4_to_ranks3": (Way(ranks=4), Way(ranks=3)),
     "fsdp_to_megatron": (Way(ranks=3), MEGATRON),
     "megatron_to_fsdp": (MEGATRON, Way(ranks=3)),

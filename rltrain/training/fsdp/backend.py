@@ -63,6 +63,7 @@ def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: L
         fsdp=site.config.fsdp_of(site.role),
         device=site.world.device,
         trains=trains,
+        on_host=trains and site.config.keeps_shards_on_host(site.role),
         lora=lora,
         seed=site.config.seed,
     )

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -58,11 +64,13 @@ class ShardedModel:
         fsdp: schema.Fsdp,
         device: torch.device,
         trains: bool,
+        on_host: bool = False,
         lora: Lora | None = None,
         seed: int = 0,
     ) -> None:
         """Weights not yet loaded. Shards of what is trained are in fp32, whatever the model computes in: with `trains`
-        all of it, with `lora` adapters alone, whose random numbers come of `seed`."""
+        all of it, with `lora` adapters alone, whose random numbers come of `seed`. `on_host` are shards and gradients
+        that come to the device when layers are gathered."""
         self.architecture, self.grid, self.device, self.trains = architecture, grid, device, trains
         self.pg_collection = _groups(grid, groups)
         self.share = ContextShare(self.pg_collection.cp.rank(), self.pg_collection.cp.size())
@@ -78,7 +86,8 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(computed, torch.float32) if mixed else MixedPrecisionPolicy()
         if model.recomputed.granularity == "full":
             _recompute(self.module, model.recomputed)
-        self._shard(fsdp, policy)
+        self.on_host = on_host
+        self._shard(fsdp, policy, CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy())
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -138,14 +147,14 @@ class ShardedModel:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy) -> None:
+    def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
         """Layer by layer, so that no more than one is ever whole here."""
         mesh, given = self._mesh(), dict[int, object]()
         units = [*decoder_layers(self.module), self.module]
         for unit in units:
             give_memory(unit, self.device, given)
             reshard = fsdp.reshard_after_forward and unit is not self.module
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
             assert isinstance(unit, FSDPModule)
             # Gradients are sums, divided once by what the whole mini-batch says; gloo knows no other reduction.
             unit.set_gradient_divide_factor(1.0)
