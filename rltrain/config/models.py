@@ -217,6 +217,8 @@ class Critic(Trained):
     path: Annotated[str | None, HubName("model")] = None
     """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
     actor's starting checkpoint."""
+    lora: Lora | None = None
+    """Train low-rank adapters and the score head; the rest stays as it was loaded. null: all weights are trained."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps in which the critic learns and the actor stays as it is."""
     value_clip: Positive | None = 0.2

@@ -35,6 +35,7 @@ from rltrain.config.learning import OnDivergence as OnDivergence
 from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import Sapo as Sapo
+from rltrain.config.lora import Lora
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Backend as Backend
 from rltrain.config.models import Critic as Critic
@@ -211,6 +212,10 @@ class Config(Section):
         """Whether what others get of the actor's weights is made when they get it: merged with adapters, or brought to
         the device."""
         return self.model.lora is not None or self.keeps_shards_on_host("actor")
+
+    def lora_of(self, role: str) -> Lora | None:
+        """The adapters that a role's model learns in the place of its weights, if it does."""
+        return {"actor": self.model.lora, "critic": self.critic.lora}.get(role)
 
     def keeps_shards_on_host(self, role: str) -> bool:
         """Whether all that backend fsdp has of a trained role's model is on the host between what it computes."""

@@ -74,15 +74,13 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
 
 def learns_adapters(job: PlannedJob, role: str) -> bool:
     """Whether adapters alone are learned, beside weights that stay as they are."""
-    return job.config.model.lora is not None and role == "actor"
+    return job.config.lora_of(role) is not None
 
 
 def learned_architecture(job: PlannedJob, role: str) -> Architecture:
     """Of what is learned: the role's model, or its adapters."""
-    architecture, lora = job.architectures[role], job.config.model.lora
-    if lora is not None and learns_adapters(job, role):
-        return architecture.adapted(lora.rank, lora.targets)
-    return architecture
+    architecture, lora = job.architectures[role], job.config.lora_of(role)
+    return architecture.adapted(lora.rank, lora.targets) if lora else architecture
 
 
 def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:

@@ -53,8 +53,8 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     if role not in trained_roles():
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements * job.item_bytes}
-    frozen, lora = 0, job.config.model.lora
-    if lora and role == "actor":
+    frozen, lora = 0, job.config.lora_of(role)
+    if lora:
         adapted = job.architectures[role].adapted(lora.rank, lora.targets)
         frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
         elements = held_elements(adapted, job.grids[role])

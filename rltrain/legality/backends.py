@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.config.schema import Config, Parallel, Trained
+from rltrain.legality.lora import lora_key
 from rltrain.tasks.roles import model_roles, trained_roles
 
 CUT = {
@@ -79,10 +80,10 @@ def _offload_problems(config: Config, role: str) -> Iterator[str]:
             f"{role}.optimizer.cpu_offload: got {given} with backend fsdp; expected true or false: its layers are "
             "gathered from shards that are all on the host, or all on the device"
         )
-    if role == "actor" and config.model.lora is not None:
+    if config.lora_of(role) is not None:
         yield (
-            f"{role}.optimizer.cpu_offload: got {str(given).lower()} with backend fsdp and model.lora; expected false: "
-            "the optimizer of adapters is small"
+            f"{role}.optimizer.cpu_offload: got {str(given).lower()} with backend fsdp and {lora_key(role)}; expected "
+            "false: the optimizer of adapters is small"
         )
 
 

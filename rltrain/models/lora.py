@@ -21,13 +21,14 @@ WEIGHT = ".weight"
 NOTHING = Row(parts=(), megatron="", engine="")
 
 
-def adapters_of(table: Table, targets: Collection[str] | None) -> Table:
-    """The adapters of a family's matrices called `targets`, or of all; nothing else."""
+def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: bool = False) -> Table:
+    """The adapters of a family's matrices called `targets`, or of all; nothing else but, where it learns too, the
+    head."""
     return Table(
         embedding=NOTHING,
         dense=_of_layer(table.dense, targets),
         final_norm=NOTHING,
-        head=NOTHING,
+        head=table.head if learns_head else NOTHING,
         sparse=_of_layer(table.sparse, targets) if table.sparse else None,
     )
 

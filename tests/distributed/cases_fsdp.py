@@ -48,6 +48,8 @@ class Way:
     model: dict[str, Any] = field(default_factory=dict)
     keep_gathered: bool = False
     on_host: bool = False
+    lora: dict[str, Any] | None = None
+    """Of a critic."""
 
     @property
     def grid(self) -> Grid:
@@ -77,6 +79,10 @@ OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
     "critic_cp2": (Way(ranks=2, cp=2, role="critic"), Way("megatron", role="critic")),
+    "critic_lora": (
+        Way(ranks=3, role="critic", lora={"rank": 4}),
+        Way("megatron", tp=2, ranks=2, role="critic", lora={"rank": 4}),
+    ),
     "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
 }
 
@@ -176,6 +182,7 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
         model=schema.Model(path=str(path), **{"dtype": "float32", **way.model}),
         data={"train": {"path": "none"}},  # type: ignore[arg-type]
         actor=settings,
+        critic=schema.Critic(lora=way.lora),  # type: ignore[arg-type]
     )
     architecture = read_unlisted(path) if is_unlisted(path) else read_architecture(path)
     return ModelSite(

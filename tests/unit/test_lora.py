@@ -74,6 +74,18 @@ def target_of_or_none(name: str) -> str | None:
     return target_of(name) if name.endswith(".weight") else None
 
 
+def test_those_of_a_critic_have_its_head_with_them() -> None:
+    critic = tiny_architecture().value_model()
+    plain, own = (canonical_tensors(of.adapted(4, None)).names for of in (tiny_architecture(), critic))
+    assert own == (*plain, "score.weight")
+    layout = megatron_layout(critic.adapted(4, None), Grid((0, 1), pp=2))
+    heads = [[name for name, _ in layout.on(rank).parameters if ".lora." not in name] for rank in (0, 1)]
+    assert heads == [[], ["output_layer.weight"]]
+    parameters = {name: torch.full(shape, 3.0) for name, shape in layout.on(1).parameters}
+    draw_adapters(layout, 1, parameters, None, 5)
+    assert (parameters["output_layer.weight"] == 3).all(), "it stays as it was loaded"
+
+
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_every_layout_begins_with_the_same_numbers(family: str, sizes: dict[str, int]) -> None:
@@ -116,6 +128,7 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
             "model.lora: got adapters with algorithm reward_model",
         ),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
+        ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
             {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "sglang"}},
             "weight_sync.adapters: got apart with rollout.engine sglang",

@@ -16,13 +16,13 @@ from rltrain.training.fsdp.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
-    trains = site.role in trained_roles() and _lora(site) is None
+    trains = site.role in trained_roles() and site.config.lora_of(site.role) is None
     return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
 
 
 def adapters_layout(site: ModelSite) -> Layout:
-    lora = site.config.model.lora
-    assert lora is not None, "model.lora says which"
+    lora = site.config.lora_of(site.role)
+    assert lora is not None, "of a role that learns adapters"
     return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
 
 
@@ -33,7 +33,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    lora = _lora(site)
+    lora = site.config.lora_of(site.role)
     model = _sharded_model(site, trains=lora is None, with_weights=state is None or lora is not None, lora=lora)
     if lora and state is None:
         begin_adapters(model.learned_layout, site.world.rank, model.learned, lora, site.config.seed)
@@ -47,10 +47,6 @@ def trained_model(
     if state is not None:
         trained.load_state(state)
     return trained
-
-
-def _lora(site: ModelSite) -> Lora | None:
-    return site.config.model.lora if site.role == "actor" else None
 
 
 def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: Lora | None = None) -> ShardedModel:

@@ -60,6 +60,8 @@ class Adapters(AdapterMode):
         """A, whole, by the name of the weight that it goes with; of experts every rank has what it needs."""
         whole = whole_parameters(self.adapted)
         shapes = dict(zip(whole.names, whole.shapes, strict=True))
+        self.heads = [name for name in shapes if not name.endswith((A, B))]
+        """Of scores, which is learned as well."""
         for name in (name for name in shapes if name.endswith(A)):
             layer = name.removeprefix(PEFT_PREFIX).removesuffix(A)
             other = PEFT_PREFIX + layer + B

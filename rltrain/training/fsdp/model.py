@@ -29,7 +29,13 @@ from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.fsdp.attention import SEQUENCES
-from rltrain.training.fsdp.construction import checkpoint_names, decoder_layers, empty_model, give_memory
+from rltrain.training.fsdp.construction import (
+    ValueModel,
+    checkpoint_names,
+    decoder_layers,
+    empty_model,
+    give_memory,
+)
 from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
 from rltrain.training.fsdp.lora import Adapters
 from rltrain.training.logprobs import Logits
@@ -82,6 +88,8 @@ class ShardedModel:
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
         self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
+        if lora and isinstance(self.module, ValueModel):
+            self.module.score.float().requires_grad_(True)
         mixed = (trains or lora is not None) and computed != torch.float32
         policy = MixedPrecisionPolicy(computed, torch.float32) if mixed else MixedPrecisionPolicy()
         if model.recomputed.granularity == "full":
@@ -119,7 +127,8 @@ class ShardedModel:
         if self.adapters is None:
             return self.named()
         found = checkpoint_names(self.module)
-        return {name: found[own] for own, name in self.adapters.names.items()}
+        learned = {name: found[own] for own, name in self.adapters.names.items()}
+        return learned | {name: found[name] for name in self.adapters.heads}
 
     def sequences(self, lengths: Sequence[int]) -> PackedRows | SpreadHeads:
         """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""

@@ -25,9 +25,10 @@ def layout(site: ModelSite) -> Layout:
 
 
 def adapters_layout(site: ModelSite) -> Layout:
-    assert site.config.model.lora is not None, "model.lora says which"
+    lora = site.config.lora_of(site.role)
+    assert lora is not None, "of a role that learns adapters"
     return adapters_layout_of_model(
-        site.architecture, site.grid, site.config.model.lora, model=site.config.model, device=site.world.device
+        site.architecture, site.grid, lora, model=site.config.model, device=site.world.device
     )
 
 
@@ -38,7 +39,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    lora = site.config.model.lora if site.role == "actor" else None
+    lora = site.config.lora_of(site.role)
     model = _language_model(site, with_weights=state is None or lora is not None)
     make: Callable[..., TrainableModel] = partial(TrainableModel, model)
     if lora:

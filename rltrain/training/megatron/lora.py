@@ -144,8 +144,8 @@ class ExpertAdapters(torch.nn.ModuleList):
 
 
 class Adapters(AdapterMode):
-    """Those of a rank's part of a model, whose other parameters are frozen. `parameters` are named as in
-    `layout.on(rank)`."""
+    """Those of a rank's part of a model, whose other parameters are frozen, but for a head of scores. `parameters`,
+    with that, are named as in `layout.on(rank)`."""
 
     def __init__(
         self,
@@ -172,6 +172,11 @@ class Adapters(AdapterMode):
             _put_beside(linear, adapter, pair)
             self.parameters |= dict(zip(pair.names, (adapter.a, adapter.b), strict=True))
             self.of_weight[pair.adapted + weight] = adapter
+        for name in (name for name, _ in layout.on(rank).parameters if name not in self.parameters):
+            # A head of scores, of which there is no base that could tell anything.
+            module, _, own = name.rpartition(".")
+            head: torch.nn.Parameter = getattr(_module(chunks, module), own)
+            self.parameters[name] = head.requires_grad_(True)
         if chunks[0].pre_process:
             # Layers that are computed anew have gradients only where what they are given has one.
             chunks[0].embedding.register_forward_hook(_with_gradient)  # type: ignore[union-attr]
