@@ -2,9 +2,10 @@
 
 Run as a script: megatron_shapes.py CASES.json RESULTS.json. A case is {"family" or "variant", "architecture", "ranks",
 "grid"}; its result, by rank, {"parameters": {name: shape}, "layers": {name: number}, "latent_norm_eps": [of fused
-norms], "context_parallel": [[ranks, how] of each attention], "whole": [names of matrices that are no shards]}.
-Models have the local implementation, and where PYTHONPATH has the stand-in for Transformer Engine, which itself needs a
-GPU, rltrain's modules of that.
+norms], "context_parallel": [[ranks, how] of each attention], "whole": [names of matrices that are no shards],
+"adapters": {name: shape}, "misfits": [weights that do not fit their adapters], "added": [on one rank, by how much what
+each layer's adapters add is not what it should be]}. Models have the local implementation, and where PYTHONPATH has the
+stand-in for Transformer Engine, which itself needs a GPU, rltrain's modules of that, with adapters.
 """
 
 import json
@@ -32,14 +33,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.rank_lists import model_group_lists
+from rltrain.config.lora import Lora
 from rltrain.models import Architecture
-from rltrain.reshard.megatron_layout import padded_vocab_size
+from rltrain.reshard.megatron_layout import megatron_layout, padded_vocab_size
 from rltrain.training.megatron.context_parallel import RING
 from rltrain.training.megatron.implementation import HAVE_TE
 from rltrain.training.megatron.layers import block_spec, mark_parallel_weights
+from rltrain.training.megatron.lora import Adapters
 from rltrain.training.megatron.platform import adapt_to_platform
 from tests.model_shards import VARIANTS, tiny_architecture
 
+LORA = Lora(rank=4, alpha=8)
 EXPERT_GROUPS = {"ep": (2,), "expt_tp": (3,), "expt_dp": (1,), "tp_ep": (2, 3), "tp_ep_pp": (0, 2, 3)}
 
 
@@ -158,8 +162,9 @@ def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
     if HAVE_TE:
         mark_parallel_weights(module)
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)]
+    parameters = {name: list(tensor.shape) for name, tensor in held}
     return {
-        "parameters": {name: list(tensor.shape) for name, tensor in held},
+        "parameters": parameters,
         "layers": {name: layer.layer_number - 1 for name, layer in layers},
         "latent_norm_eps": sorted(
             {m.eps for name, m in module.named_modules() if name.endswith("_up_proj") and HAVE_TE}
@@ -170,7 +175,52 @@ def shapes_on(a: Architecture, grid: Grid) -> dict[str, Any]:
             if HAVE_TE and name.endswith("core_attention") and m.cp_group
         ],
         "whole": [n for n, p in module.named_parameters() if p.dim() > 1 and not vars(p).get("tensor_model_parallel")],
+        **(with_adapters(a, grid, chunks, collection, parameters) if HAVE_TE and grid.vpp == 1 else {}),
     }
+
+
+def with_adapters(
+    a: Architecture,
+    grid: Grid,
+    chunks: list[GPTModel],
+    collection: ProcessGroupCollection,
+    parameters: dict[str, list[int]],
+) -> dict[str, Any]:
+    layout = megatron_layout(a.adapted(LORA.rank, None), grid, transformer_engine=True)
+    adapters = Adapters(chunks, layout, dist.get_rank(), LORA, collection, sequence_parallel=False)
+    fits = {
+        name: parameters[name] == [len(adapter.b), adapter.a.shape[1]] for name, adapter in adapters.of_weight.items()
+    }
+    return {
+        "adapters": {name: list(tensor.shape) for name, tensor in adapters.parameters.items()},
+        "misfits": [name for name, fit in fits.items() if not fit],
+        "added": _differences_of_layers(chunks[0], adapters) if len(grid.ranks) == 1 else [],
+    }
+
+
+@torch.no_grad()
+def _differences_of_layers(chunk: GPTModel, adapters: Adapters) -> list[float]:
+    """From what the merged weight gives, of each layer with adapters."""
+    chunk.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in chunk.parameters():
+        parameter.normal_()
+    found = []
+    for name in sorted({name.rpartition(".weight")[0] for name in adapters.of_weight}):
+        linear: Any = chunk.get_submodule(name)
+        own = (one for one, _ in linear.named_parameters() if f"{name}.{one}" in adapters.of_weight)
+        weights = {one: adapters.of_weight[f"{name}.{one}"] for one in own}
+        splits = [[3] * len(weights)] if hasattr(linear, "num_gemms") else []
+        inputs = torch.randn(3 * len(weights), linear.in_features)
+        output = linear(inputs, *splits)[0]
+        with adapters.off():
+            plain = linear(inputs, *splits)[0]
+            for one, adapter in weights.items():
+                getattr(linear, one).copy_(adapter.merged(getattr(linear, one)))
+            merged = linear(inputs, *splits)[0]
+        assert not torch.allclose(plain, merged), name
+        found.append(float((output - merged).abs().max() / merged.abs().max()))
+    return found
 
 
 def main(cases: Path, results: Path) -> None:

@@ -89,7 +89,7 @@ def _check_config(path: Path, targets: set[str], settings: Lora) -> None:
 def _differences(found: Mapping[str, Any], targets: set[str], settings: Lora) -> Iterator[str]:
     for key, plain in PLAIN.items():
         if found.get(key) not in plain:
-            yield f"{key} is {found[key]!r}; expected {plain[0]!r}: other kinds of adapters are not trained here"
+            yield f"{key} is {found.get(key)!r}; expected {plain[0]!r}: other kinds of adapters are not trained here"
     for key, name, own in (("r", "rank", settings.rank), ("lora_alpha", "alpha", settings.alpha)):
         if found.get(key) != own:
             yield f"{key} is {found.get(key)}; set model.lora.{name}, which is {own}, to that"

@@ -159,7 +159,8 @@ class Optimizer(Section):
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of what the optimizer keeps beside the fp32 weights; it computes in fp32. bfloat16: half of the memory."""
     cpu_offload: bool | Share = False
-    """Have fp32 weights and moments on the host, and make the steps there: of all parameters, or of a share of them."""
+    """Have fp32 weights and moments on the host, and make the steps there: of all parameters, or of a share of them.
+    With backend fsdp of all, and gradients too: layers come to the device when they compute."""
     muon: Muon = Muon()
     lr: Positive = 1e-6
     min_lr: NonNegative = 0.0
@@ -216,6 +217,8 @@ class Critic(Trained):
     path: Annotated[str | None, HubName("model")] = None
     """A Hugging Face checkpoint to start from: with a score head, or without one, which then starts at zero. None: the
     actor's starting checkpoint."""
+    lora: Lora | None = None
+    """Train low-rank adapters and the score head; the rest stays as it was loaded. null: all weights are trained."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps in which the critic learns and the actor stays as it is."""
     value_clip: Positive | None = 0.2

@@ -37,6 +37,7 @@ from rltrain.config.learning import OverlongPenalty as OverlongPenalty
 from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import RatioMask as RatioMask
 from rltrain.config.learning import Sapo as Sapo
+from rltrain.config.lora import Lora
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Backend as Backend
 from rltrain.config.models import Critic as Critic
@@ -74,6 +75,9 @@ class WeightSync(Section):
     differs. An SGLang server compares what it has copied too, and is replaced where it differs."""
     delta: WeightDelta | None = None
     """null: every sync sends everything."""
+    adapters: Literal["merged", "apart"] = "merged"
+    """With model.lora: engines get weights with the adapters merged. apart: the rollout's engines, embedded ones, keep
+    the base, which the first sync brings, and the adapters, which every sync brings, beside each other."""
 
 
 class Schedule(Section):
@@ -205,6 +209,25 @@ class Config(Section):
         """The training backend of a role's model."""
         own: Backend | None = getattr(getattr(self, role, None), "backend", None)
         return own or self.actor.backend or "megatron"
+
+    @property
+    def makes_actor_weights(self) -> bool:
+        """Whether what others get of the actor's weights is made when they get it: merged with adapters, or brought to
+        the device."""
+        return self.model.lora is not None or self.keeps_shards_on_host("actor")
+
+    def lora_of(self, role: str) -> Lora | None:
+        """The adapters that a role's model learns in the place of its weights, if it does."""
+        return {"actor": self.model.lora, "critic": self.critic.lora}.get(role)
+
+    def keeps_shards_on_host(self, role: str) -> bool:
+        """Whether all that backend fsdp has of a trained role's model is on the host between what it computes."""
+        trained: Trained = getattr(self, role)
+        return self.backend_of(role) == "fsdp" and bool(trained.optimizer.cpu_offload)
+
+    def keeps_adapters_apart(self, role: str) -> bool:
+        """Whether engines of `role` have the actor's adapters beside its base, and not merged with it."""
+        return role == "rollout" and self.model.lora is not None and self.weight_sync.adapters == "apart"
 
     def fsdp_of(self, role: str) -> Fsdp:
         """How a role's model is sharded where its backend is fsdp."""

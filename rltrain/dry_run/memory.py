@@ -32,6 +32,7 @@ def describe_memory(
     """
     lines: list[str] = []
     parts = [part for part in PARTS if part != "master_weights" or config.model.dtype != "float32"]
+    parts += ["base"] if config.keeps_adapters_apart("rollout") else []
     for hosted, ranks in _kinds_of_ranks(placement).items():
         mine = [role for role in guests if role in hosted]
         same = [role for role in sharing if role in hosted]

@@ -14,7 +14,7 @@ from rltrain.estimate.optimizer import (
     trained_settings,
 )
 from rltrain.estimate.planned import PlannedJob
-from rltrain.estimate.sharded import gathered_bytes, sharded_bytes
+from rltrain.estimate.sharded import gathered_bytes, held_elements, sharded_bytes
 from rltrain.estimate.shares import expert_data_parallel, in_buffers, layers_of_stage, trained_elements
 from rltrain.models import Architecture
 from rltrain.reshard.tensor_groups import MADE_BYTES
@@ -65,7 +65,10 @@ def resident_bytes(job: PlannedJob, role: str, stage: int) -> dict[str, int]:
         return {"weights": 0, "kv_cache": 0}
     if role in drawing_roles():
         cache = _cache(job, role, _running(job, role) * _positions(job, role))
-        return {"weights": job.served_bytes_of(role), "kv_cache": cache}
+        weights, base = job.served_bytes_of(role), 0
+        if job.config.keeps_adapters_apart(role):
+            weights, base = job.adapter_bytes_of(role), weights
+        return {"weights": weights, "base": base, "kv_cache": cache}
     architecture, grid, item = job.architectures[role], job.grids[role], job.item_bytes
     if role == "judge":
         tokens = _judged_at_once(job) * job.config.judge.max_context_tokens
@@ -159,12 +162,12 @@ def working_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict
     `stages` are the pipeline stages that the rank has in its roles with something on the device.
     """
     if task in SYNCED:
-        return _sync_bytes(job, stages)
+        return _sync_bytes(job, task, stages)
     if task in ("generate", "generate_evaluation"):
         return _generating_bytes(job, "rollout")
     if task == "run_evaluation":
         part = min(ARRIVING_BYTES, job.served_bytes_of("evaluation"))  # of weights that come meanwhile
-        return {**_generating_bytes(job, "evaluation"), **_sync_bytes(job, stages), "arriving": part}
+        return {**_generating_bytes(job, "evaluation"), **_sync_bytes(job, task, stages), "arriving": part}
     if task in ("verdicts", "evaluation_verdicts"):
         logits = 0 if job.runs_elsewhere("judge") else _judged_at_once(job) * job.architectures["judge"].vocab_size
         return {"logits": logits * FP32 * SAMPLING_COPIES, **_staging(job, "judge")}
@@ -199,18 +202,21 @@ def _replayed_bytes(job: PlannedJob, role: str, stage: int) -> int:
     return sum(layers) * of_layer * grid.pp // is_cut
 
 
-def _sync_bytes(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
-    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB, **_merged(job, stages)}
+def _sync_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
+    found = {"buckets": WEIGHT_SYNC_BUFFERS * job.config.weight_sync.bucket_mb * MIB, **_merged(job, task, stages)}
     for role in drawing_roles():
         found |= _staging(job, role) if role in stages else {}
     return found
 
 
-def _merged(job: PlannedJob, stages: Mapping[str, int]) -> dict[str, int]:
-    """Weights with their adapters, of some layers at a time or of one."""
-    if job.config.model.lora is None or "actor" not in stages:
+def _merged(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
+    """Weights with their adapters, or from the host, of some layers at a time or of one."""
+    apart = task == "weight_sync" and job.config.keeps_adapters_apart("rollout")
+    if not job.config.makes_actor_weights or "actor" not in stages or apart:
         return {}
     weights = resident_bytes(job, "actor", stages["actor"])["weights"]
+    if job.config.keeps_shards_on_host("actor"):
+        weights = held_elements(job.architectures["actor"], job.grids["actor"]) * FP32
     layers = len(layers_of_stage(job.architectures["actor"], job.grids["actor"], stages["actor"]))
     return {"merged": min(weights, max(MADE_BYTES, weights // max(layers, 1)))}
 

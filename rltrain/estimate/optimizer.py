@@ -41,13 +41,15 @@ class OptimizerBytes:
     """0 where the weights are fp32."""
     states: int
     hosted: float
+    staging: int = STAGING_BYTES
+    """On the host, where any of it is there."""
 
     def on_device(self, size: int) -> int:
         return int(size * (1 - self.hosted))
 
     @property
     def on_host(self) -> int:
-        return int((self.masters + self.states) * self.hosted) + (STAGING_BYTES if self.hosted else 0)
+        return int((self.masters + self.states) * self.hosted) + (self.staging if self.hosted else 0)
 
 
 def trained_settings(job: PlannedJob, role: str) -> Trained:
@@ -62,27 +64,34 @@ def optimizer_bytes(job: PlannedJob, role: str, stage: int) -> OptimizerBytes:
     if settings.name == "muon":
         moments -= int(elements * _hidden(job, role, stage).share)
     item = FP32 if settings.moments_dtype == "float32" else FP32 // 2
-    masters = elements * FP32 if job.item_bytes < FP32 and not job.grids[role].is_sharded else 0
+    if job.grids[role].is_sharded:
+        # What is on the host are weights and gradients too, and no staging memory.
+        beside = 2 * elements * FP32 if settings.cpu_offload else 0
+        return OptimizerBytes(beside, moments * item, float(settings.cpu_offload), staging=0)
+    masters = elements * FP32 if job.item_bytes < FP32 else 0
     return OptimizerBytes(masters, moments * item, float(settings.cpu_offload))
 
 
 def learns_adapters(job: PlannedJob, role: str) -> bool:
     """Whether adapters alone are learned, beside weights that stay as they are."""
-    return job.config.model.lora is not None and role == "actor"
+    return job.config.lora_of(role) is not None
+
+
+def learned_architecture(job: PlannedJob, role: str) -> Architecture:
+    """Of what is learned: the role's model, or its adapters."""
+    architecture, lora = job.architectures[role], job.config.lora_of(role)
+    return architecture.adapted(lora.rank, lora.targets) if lora else architecture
 
 
 def learned_elements(job: PlannedJob, role: str, stage: int) -> Elements:
     """On a rank of one of the role's pipeline stages."""
-    architecture, lora = job.architectures[role], job.config.model.lora
-    if lora is not None and learns_adapters(job, role):
-        architecture = architecture.adapted(lora.rank, lora.targets)
-    return trained_elements(architecture, job.grids[role], stage)
+    return trained_elements(learned_architecture(job, role), job.grids[role], stage)
 
 
 def sharded_elements(job: PlannedJob, role: str, stage: int) -> int:
     """That a rank makes the steps of."""
     if job.grids[role].is_sharded:
-        return held_elements(job.architectures[role], job.grids[role])
+        return held_elements(learned_architecture(job, role), job.grids[role])
     elements, grid = learned_elements(job, role, stage), job.grids[role]
     replicas = grid.dp * grid.cp
     if not (trained_settings(job, role).distributed_optimizer and replicas > 1):

@@ -120,6 +120,14 @@ class PlannedJob:
         """Whether somebody else runs the engines of a role that has such: nothing of them is on its ranks."""
         return role in served_roles() and self.config.served(role).engine == "http"
 
+    def adapter_bytes_of(self, role: str) -> int:
+        """Of low-rank adapters that a rank of an engine of the role's has beside the weights."""
+        lora, grid = self.config.model.lora, self.grids[role]
+        if lora is None or not self.config.keeps_adapters_apart(role):
+            return 0
+        adapted = self.architectures["actor"].adapted(lora.rank, lora.targets)
+        return served_bytes(adapted, grid.tp, self.config.model.dtype, False, grid.ep)
+
     def served_bytes_of(self, role: str) -> int:
         """Of the weights on a rank of an engine of the role's."""
         is_fp8, grid = self.config.served(role).dtype == "fp8", self.grids[role]

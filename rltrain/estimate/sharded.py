@@ -10,7 +10,7 @@ from rltrain.estimate.links import GridLinks
 from rltrain.estimate.planned import PlannedJob
 from rltrain.models import Architecture, canonical_tensors
 from rltrain.models.lora import A
-from rltrain.reshard.fsdp_layout import fsdp_layout
+from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.tasks.roles import trained_roles
 
 FP32 = 4
@@ -39,9 +39,11 @@ def whole_elements(architecture: Architecture) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def whole_a_elements(adapted: Architecture) -> int:
-    """Of the halves A of adapters, which every rank has whole to merge its rows with."""
-    tensors = canonical_tensors(adapted)
-    return sum(prod(shape) for name, shape in zip(tensors.names, tensors.shapes, strict=True) if name.endswith(A))
+    """Of the halves A of adapters, which every rank has whole to merge its rows with; those of experts are sharded as
+    these are."""
+    whole = whole_parameters(adapted)
+    shapes = dict(zip(whole.names, whole.shapes, strict=True))
+    return sum(prod(shape) for name, shape in shapes.items() if name.endswith(A) and len(shape) == 2)
 
 
 def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
@@ -51,11 +53,13 @@ def sharded_bytes(job: PlannedJob, role: str) -> dict[str, int]:
     if role not in trained_roles():
         models = len(job.config.teacher.checkpoints) if role == "teacher" else 1
         return {"weights": models * elements * job.item_bytes}
-    frozen, lora = 0, job.config.model.lora
-    if lora and role == "actor":
+    frozen, lora = 0, job.config.lora_of(role)
+    if lora:
         adapted = job.architectures[role].adapted(lora.rank, lora.targets)
         frozen = elements * job.item_bytes + whole_a_elements(adapted) * FP32
         elements = held_elements(adapted, job.grids[role])
+    if getattr(job.config, role).optimizer.cpu_offload:
+        return {"weights": 0, "master_weights": 0, "optimizer": 0, "gradients": 0}
     return {
         "weights": frozen + elements * FP32,
         "master_weights": 0,

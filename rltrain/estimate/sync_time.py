@@ -7,12 +7,13 @@ from rltrain.estimate.delta import sent_share
 from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import PlannedJob
+from rltrain.models import Architecture
 from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import Planner
 from rltrain.reshard.plan.prediction import Links, Prediction, predict
-from rltrain.rollout.layout import whole_engine
+from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.tasks.roles import drawing_roles, trained_roles
 
 BYTES_PER_COPY = 2
@@ -31,12 +32,20 @@ class PlannedSync:
         job, source = self.job, self._training_layout("actor")
         if self.role not in drawing_roles():
             return Planner(source, self._training_layout(self.role), job.ranks_per_node)
+        if (lora := job.config.model.lora) and job.config.keeps_adapters_apart(self.role):
+            architecture, grid = job.architectures["actor"], job.grids[self.role]
+            beside = adapters_of_engine(job.config, architecture, grid, self.role).layout
+            adapted = architecture.adapted(lora.rank, lora.targets)
+            return Planner(self._layout_of(adapted, "actor"), beside, job.ranks_per_node)
         whole = whole_engine(job.config, job.architectures["actor"], job.grids[self.role], self.role)
         layouts = whole.filled_from(source)
         return Planner(layouts.source, layouts.destination, job.ranks_per_node)
 
     def _training_layout(self, role: str) -> Layout:
-        architecture, grid = self.job.architectures[role], self.job.grids[role]
+        return self._layout_of(self.job.architectures[role], role)
+
+    def _layout_of(self, architecture: Architecture, role: str) -> Layout:
+        grid = self.job.grids[role]
         if grid.is_sharded:
             trains = role in trained_roles()
             return fsdp_layout(architecture, grid, dtype="float32" if trains else self.job.config.model.dtype)

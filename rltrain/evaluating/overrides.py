@@ -44,6 +44,7 @@ def evaluation_overrides(path: Path, given: Sequence[str], *, checkpoint: str, o
         "steps": 1,
         "data.solved_rate": None,
         "model.path": checkpoint,
+        "weight_sync.adapters": "merged",
         "output_dir": str(output),
         "checkpoint": {"resume": "none", "save_hf": False},
         "evaluation.stop_at": None,

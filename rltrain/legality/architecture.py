@@ -28,7 +28,7 @@ def check_against_architecture(
     """Refuse models that cannot be served, grids that do not divide the model or the batch, and texts longer than a
     model takes. `architectures` are by role, that of model.path under actor. ConfigError."""
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
-    problems += adapted_model_problems(config, architectures["actor"])
+    problems += adapted_model_problems(config, architectures)
     problems += replay_problems_of_models(config, grids, architectures)
     problems += _dispatcher_problems(config, grids, architectures)
     for role in grids:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.config.schema import Config, Parallel, Trained
+from rltrain.legality.lora import lora_key
 from rltrain.tasks.roles import model_roles, trained_roles
 
 CUT = {
@@ -23,7 +24,6 @@ REDUCTION = {
 OPTIMIZER = {
     "name": "matrices are sharded, which muon would need whole",
     "moments_dtype": "torch's AdamW keeps moments in the type of its parameters",
-    "cpu_offload": "the optimizer works on the shards that layers are gathered from",
 }
 MODEL = {
     "activation_offload": "layers are transformers', which leave what they like",
@@ -62,11 +62,29 @@ def _parallel_problems(config: Config, role: str) -> Iterator[str]:
             expected = {True: "true", None: "null"}.get(getattr(default, name), getattr(default, name))
             given = str(getattr(section, name)).lower()
             yield f"{role}.{name}: got {given} with backend fsdp; expected {expected}: {reason}"
+    if role in trained_roles():
+        yield from _offload_problems(config, role)
     for name, reason in OPTIMIZER.items() if role in trained_roles() else ():
         given, default = getattr(getattr(config, role).optimizer, name), getattr(Trained().optimizer, name)
         if given != default:
             said, expected = (str(value).lower() for value in (given, default))
             yield f"{role}.optimizer.{name}: got {said} with backend fsdp; expected {expected}: {reason}"
+
+
+def _offload_problems(config: Config, role: str) -> Iterator[str]:
+    given = getattr(config, role).optimizer.cpu_offload
+    if not given:
+        return
+    if given not in (True, 1):
+        yield (
+            f"{role}.optimizer.cpu_offload: got {given} with backend fsdp; expected true or false: its layers are "
+            "gathered from shards that are all on the host, or all on the device"
+        )
+    if config.lora_of(role) is not None:
+        yield (
+            f"{role}.optimizer.cpu_offload: got {str(given).lower()} with backend fsdp and {lora_key(role)}; expected "
+            "false: the optimizer of adapters is small"
+        )
 
 
 def _model_problems(config: Config, role: str) -> Iterator[str]:

@@ -1,15 +1,23 @@
 """Low-rank adapters: what they may be asked for with, and on which matrices of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from rltrain.config.lora import Lora
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
 from rltrain.models.canonical import table_of
 from rltrain.models.lora import targets_in
+from rltrain.tasks.roles import trained_roles
 
 
 def lora_problems(config: Config) -> Iterator[str]:
     """In any world."""
+    yield from _apart_problems(config)
+    if config.critic.lora is not None and config.critic.lora.path is not None:
+        yield (
+            f"critic.lora.path: got {config.critic.lora.path}; expected null: a critic begins from the checkpoint "
+            "critic.path, which may have adapters merged"
+        )
     if config.model.lora is None:
         return
     if config.algorithm == "reward_model":
@@ -22,27 +30,47 @@ def lora_problems(config: Config) -> Iterator[str]:
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
             "are part of the base, which stays as it is"
         )
-    if config.model.transformer_impl == "transformer_engine":
+
+
+def _apart_problems(config: Config) -> Iterator[str]:
+    """With adapters that engines keep beside their base."""
+    if config.weight_sync.adapters != "apart":
+        return
+    if config.model.lora is None:
+        yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
+        return
+    if config.rollout.engine == "sglang":
         yield (
-            "model.transformer_impl: got transformer_engine with model.lora, whose adapters are beside Megatron's own "
-            "layers; expected auto or local"
+            "weight_sync.adapters: got apart with rollout.engine sglang, whose requests keep the adapter that they "
+            "begin with, so that responses under way could not go on with new weights; expected merged, or "
+            "rollout.engine: embedded"
+        )
+    if config.weight_sync.delta is not None:
+        yield (
+            "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "
+            "alone, and all of these change; expected null, or weight_sync.adapters: merged"
         )
 
 
-def adapted_model_problems(config: Config, actor: Architecture) -> Iterator[str]:
-    """With the model that model.path names."""
-    lora = config.model.lora
-    if lora is None:
-        return
-    if actor.mla is not None:
-        yield f"model.lora: got adapters for {actor.family}, whose latent attention has none here; expected null"
-        return
-    if config.backend_of("actor") == "fsdp" and (actor.moe or actor.unlisted):
-        why = "has experts" if actor.moe else "is of a family without a table"
+def lora_key(role: str) -> str:
+    """Where the config says which adapters a role's model learns."""
+    return "model.lora" if role == "actor" else f"{role}.lora"
+
+
+def adapted_model_problems(config: Config, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    """With the models that learn adapters, by role."""
+    for role in trained_roles():
+        if (lora := config.lora_of(role)) and role in architectures:
+            yield from _problems_of_model(lora_key(role), lora, architectures[role])
+
+
+def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
+    if model.unlisted:
         yield (
-            f"model.lora: got adapters with actor.backend fsdp, and the model {why}; expected null, or backend megatron"
+            f"{key}: got adapters for {model.family}, a family without a table, of whose matrices rltrain does not "
+            "know which are to have one; expected null"
         )
         return
-    known = targets_in(table_of(actor))
+    known = targets_in(table_of(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
-        yield f"model.lora.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"
+        yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"

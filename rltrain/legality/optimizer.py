@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rltrain.config.models import RecomputedModule
 from rltrain.config.schema import Config
+from rltrain.legality.lora import lora_key
 from rltrain.tasks.roles import trained_roles
 
 EMPTIED: tuple[RecomputedModule, ...] = ("layernorm", "mla_up_proj")
@@ -21,9 +22,10 @@ def optimizer_problems(config: Config) -> Iterator[str]:
                 "makes whole matrices orthogonal, for which a host takes too long; expected false, with "
                 f"{role}.optimizer.moments_dtype bfloat16 or {role}.offload true where memory is short, or name adamw"
             )
-        if optimizer.name == "muon" and role == "actor" and config.model.lora:
+        if optimizer.name == "muon" and config.lora_of(role):
             yield (
-                f"{role}.optimizer.name: got muon with model.lora, whose matrices are factors of one; expected adamw"
+                f"{role}.optimizer.name: got muon with {lora_key(role)}, whose matrices are factors of one; expected "
+                "adamw"
             )
         if optimizer.name != "muon" and "muon" in optimizer.model_fields_set:
             yield (

@@ -70,8 +70,11 @@ def table_of(architecture: Architecture) -> Table:
         *(_head_norms(architecture) if architecture.qk_norm else ()),
     )
     table = replace(table, dense=table.dense.with_rows(own), sparse=table.sparse and table.sparse.with_rows(own))
-    table = replace(table, head=VALUE_HEAD) if architecture.head == "value" else table
-    return adapters_of(table, architecture.adapters.targets) if architecture.adapters else table
+    learns_head = architecture.head == "value"
+    table = replace(table, head=VALUE_HEAD) if learns_head else table
+    if adapters := architecture.adapters:
+        return adapters_of(table, adapters.targets, learns_head=learns_head)
+    return table
 
 
 def _head_norms(architecture: Architecture) -> tuple[Row, Row]:

@@ -1,31 +1,34 @@
 """Tables of low-rank adapters, Hu et al. 2021, "LoRA", with the names of PEFT's files: A [rank, inputs] and B [outputs,
 rank] of each adapted matrix.
 
-Where training keeps several matrices in one parameter, their A lie one below the other in one parameter, and so do
-their B, cut as the matrices are. If one of them is adapted the others have adapters too, which stay zero: zeros have
-zero gradients.
+Where training or an engine keeps several matrices in one parameter, their A lie one below the other in one parameter,
+and so do their B, cut as the matrices are. If one of them is adapted the others have adapters too, which stay zero:
+zeros have zero gradients.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import groupby
 
-from rltrain.models.table import Layer, Part, Row, Table
+from rltrain.models.table import Layer, Part, Row, Split, Table
 
 PEFT_PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
 ADAPTER_A, ADAPTER_B = ".lora.a", ".lora.b"
-"""What ends the names of training's parameters, after the name of the layer that they are added to."""
+"""What ends the names of training's parameters, after the name of the layer that they are added to, and of an engine's,
+after the name of the parameter that they are added to."""
 WEIGHT = ".weight"
 NOTHING = Row(parts=(), megatron="", engine="")
 
 
-def adapters_of(table: Table, targets: Collection[str] | None) -> Table:
-    """The adapters of a family's matrices called `targets`, or of all; nothing else."""
+def adapters_of(table: Table, targets: Collection[str] | None, *, learns_head: bool = False) -> Table:
+    """The adapters of a family's matrices called `targets`, or of all; nothing else but, where it learns too, the
+    head."""
     return Table(
         embedding=NOTHING,
         dense=_of_layer(table.dense, targets),
         final_norm=NOTHING,
-        head=NOTHING,
+        head=table.head if learns_head else NOTHING,
         sparse=_of_layer(table.sparse, targets) if table.sparse else None,
     )
 
@@ -56,34 +59,48 @@ def _of_layer(layer: Layer, targets: Collection[str] | None) -> Layer:
 
 
 def _of_rows(rows: Collection[Row], targets: Collection[str] | None) -> tuple[Row, ...]:
-    adapted = (row for row in rows if row.quantizable)
-    if targets is not None:
-        adapted = (row for row in adapted if any(target_of(part.name) in targets for part in row.parts))
-    return tuple(half for row in adapted for half in _halves(row))
+    adapted: list[Row] = []
+    for _, together in groupby((row for row in rows if row.quantizable), key=lambda row: row.engine):
+        members = [*together]
+        named = {target_of(part.name) for row in members for part in row.parts}
+        if targets is None or not named.isdisjoint(targets):
+            adapted += [_a_of(row) for row in members] + [_b_of(row) for row in members]
+    return tuple(adapted)
 
 
-def _halves(row: Row) -> tuple[Row, Row]:
-    """A and B. Tensor parallelism that cuts a matrix by rows cuts B, by columns A; the other one every rank has."""
-
-    def half(ending: str, name: str, dimensions: tuple[int | None, int | None], is_cut: bool) -> Row:
-        parts = tuple(
-            Part(
-                PEFT_PREFIX + part.name.removesuffix(WEIGHT) + ending,
-                tuple("rank" if place is None else part.dimensions[place] for place in dimensions),
-            )
-            for part in row.parts
-        )
-        name = row.megatron.removesuffix(WEIGHT) + name
-        return replace(
-            row,
-            parts=parts,
-            megatron=name,
-            engine=name,
-            split=row.split if is_cut else "replicated",
-            megatron_te=None,
-            split_local=None,
-            quantizable=False,
-        )
-
+def _a_of(row: Row) -> Row:
+    """Tensor parallelism that cuts a matrix by columns cuts A; by rows B. The other one every rank has."""
     by_columns = row.split == "columns"
-    return half(A, ADAPTER_A, (None, 1), by_columns), half(B, ADAPTER_B, (0, None), not by_columns)
+    return _half(row, A, ADAPTER_A, (None, 1), row.split if by_columns else "replicated", None)
+
+
+def _b_of(row: Row) -> Row:
+    by_columns = row.split == "columns"
+    return _half(row, B, ADAPTER_B, (0, None), "replicated" if by_columns else row.split, row.split_local)
+
+
+def _half(
+    row: Row,
+    ending: str,
+    name: str,
+    dimensions: tuple[int | None, int | None],
+    split: Split,
+    split_local: Split | None,
+) -> Row:
+    parts = tuple(
+        Part(
+            PEFT_PREFIX + part.name.removesuffix(WEIGHT) + ending,
+            tuple("rank" if place is None else part.dimensions[place] for place in dimensions),
+        )
+        for part in row.parts
+    )
+    return replace(
+        row,
+        parts=parts,
+        megatron=row.megatron.removesuffix(WEIGHT) + name,
+        engine=row.engine + name,
+        split=split,
+        megatron_te=row.megatron_te and row.megatron_te.replace(WEIGHT, name),
+        split_local=split_local,
+        quantizable=False,
+    )

@@ -50,7 +50,7 @@ def reference_uses_actor_modules(
 ) -> bool:
     """Whether the reference has the actor's ranks, layout and architecture, and so needs no model of its own: its
     weights take the place of the actor's."""
-    return config.model.lora is None and _share_modules(config, grids, architectures)
+    return not config.makes_actor_weights and _share_modules(config, grids, architectures)
 
 
 def reference_is_actors_base(

@@ -14,10 +14,14 @@ from rltrain.models import Architecture, canonical_tensors, element_types
 from rltrain.models.canonical_tensors import CanonicalTensors, IntArray
 from rltrain.reshard.layout import PIECE, Layout, Parameters, RankLayout
 
-EXPERT = re.compile(r"(?P<block>.*)\.experts\.\d+\.(?P<matrix>gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")
+EXPERT = re.compile(
+    r"(?P<block>.*)\.experts\.\d+\.(?P<matrix>gate_proj|w1|up_proj|w3|down_proj|w2)"
+    r"(?:\.weight|(?P<adapter>\.lora_[AB]\.weight))"
+)
 STACKED = {"gate_proj": "gate_up_proj", "w1": "gate_up_proj", "up_proj": "gate_up_proj", "w3": "gate_up_proj"}
 STACKED |= {"down_proj": "down_proj", "w2": "down_proj"}
-"""Which of transformers' parameters has an expert's matrix; it has those of all experts of a layer, gate above up."""
+"""Which of transformers' parameters has an expert's matrix; it has those of all experts of a layer, gate above up.
+Their low-rank adapters lie as they do, in parameters of their own."""
 BLOCKS = {"block_sparse_moe": "mlp"}
 """What transformers calls a block of experts that has another name in checkpoints."""
 
@@ -79,7 +83,9 @@ def whole_parameters(architecture: Architecture) -> WholeParameters:
 def _owner(tensor: str) -> str:
     """The parameter of transformers that a checkpoint's tensor lies in."""
     found = EXPERT.fullmatch(tensor)
-    name = f"{found['block']}.experts.{STACKED[found['matrix']]}" if found else tensor
+    name = tensor
+    if found:
+        name = f"{found['block']}.experts.{STACKED[found['matrix']]}{found['adapter'] or ''}"
     for block, renamed in BLOCKS.items():
         name = name.replace(f".{block}.", f".{renamed}.")
     return name

@@ -114,7 +114,8 @@ class ModelCutter:
             if chunk.head:
                 contents.add(chunk.prefix, self._template((table.final_norm,), share), first[-1:])
                 if not (tied and any(chunk.embedding for chunk in chunks)):
-                    head = first[-1:] + 1 if not tied else np.array([0])  # tied: the embedding, on another stage
+                    after_norm = first[-1:] + tensors_in((table.final_norm,))
+                    head = after_norm if not tied else np.array([0])  # tied: the embedding, on another stage
                     contents.add(chunk.prefix, self._template((table.head,), share), head)
         return contents.finished()
 

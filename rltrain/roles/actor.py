@@ -243,7 +243,7 @@ class Actor(TrainedRole):
             rank=self.job.world.rank,
             like=Path(self.config.model.path),
             dtype=getattr(torch, self.config.model.dtype),
-            made_bytes=MADE_BYTES if self.config.model.lora else None,
+            made_bytes=MADE_BYTES if self.config.makes_actor_weights else None,
             notes=notes,
         )
         export_adapters(self.job, self.model, Path(self.config.output_dir, folder))

@@ -1,5 +1,5 @@
-"""The weights of an actor with low-rank adapters, resharded into another role's: some layers at a time, so that never
-more of them are merged than those."""
+"""The weights of an actor that are made when they are asked for, merged with low-rank adapters or brought from the
+host, resharded into another role's: some layers at a time, so that never more of them are there than those."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -103,15 +103,16 @@ def merged_into_model(job: Job, role: str, max_bytes: int = MADE_BYTES) -> Merge
 
 
 def _groups_of(job: Job, source: Layout, max_bytes: int) -> tuple[list[BoolArray], list[BoolArray]]:
-    """[tensors] of some layers each to which adapters add something, and those that training leaves as they are. Biases
-    of routers follow loads, and are with the former."""
-    lora = job.config.model.lora
-    assert lora is not None, "weights are merged of adapters"
+    """[tensors] of some layers each that training changes, and those that it leaves as they are: without adapters
+    none. Biases of routers follow loads, and are with the former."""
+    lora, groups = job.config.model.lora, [*tensor_groups(source.tensors, source.types, max_bytes)]
+    if lora is None:
+        return groups, []
     adapters = canonical_tensors(job.architecture.adapted(lora.rank, lora.targets)).names
     bias = ROUTER_BIAS.parts[0].name.rpartition(".")[2]
     changing = {*map(matrix_of, adapters), *(name for name in source.tensors.names if name.endswith(bias))}
     adapted = np.isin(source.tensors.names, sorted(changing))
-    groups = [group & adapted for group in tensor_groups(source.tensors, source.types, max_bytes)]
+    groups = [group & adapted for group in groups]
     return [group for group in groups if group.any()], [~adapted] if not adapted.all() else []
 
 

@@ -19,7 +19,7 @@ class ModelSync:
         self.actor = actor if isinstance(actor, Actor) else None
         self.follower = follower if isinstance(follower, Inference | Reference) else None
         self.resharding: RoleResharding | MergedResharding | None = None
-        if job.config.model.lora:
+        if job.config.makes_actor_weights:
             self.resharding = merged_into_model(job, role)
         elif not (role == Reference.name and uses_actor_modules(job)):
             self.resharding = RoleResharding(job, role, job.training_layout("actor"), job.training_layout(role))

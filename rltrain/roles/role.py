@@ -119,6 +119,10 @@ class Job:
         """Where the parameters of the role's model lie; every rank of the job can tell."""
         return training_backend(self.config, role).layout(self.model_site(role))
 
+    def adapters_layout(self) -> Layout:
+        """Where the actor's low-rank adapters lie; every rank of the job can tell."""
+        return training_backend(self.config, "actor").adapters_layout(self.model_site("actor"))
+
     @cached_property
     def shape(self) -> RunShape:
         return RunShape.of(self.config)

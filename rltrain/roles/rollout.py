@@ -12,6 +12,7 @@ from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.errors import CheckpointError
 from rltrain.exchange.exchange import Shipment
 from rltrain.models.routing_shape import RoutingShape
+from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.episode_sessions import Conversations
 from rltrain.roles.group_scoring import GroupScoring
@@ -42,6 +43,7 @@ class Rollout(DrawingRole):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self.parts = {"base": MemoryPart(tuple), **self.parts}
         self.num_greedy = job.shape.greedy_per_group
         self.num_samples = job.shape.samples_per_group + self.num_greedy
         """Of each training prompt, the greedy ones last."""

@@ -1,6 +1,10 @@
 """Weight sync: the actor's parameters, resharded into the rollout's. A task that both roles' ranks join."""
 
 import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
 
 from rltrain.cluster.world import TRANSPORT_TIMEOUT_S
 from rltrain.config.schema import WeightDelta
@@ -14,9 +18,15 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.role_resharding import RoleResharding
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
-from rltrain.training.backend import published_weights
+from rltrain.training.backend import AdaptedModel, Model, published_weights
 
 logger = logging.getLogger(__name__)
+
+
+class SyncedPart(NamedTuple):
+    resharding: RoleResharding | MergedResharding
+    content: str
+    """As EnginePart says."""
 
 
 class WeightSync:
@@ -29,8 +39,13 @@ class WeightSync:
         self.left: tuple[int, int, int] | None = None
         """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and
         its process been started anew."""
-        parts = engine_parts(job.config, job.architecture, job.grids["rollout"])
-        self.parts = [resharding_into(job, "rollout", part, delta) for part in parts]
+        self.base = rollout.parts["base"] if rollout else None
+        self.parts = [
+            SyncedPart(resharding_into(job, "rollout", part, delta), part.content)
+            for part in engine_parts(job.config, job.architecture, job.grids["rollout"])
+        ]
+        self.has_base = False
+        """Whether engines have what an earlier sync of this process brought once: nothing takes it from them."""
         self.turns = Turns(delta.full_every, delta.check_every) if delta else None
         union = tuple(sorted({*job.grids["actor"].ranks, *job.grids["rollout"].ranks}))
         waiting = job.heartbeat.task_clock.waiting
@@ -87,18 +102,22 @@ class WeightSync:
 
     def _send(self, turn: Turn) -> tuple[SyncReport | None, float]:
         """All parts, and seconds that it took to compare both sides."""
-        source = published_weights(self.actor.model) if self.actor else None
         is_kept, compares = turn is Turn.CHANGES, self.turns is not None and self.turns.compares
         reports, verify_s = [], 0.0
         for number, part in enumerate(self.parts):
-            if part.is_frozen and is_kept and not (compares or self.config.verify):
+            is_known = part.resharding.is_frozen and is_kept and not (compares or self.config.verify)
+            if is_known or (part.content == "base" and self.has_base):
                 continue
+            source = _held_by(self.actor.model, part.content) if self.actor else None
             destination = self.engine.incoming(number, is_kept=is_kept) if self.engine else None
-            report, seconds = part.run(source, destination, turn, compares=compares)
+            report, seconds = part.resharding.run(source, destination, turn, compares=compares)
             reports += [report] if report else []
             verify_s += seconds
             if self.engine:
                 self.engine.arrived(number)
+            if part.content == "base" and self.base:
+                self.base.changed()
+        self.has_base = True
         return total(reports) if reports else None, verify_s
 
 
@@ -106,11 +125,23 @@ def resharding_into(
     job: Job, role: str, part: EnginePart, delta: WeightDelta | None = None
 ) -> RoleResharding | MergedResharding:
     """From the actor's layout to a part of what engines of `role` hold."""
-    if job.config.model.lora:
+    if part.content == "adapters":
+        return RoleResharding(job, role, job.adapters_layout(), part.layout)
+    if job.config.makes_actor_weights and part.content == "weights":
         return merged_into_part(job, role, part, delta)
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
     return RoleResharding(job, role, layouts.source, layouts.destination, blocks, delta)
+
+
+def _held_by(model: Model, content: str) -> Mapping[str, Tensor]:
+    """What is sent of a trained model for a part of this content."""
+    if content == "weights":
+        return published_weights(model)
+    if content == "base":
+        return model.parameters
+    assert isinstance(model, AdaptedModel), "only a model with adapters has any to send"
+    return model.adapters
 
 
 def sent_share_of(report: SyncReport) -> float:

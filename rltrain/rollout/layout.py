@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 
@@ -57,6 +58,9 @@ class EnginePart:
 
     plain: Layout
     quantized: BoolArray
+    content: Literal["weights", "base", "adapters"] = "weights"
+    """What an update brings of the actor: its weights, with the adapters merged that it may have; or its base, which an
+    engine gets once, and its adapters."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -93,9 +97,20 @@ def engine_of(architecture: Architecture, grid: Grid, *, dtype: str, fp8: bool) 
     return EnginePart(engine_layout(architecture, grid, dtype=dtype), in_fp8 if fp8 else np.zeros_like(in_fp8))
 
 
+def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> EnginePart:
+    """What a role's engines hold of low-rank adapters that are kept apart. `architecture` is the model's."""
+    lora = config.model.lora
+    assert lora is not None, "only a model with adapters has any to keep apart"
+    adapted = architecture.adapted(lora.rank, lora.targets)
+    plain = engine_layout(adapted, grid, dtype=config.model.dtype)
+    return EnginePart(plain, np.zeros(len(plain.types), dtype=bool), "adapters")
+
+
 def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> list[EnginePart]:
     """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
     whole, served = whole_engine(config, architecture, grid, role), config.served(role)
+    if config.keeps_adapters_apart(role):
+        return [replace(whole, content="base"), adapters_of_engine(config, architecture, grid, role)]
     if served.engine == "embedded":
         return [whole]  # its parameters are this process's own: there is nothing to bound
     return in_parts(whole, staging_bytes(served))

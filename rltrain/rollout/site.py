@@ -52,7 +52,7 @@ class EngineSite:
 
 @dataclass(frozen=True)
 class HostedEngine:
-    """`parts` are "weights" and "kv_cache", as tasks.roles names them."""
+    """`parts` are "weights" and "kv_cache", as tasks.roles names them, and "base" where it has adapters apart."""
 
     engine: Engine
     parts: Mapping[str, MemoryPart]

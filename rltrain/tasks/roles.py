@@ -58,8 +58,10 @@ def _updates(role: str) -> Needs:
     return Needs(updates=parts_of(role, *TRAINED_PARTS))
 
 
+BASE = parts_of("rollout", "base")
+"""What a weight sync leaves as it is: of engines that have adapters apart, what these are added to. Else nothing."""
 _GENERATES = Needs(
-    reads=_weights("rollout"), updates=parts_of("env", "simulators"), rewrites=parts_of("rollout", "kv_cache")
+    reads=_weights("rollout") | BASE, updates=parts_of("env", "simulators"), rewrites=parts_of("rollout", "kv_cache")
 )
 
 ACTOR = RoleTasks(
@@ -193,7 +195,7 @@ JUDGE = RoleTasks(
 ROLLOUT = RoleTasks(
     "rollout",
     (
-        Task("load_weights", Needs(rewrites=_weights("rollout")), kind=OTHER),
+        Task("load_weights", Needs(rewrites=_weights("rollout") | BASE), kind=OTHER),
         Task("generate", _GENERATES, leaves=("samples",), reports=metrics.GENERATE),
         Task("generate_evaluation", _GENERATES, leaves=("evaluation_samples",), kind="generate"),
     ),
@@ -240,7 +242,8 @@ SYNCED = {
 
 
 def _gives_weights(task: str, reports: tuple[metrics.Metric, ...] = ()) -> Task:
-    needs = Needs(reads=_weights("actor"), rewrites=_weights(SYNCED[task]))
+    base = BASE if SYNCED[task] == "rollout" else frozenset()
+    needs = Needs(reads=_weights("actor") | base, rewrites=_weights(SYNCED[task]))
     return Task(task, needs, reports=reports, kind="weight sync")
 
 

@@ -53,14 +53,14 @@ class AdapterMode:
         return inputs * kept.div_(1 - self._dropout)
 
 
-class MergedWeights(Mapping[str, Tensor]):
-    """`weights` by name as `merged(name, weight)` makes them of these, when they are asked for; none is kept."""
+class MadeWeights(Mapping[str, Tensor]):
+    """`weights` by name as `made(name, weight)` makes them of these, when they are asked for; none is kept."""
 
-    def __init__(self, weights: Mapping[str, Tensor], merged: Callable[[str, Tensor], Tensor]) -> None:
-        self._weights, self._merged = weights, merged
+    def __init__(self, weights: Mapping[str, Tensor], made: Callable[[str, Tensor], Tensor]) -> None:
+        self._weights, self._made = weights, made
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._merged(name, self._weights[name])
+        return self._made(name, self._weights[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.checkpoint.hf_reader import within, write_piece
 from rltrain.checkpoint.peft_files import load_adapters
 from rltrain.config.lora import Lora
-from rltrain.models.lora import A, target_of
+from rltrain.models.lora import A, B, target_of
 from rltrain.reshard.layout import Layout
 
 
@@ -27,15 +27,18 @@ def begin_adapters(layout: Layout, rank: int, parameters: Mapping[str, Tensor], 
 def draw_adapters(
     layout: Layout, rank: int, parameters: Mapping[str, Tensor], targets: Collection[str] | None, seed: int
 ) -> None:
-    """Fill `parameters`, those of `rank` in the adapters' `layout`: B with zeros, and A as He et al. 2015, "Delving
-    deep into rectifiers", section 2.2, with the negative slope sqrt(5) that PEFT takes: uniform up to 1 / sqrt(inputs).
+    """Fill `parameters`, those of `rank` in the adapters' `layout` but a head's: B with zeros, and A as He et al. 2015,
+    "Delving deep into rectifiers", section 2.2, with the negative slope sqrt(5) that PEFT takes: uniform up to
+    1 / sqrt(inputs).
 
     Each A has a generator of its own. Those of matrices that are not among `targets` are zero.
     """
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
-    for flat in flats:
-        flat.zero_()
+    heads = {piece["parameter"] for piece in mine.pieces if not layout.tensors.names[piece["tensor"]].endswith((A, B))}
+    for number, flat in enumerate(flats):
+        if number not in heads:
+            flat.zero_()
     drawn: dict[int, Tensor] = {}
     for piece in mine.pieces:
         number = int(piece["tensor"])

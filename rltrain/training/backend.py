@@ -157,6 +157,14 @@ class TrainedModel(Model, Protocol):
 
 
 @runtime_checkable
+class PublishingModel(Protocol):
+    """What a model has besides whose parameters are not what others get."""
+
+    published: Mapping[str, Tensor]
+    """These by the names of `parameters`: each is made when it is asked for, and not kept."""
+
+
+@runtime_checkable
 class AdaptedModel(Protocol):
     """What a trained model with low-rank adapters (config.lora) has besides. Its `parameters` are the base, frozen."""
 
@@ -172,14 +180,18 @@ class AdaptedModel(Protocol):
 
 def published_weights(model: Model) -> Mapping[str, Tensor]:
     """What other roles and checkpoints get of it, by the names of its layout."""
-    return model.published if isinstance(model, AdaptedModel) else model.parameters
+    return model.published if isinstance(model, PublishingModel) else model.parameters
 
 
 class TrainingBackend(Protocol):
-    """A module of three functions."""
+    """A module of four functions."""
 
     def layout(self, site: ModelSite) -> Layout:
         """That of the site's model: any rank of the job can tell, also one that has no share of it."""
+        ...
+
+    def adapters_layout(self, site: ModelSite) -> Layout:
+        """That of the low-rank adapters of the site's model, as `layout`. Of a role that learns such."""
         ...
 
     def frozen_model(self, site: ModelSite) -> Model:

@@ -47,6 +47,9 @@ class Way:
     samples: int = 12
     model: dict[str, Any] = field(default_factory=dict)
     keep_gathered: bool = False
+    on_host: bool = False
+    lora: dict[str, Any] | None = None
+    """Of a critic."""
 
     @property
     def grid(self) -> Grid:
@@ -64,6 +67,7 @@ WAYS = {
     "copies2": Way(ranks=4, copies=2),
     "copies4": Way(ranks=4, copies=4),
     "keep_gathered": Way(ranks=2, keep_gathered=True),
+    "on_host": Way(ranks=3, on_host=True),
     "recompute": Way(ranks=2, model={"recompute": "full"}),
     "recompute_one_layer": Way(ranks=2, model={"recompute": {"granularity": "full", "layers": 1}}),
     "cp2": Way(ranks=2, cp=2),
@@ -75,6 +79,10 @@ OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
     "critic_cp2": (Way(ranks=2, cp=2, role="critic"), Way("megatron", role="critic")),
+    "critic_lora": (
+        Way(ranks=3, role="critic", lora={"rank": 4}),
+        Way("megatron", tp=2, ranks=2, role="critic", lora={"rank": 4}),
+    ),
     "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
 }
 
@@ -119,6 +127,7 @@ def trained(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | Non
         "end": end.tolist(),
         "top": [top_ids.tolist(), top.tolist()],
         "elements": sum(parameter.numel() for parameter in model.parameters.values()),
+        "bytes": {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()},
     }
 
 
@@ -163,7 +172,7 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
     settings = schema.Actor(
         backend=way.backend,  # type: ignore[arg-type]
         fsdp=fsdp,
-        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1),
+        optimizer=schema.Optimizer(lr=1e-2, warmup_steps=2, decay="linear", weight_decay=0.1, cpu_offload=way.on_host),
         micro_batch_tokens=way.max_tokens,
         parallel=schema.Parallel(tp=way.tp, cp=way.cp),
     )
@@ -173,6 +182,7 @@ def site_of(way: Way, path: Path, groups: ProcessGroups) -> ModelSite:
         model=schema.Model(path=str(path), **{"dtype": "float32", **way.model}),
         data={"train": {"path": "none"}},  # type: ignore[arg-type]
         actor=settings,
+        critic=schema.Critic(lora=way.lora),  # type: ignore[arg-type]
     )
     architecture = read_unlisted(path) if is_unlisted(path) else read_architecture(path)
     return ModelSite(
@@ -202,6 +212,7 @@ def step(model: TrainedModel, way: Way, experience: Experience) -> dict[str, flo
 STATES = {
     "ranks3": (Way(ranks=3), Way(ranks=3)),
     "copies2": (Way(ranks=4, copies=2), Way(ranks=4, copies=2)),
+    "on_host": (Way(ranks=2, on_host=True), Way(ranks=2, on_host=True)),
     "ranks4_to_ranks3": (Way(ranks=4), Way(ranks=3)),
     "fsdp_to_megatron": (Way(ranks=3), MEGATRON),
     "megatron_to_fsdp": (MEGATRON, Way(ranks=3)),

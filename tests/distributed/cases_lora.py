@@ -2,6 +2,7 @@
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,17 @@ from tests.distributed.tiny_checkpoints import VOCAB_SIZE
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)
 FROM_PEFT = ("tp1", "tp2", "tp4_sp", "tp2_pp2")
+FAMILIES = {
+    "deepseek_v3": (("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), ("tp1", "tp2", "tp4_sp")),
+    "moonlight": (("q_proj", "kv_a_proj_with_mqa"), ("tp2",)),
+    "gemma3": (TARGETS, ("tp1", "tp2")),
+    "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp1", "tp2")),
+}
+"""Others: targets and layouts."""
 TRAINED = ("tp1", "tp2_sp", "tp4", "tp2_dp2_sp", "tp2_pp2", "pp2_dp2")
 OF_EXPERTS = ("one_rank", "tp2", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
 BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
+BACKENDS_OF_EXPERTS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1))
 """(backend, ranks, copies)"""
 SAVED, RESUMED = "tp2_dp2_sp", "pp2_dp2"
 MAX_TOKENS = 110
@@ -46,21 +55,30 @@ KEPT_ROWS = 64
 """Tokens of the shorter of two samples; a multiple of what micro-batches are padded to."""
 
 
-def all_cases(dense: str, experts: str, peft: str, folder: str) -> dict[str, Any]:
+def all_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
     """Every check, by name; a rank reports those in which it took part."""
     grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
     grids += [cases_fsdp.Way(backend, ranks=ranks, copies=copies).grid for backend, ranks, copies in BACKENDS]
     lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
-    for layout in FROM_PEFT:
-        if dist.get_rank() in GRIDS[layout].ranks:
-            results[f"peft/{layout}"] = _from_peft(Path(dense), layout, groups, peft, Path(folder, layout))
+    for family, (targets, layouts) in {"qwen3": (TARGETS, FROM_PEFT), **FAMILIES}.items():
+        path, lora = (
+            Path(folder, family),
+            LORA.model_copy(update={"targets": targets, "path": f"{folder}/{family}_peft"}),
+        )
+        for layout in layouts:
+            if dist.get_rank() in GRIDS[layout].ranks:
+                results[f"peft/{family}/{layout}"] = _from_peft(
+                    path, layout, groups, lora, Path(folder, family, layout)
+                )
     for layout in TRAINED:
         if dist.get_rank() in GRIDS[layout].ranks:
             results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
     results["resumed"] = _resume(Path(dense), groups, Path(folder))
-    results |= _by_backend(Path(dense), groups, Path(folder))
+    results |= _by_backend("backend", Path(dense), LORA, BACKENDS, groups, Path(folder))
+    every = LORA.model_copy(update={"targets": None})
+    results |= _by_backend("backend_of_experts", Path(experts), every, BACKENDS_OF_EXPERTS, groups, Path(folder))
     if dist.get_rank() == 0:
         results["kept"] = _kept_by_autograd(Path(dense), groups)
     if dist.get_rank() in GRIDS["tp2_sp"].ranks:
@@ -91,9 +109,8 @@ def adapted(
     return AdaptedModel(model, adapters, settings, total_updates=NUM_STEPS)
 
 
-def _from_peft(path: Path, layout: str, groups: ProcessGroups, peft: str, folder: Path) -> dict[str, Any]:
+def _from_peft(path: Path, layout: str, groups: ProcessGroups, lora: Lora, folder: Path) -> dict[str, Any]:
     """Writes the adapters, their gradients and the merged model."""
-    lora = LORA.model_copy(update={"path": peft})
     model = adapted(load_model(path, layout, groups), lora, distributed=False)
     grid, rank = GRIDS[layout], dist.get_rank()
     experience = share_of(load_experience(path), layout)
@@ -101,6 +118,8 @@ def _from_peft(path: Path, layout: str, groups: ProcessGroups, peft: str, folder
     model.accumulate(experience, negative_log_likelihood)
     model.reduction.begin_rest()
     finalize_model_grads(model.chunks, None, pg_collection=model.groups)
+    assert model.model.adapters is not None
+    model.model.adapters.sum_gradients_of_experts()
     divisor = float(experience.response_mask.sum())
     gradients = {name: parameter.main_grad / divisor for name, parameter in model.adapters.items()}  # type: ignore[attr-defined]
     architecture = model.model.architecture
@@ -169,23 +188,25 @@ def _resume(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
     return {**found, "others": sorted(names)}
 
 
-def _by_backend(path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+def _by_backend(
+    name: str, path: Path, lora: Lora, backends: Sequence[tuple[str, int, int]], groups: ProcessGroups, folder: Path
+) -> dict[str, Any]:
     results = {}
-    for backend, ranks, copies in BACKENDS:
-        way = cases_fsdp.Way(backend, ranks=ranks, copies=copies, model={"lora": LORA.model_dump()})
+    for backend, ranks, copies in backends:
+        way = cases_fsdp.Way(backend, ranks=ranks, copies=copies, model={"lora": lora.model_dump()})
         if dist.get_rank() in way.grid.ranks:
-            results[f"backend/{backend}{ranks}x{copies}"] = _train_by(way, path, groups, folder)
+            file = folder / f"{name}_of_megatron.safetensors"
+            results[f"{name}/{backend}{ranks}x{copies}"] = _train_by(way, path, groups, file)
     return results
 
 
-def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
+def _train_by(way: cases_fsdp.Way, path: Path, groups: ProcessGroups, file: Path) -> dict[str, Any]:
     """Of either backend: steps, from the state that Megatron saved after the first, and what is merged afterwards."""
     experience = cases_fsdp.share_of(way, path)
     model: Any = cases_fsdp.build(way, path, groups)
     base = model.base.evaluate(experience, max_tokens=MAX_TOKENS)
     start = model.evaluate(experience, max_tokens=MAX_TOKENS)
     steps = [model.train_batch(experience, negative_log_likelihood)]
-    file = folder / "of_megatron.safetensors"
     if way.backend == "megatron":
         contents = model.save_state()
         save_file(dict(contents.tensors), file, metadata=dict(contents.metadata))

@@ -53,6 +53,13 @@ def test_loss_gradient_norm_and_metrics_equal_megatrons(ranks: list[dict[str, An
     assert_same_training(ranks, f"qwen3/{name}", "qwen3/megatron")
 
 
+def test_a_model_on_the_host_has_nothing_on_the_device_and_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    for found, plain in zip(reports(ranks, "qwen3/on_host"), reports(ranks, "qwen3/ranks3"), strict=True):
+        assert found["steps"] == plain["steps"] and found["end"] == plain["end"]
+        for part, (on_device, on_host) in found["bytes"].items():
+            assert on_device == 0 and on_host == plain["bytes"][part][0]
+
+
 @pytest.mark.parametrize("name", ["ranks3", "cp2_dp2"])
 def test_tied_embeddings_train_as_megatrons(ranks: list[dict[str, Any]], name: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{name}", "qwen2_tied/megatron")

@@ -1,5 +1,8 @@
 """Adapters train alike in every layout and as PEFT's do, on a base that stays as it is."""
 
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rltrain.estimate.activations import Activations
-from rltrain.models import read_architecture
-from tests.distributed.cases_lora import FROM_PEFT, LEARNING, LORA, OF_EXPERTS, RESUMED, SAVED, TARGETS, TRAINED
+from rltrain.models import canonical_tensors, read_architecture
+from rltrain.models.lora import A, B
+from tests.distributed.cases_lora import (
+    FAMILIES,
+    FROM_PEFT,
+    LEARNING,
+    LORA,
+    OF_EXPERTS,
+    RESUMED,
+    SAVED,
+    TARGETS,
+    TRAINED,
+)
 from tests.distributed.family_checkpoints import make_family_checkpoint
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
 from tests.distributed.torchrun import run_distributed
@@ -35,23 +49,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> Path:
-    return Path(make_checkpoints(folder / "dense", ["qwen3"], num_hidden_layers=2)["qwen3"])
+    return Path(make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def of_families(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """What PEFT makes of other families, on the same samples, and transformers of one with experts."""
+    found = {}
+    for name, (targets, _) in FAMILIES.items():
+        make_family_checkpoint(name, folder / name)
+        shutil.copy(base / "experience.safetensors", folder / name)
+        make = made_with_experts if name == "qwen3_moe" else peft_made
+        found[name] = make(folder / name, folder / f"{name}_peft", targets)
+    return found
 
 
 @pytest.fixture(scope="module")
 def by_peft(base: Path, folder: Path) -> dict[str, Any]:
+    return peft_made(base, folder / "qwen3_peft", TARGETS)
+
+
+def peft_made(base: Path, adapters: Path, targets: Sequence[str]) -> dict[str, Any]:
     """Adapters that PEFT made, without a zero in them, and what it makes of the samples with them."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    settings = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=[*TARGETS], task_type="CAUSAL_LM")
+    settings = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=[*targets], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    model.save_pretrained(folder / "peft")
+    model.save_pretrained(adapters)
+    logprobs = with_gradients(model, base)
+    gradients = {
+        name.replace(".default", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    merged = model.merge_and_unload().state_dict()
+    return {"logprobs": logprobs, "gradients": gradients, "merged": merged}
+
+
+def with_gradients(model: torch.nn.Module, base: Path) -> torch.Tensor:
+    """Of the samples' tokens, log-probs by a model, which has the gradients of their loss then."""
     columns = load_file(base / "experience.safetensors")
     mask, logprobs, entropies = columns["response_mask"].float(), [], []
     for tokens in columns["tokens"].split(columns["lengths"].tolist()):
@@ -60,20 +102,51 @@ def by_peft(base: Path, folder: Path) -> dict[str, Any]:
         entropies += [torch.zeros(1), -(log_softmax.exp() * log_softmax).sum(-1)]
     loss = -((torch.cat(logprobs) + ENTROPY_COEF * torch.cat(entropies)) * mask).sum() / mask.sum()
     loss.backward()
-    gradients = {
-        name.replace(".default", ""): parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    merged = model.merge_and_unload().state_dict()
-    return {"logprobs": torch.cat(logprobs).detach(), "gradients": gradients, "merged": merged}
+    return torch.cat(logprobs).detach()
+
+
+def made_with_experts(base: Path, adapters: Path, targets: Sequence[str]) -> dict[str, Any]:
+    """What transformers makes of weights with adapters merged, and what the weights' gradients say of the adapters':
+    PEFT has another kind for stacked experts."""
+    from transformers import AutoModelForCausalLM
+
+    adapted = canonical_tensors(read_architecture(base).adapted(LORA.rank, tuple(targets)))
+    torch.manual_seed(4)
+    halves = {name: 0.1 * torch.randn(shape) for name, shape in zip(adapted.names, adapted.shapes, strict=True)}
+    adapters.mkdir()
+    save_file(halves, adapters / ADAPTERS)
+    said = {"peft_type": "LORA", "r": LORA.rank, "lora_alpha": LORA.alpha, "target_modules": [*targets]}
+    (adapters / "adapter_config.json").write_text(json.dumps(said))
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    pairs = [(name, name.removesuffix(A) + B) for name in halves if name.endswith(A)]
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for a, b in pairs:
+            matrix_of(held, a).add_(LORA.scale * halves[b] @ halves[a])
+    logprobs = with_gradients(model, base)
+    gradients = {}
+    of_weights = {name: parameter.grad for name, parameter in held.items()}
+    for a, b in pairs:
+        gradient = LORA.scale * matrix_of(of_weights, a)
+        gradients |= {a: halves[b].T @ gradient, b: gradient @ halves[a].T}
+    return {"logprobs": logprobs, "gradients": gradients}
+
+
+def matrix_of(held: Mapping[str, Any], a: str) -> torch.Tensor:
+    """The matrix that an adapter goes with, of transformers' parameters, which have those of experts stacked."""
+    layer = a.removeprefix("base_model.model.").removesuffix(A)
+    block, is_expert, matrix = layer.partition(".experts.")
+    if not is_expert:
+        return held[f"{layer}.weight"]
+    number, matrix = matrix.split(".")
+    if matrix == "down_proj":
+        return held[f"{block}.experts.down_proj"][int(number)]
+    return held[f"{block}.experts.gate_up_proj"][int(number)].chunk(2)[matrix == "up_proj"]
 
 
 @pytest.fixture(scope="module")
-def ranks(base: Path, by_peft: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    experts = folder / "experts"
-    make_family_checkpoint("qwen3_moe", experts)
-    arguments = {"dense": str(base), "experts": str(experts), "peft": str(folder / "peft"), "folder": str(folder)}
+def ranks(base: Path, by_peft: Any, of_families: Any, folder: Path) -> list[dict[str, Any]]:
+    arguments = {"dense": str(base), "experts": str(folder / "qwen3_moe"), "folder": str(folder)}
     return run_distributed("tests.distributed.cases_lora:all_cases", 4, arguments, timeout_s=300)
 
 
@@ -94,19 +167,33 @@ def assert_equal_steps(ranks: list[dict[str, Any]], name: str, expected: list[di
 def test_log_probs_and_gradients_equal_those_of_peft(
     ranks: list[dict[str, Any]], by_peft: dict[str, Any], folder: Path, layout: str
 ) -> None:
-    for report in reports(ranks, f"peft/{layout}"):
-        assert (torch.tensor(report["logprobs"]) - by_peft["logprobs"]).abs().max() <= 2 * CLOSE
-    gradients = load_file(folder / layout / "gradients" / ADAPTERS)
-    assert gradients.keys() == by_peft["gradients"].keys()
+    check_against_peft(ranks, by_peft, folder, "qwen3", layout)
+
+
+@pytest.mark.parametrize(("family", "layout"), [(name, one) for name, (_, of) in FAMILIES.items() for one in of])
+def test_so_do_those_of_latent_attention_of_layers_that_end_in_norms_and_of_experts(
+    ranks: list[dict[str, Any]], of_families: dict[str, Any], folder: Path, family: str, layout: str
+) -> None:
+    check_against_peft(ranks, of_families[family], folder, family, layout)
+
+
+def check_against_peft(
+    ranks: list[dict[str, Any]], expected: dict[str, Any], folder: Path, family: str, layout: str
+) -> None:
+    for report in reports(ranks, f"peft/{family}/{layout}"):
+        assert (torch.tensor(report["logprobs"]) - expected["logprobs"]).abs().max() <= 2 * CLOSE
+    gradients = load_file(folder / family / layout / "gradients" / ADAPTERS)
+    assert gradients.keys() == expected["gradients"].keys()
     for name, gradient in gradients.items():
-        assert (gradient - by_peft["gradients"][name]).abs().max() <= CLOSE, name
+        assert (gradient - expected["gradients"][name]).abs().max() <= CLOSE, name
 
 
 @pytest.mark.parametrize("layout", FROM_PEFT)
 def test_files_of_peft_come_out_bit_for_bit_as_they_went_in(
     ranks: list[dict[str, Any]], folder: Path, layout: str
 ) -> None:
-    went_in, came_out = load_file(folder / "peft" / ADAPTERS), load_file(folder / layout / "adapters" / ADAPTERS)
+    went_in = load_file(folder / "qwen3_peft" / ADAPTERS)
+    came_out = load_file(folder / "qwen3" / layout / "adapters" / ADAPTERS)
     assert went_in.keys() == came_out.keys()
     assert all(torch.equal(tensor, went_in[name]) for name, tensor in came_out.items())
 
@@ -115,9 +202,9 @@ def test_peft_loads_what_is_written(ranks: list[dict[str, Any]], base: Path, fol
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / "tp2_pp2" / "adapters")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / "qwen3/tp2_pp2/adapters")
     held = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items() if "lora" in name}
-    went_in = load_file(folder / "peft" / ADAPTERS)
+    went_in = load_file(folder / "qwen3_peft" / ADAPTERS)
     assert held.keys() == went_in.keys()
     assert all(torch.equal(tensor, went_in[name]) for name, tensor in held.items())
 
@@ -127,7 +214,7 @@ def test_the_merged_checkpoint_equals_what_peft_merges(
     ranks: list[dict[str, Any]], by_peft: dict[str, Any], folder: Path, layout: str
 ) -> None:
     merged: dict[str, torch.Tensor] = {}
-    for file in (folder / layout / "merged").glob("*.safetensors"):
+    for file in (folder / "qwen3" / layout / "merged").glob("*.safetensors"):
         merged |= load_file(file)
     assert merged.keys() == by_peft["merged"].keys()
     for name, tensor in merged.items():
@@ -177,6 +264,16 @@ def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
         assert merged == pytest.approx({name: expected["merged"][name] for name in FUSED}, abs=1e-3)
 
 
+@pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1"])
+def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], way: str) -> None:
+    (expected,) = reports(ranks, "backend_of_experts/megatron1x1")
+    assert_equal_steps(ranks, f"backend_of_experts/{way}", expected["steps"])
+    assert all(report["base_stays"] for report in reports(ranks, f"backend_of_experts/{way}"))
+    if way == "fsdp1x1":
+        (whole,) = reports(ranks, f"backend_of_experts/{way}")
+        assert sum(whole["merged"].values()) == pytest.approx(sum(expected["merged"].values()), abs=1e-2)
+
+
 def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
     for plain, recomputed in zip(reports(ranks, "dropout/none"), reports(ranks, "dropout/full"), strict=True):
         assert plain["steps"][0] == plain["steps"][1]
@@ -200,10 +297,9 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
     from rltrain.checkpoint.peft_files import load_adapters
     from rltrain.cluster.grid import Grid
     from rltrain.errors import CheckpointError
-    from rltrain.models import read_architecture
     from rltrain.reshard.megatron_layout import megatron_layout
 
-    architecture = read_architecture(folder / "dense" / "qwen3")
+    architecture = read_architecture(folder / "qwen3")
 
     def error(lora: Any, path: Path) -> str:
         layout = megatron_layout(architecture.adapted(lora.rank, lora.targets), Grid((0,)))
@@ -212,10 +308,10 @@ def test_adapters_of_another_shape_are_refused(by_peft: dict[str, Any], folder: 
             load_adapters(path, layout, 0, parameters, lora)
         return str(raised.value)
 
-    assert "set model.lora.rank, which is 8" in error(LORA.model_copy(update={"rank": 8}), folder / "peft")
-    assert "set model.lora.targets" in error(LORA.model_copy(update={"targets": None}), folder / "peft")
-    (tmp_path / "adapter_config.json").write_text((folder / "peft" / "adapter_config.json").read_text())
-    tensors = load_file(folder / "peft" / ADAPTERS)
+    assert "set model.lora.rank, which is 8" in error(LORA.model_copy(update={"rank": 8}), folder / "qwen3_peft")
+    assert "set model.lora.targets" in error(LORA.model_copy(update={"targets": None}), folder / "qwen3_peft")
+    (tmp_path / "adapter_config.json").write_text((folder / "qwen3_peft" / "adapter_config.json").read_text())
+    tensors = load_file(folder / "qwen3_peft" / ADAPTERS)
     first = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, tmp_path / ADAPTERS)
     assert f"such as {first} with shape None" in error(LORA, tmp_path)

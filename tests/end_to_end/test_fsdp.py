@@ -32,6 +32,7 @@ def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
         "fsdp": FSDP,
         "megatron": MEGATRON,
         "offloaded": (*FSDP, "actor.offload=true", "reference.offload=true"),
+        "on the host": (*FSDP, "actor.optimizer.cpu_offload=true", "actor.offload=true"),
         "fsdp resumed": (*FSDP, from_checkpoint(folder / "fsdp")),
         "fsdp to megatron": (*MEGATRON, from_checkpoint(folder / "fsdp")),
         "megatron to fsdp": (*FSDP, from_checkpoint(folder / "megatron")),
@@ -59,8 +60,9 @@ def test_first_steps_have_megatrons_rewards(jobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_leaves_comes_back_as_it_was(jobs: dict[str, Any]) -> None:
-    assert jobs["offloaded"] == jobs["fsdp"]
+@pytest.mark.parametrize("name", ["offloaded", "on the host"])
+def test_memory_that_leaves_or_is_on_the_host_is_as_it_was(jobs: dict[str, Any], name: str) -> None:
+    assert jobs[name] == jobs["fsdp"]
 
 
 @pytest.mark.slow

@@ -8,11 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rltrain.cluster.grid import Grid
 from rltrain.cluster.placement import resolve_placement
 from rltrain.config.loader import load_config
 from rltrain.estimate.memory import resident_bytes
 from rltrain.estimate.planned import plan_job
+from rltrain.models import read_architecture
 from rltrain.models.of_roles import role_architectures
+from rltrain.rollout.layout import engine_layout
 from rltrain.tools.convert_command import main as convert
 from tests.converted_checkpoints import stored_tensors
 from tests.end_to_end.jobs import REPOSITORY, column, run, train
@@ -27,6 +30,7 @@ SMALL = (
     "logging={progress: false, samples: 0}",
 )
 COLOCATED = "placement={'actor, reference, rollout, reward': 0-1}"
+APART = ("weight_sync.adapters=apart",)
 SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
 STEPS = 90
 
@@ -54,18 +58,39 @@ def jobs(warmed_up, data_overrides, tmp_path_factory):
     common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, COLOCATED, "weight_sync.verify=true"]
     leaving = [f"{role}.offload=true" for role in ("actor", "reference", "rollout")]
     return folder, train_each(
-        {"stays": common, "leaves": [*common, *leaving], "sharded": [*common, *SHARDED]}, folder, 2
+        {
+            "stays": common,
+            "leaves": [*common, *leaving],
+            "sharded": [*common, *SHARDED],
+            "apart": [*common, *leaving, *APART, "rollout.parallel.tp=2"],
+        },
+        folder,
+        2,
     )
 
 
-@pytest.mark.parametrize("name", ["stays", "sharded"])
-def test_engines_draw_with_the_adapters_merged(jobs, name):
+@pytest.mark.parametrize("name", ["stays", "sharded", "apart"])
+def test_engines_draw_with_the_adapters(jobs, name):
     assert max(column(jobs[1][name], "train/train_rollout_logprob_abs_diff_max")) <= 2e-4
 
 
 def test_both_backends_learn_the_same(jobs):
     stays, sharded = (column(jobs[1][name], "train/reference_kl") for name in ("stays", "sharded"))
     assert stays == pytest.approx(sharded, rel=1e-2)
+
+
+def test_engines_with_adapters_apart_get_the_base_once(jobs, warmed_up):
+    architecture, grid = read_architecture(warmed_up), Grid((0, 1), tp=2)
+
+    def held_bytes(of):
+        pieces = [engine_layout(of, grid).on(rank).pieces for rank in grid.ranks]
+        return sum(4 * int((one["rows"] * one["cols"]).sum()) for one in pieces)
+
+    base, adapters = held_bytes(architecture), held_bytes(architecture.adapted(8, None))
+    between, within = (column(jobs[1]["apart"], f"perf/weight_sync_{of}bytes") for of in ("", "local_"))
+    assert [sum(of_sync) for of_sync in zip(between, within, strict=True)] == [base + adapters, adapters, adapters]
+    found, wanted = (column(jobs[1][name], "train/reference_kl") for name in ("apart", "stays"))
+    assert found == pytest.approx(wanted, rel=1e-2), "they learn the same"
 
 
 def test_the_reference_is_the_base_in_the_actors_memory(jobs):
@@ -138,13 +163,13 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [(), SHARDED], ids=["megatron", "fsdp"])
-def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path, backend):
-    chosen = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
+@pytest.mark.parametrize("chosen", [APART, SHARDED], ids=["megatron, apart", "fsdp, merged"])
+def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path, chosen):
+    common = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
     records = train(
         REPOSITORY / QUICKSTART,
+        *common,
         *chosen,
-        *backend,
         f"steps={STEPS}",
         "evaluation={interval: 15, stop_at: 0.9}",
         f"output_dir={tmp_path}",

@@ -12,7 +12,10 @@ PLACEMENT = "placement={actor: 0, 'rollout, reward': 1, reward_model: '0-1', jud
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, warmed_up: Path, data_overrides) -> None:
+@pytest.mark.parametrize("backend", ["parallel: {tp: 2}", "backend: fsdp, parallel: {tp: 1}"])
+def test_a_policy_learns_to_end_its_answers_as_models_like_it(
+    backend: str, tmp_path: Path, warmed_up: Path, data_overrides
+) -> None:
     """A classifier of another vocabulary wants a 7 at the end and weighs most; a judge would like a 1."""
     classifier, judge = make_lover_of("7", tmp_path / "rm"), make_judge_who_loves("1", tmp_path / "judge")
     records = train(
@@ -21,7 +24,7 @@ def test_a_policy_learns_to_end_its_answers_as_models_like_it(tmp_path: Path, wa
         *data_overrides,
         "data.eval.max_rows=32",
         PLACEMENT,
-        f"reward_model={{path: {classifier}, parallel: {{tp: 2}}, offload: true}}",
+        f"reward_model={{path: {classifier}, {backend}, offload: true}}",
         f"judge={{path: {judge}, weight: 0.25, parallel: {{tp: 1}}, offload: true, prompt: '{{prompt}} {{response}}', "
         "verdict: 'tests.reward_models:points', max_context_tokens: 128, sampling: {max_response_tokens: 4}}",
         "reward={functions: []}",

@@ -7,7 +7,7 @@ import pytest
 
 from rltrain.cluster.placement import role_grids
 from rltrain.errors import ConfigError, PlacementError
-from rltrain.estimate.memory import resident_bytes, working_bytes
+from rltrain.estimate.memory import host_bytes, resident_bytes, working_bytes
 from rltrain.estimate.planned import PlannedJob
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
@@ -45,6 +45,11 @@ def refusal(**sections: Any) -> str:
         ({"actor": FSDP, "model": {"path": "m", "logits_chunk_tokens": 9}}, ["model.logits_chunk_tokens", "at once"]),
         ({"actor": FSDP, "model": {"path": "m", "recompute": "selective"}}, ["model.recompute", "none or full"]),
         ({"actor": FSDP, "model": {"path": "m", "moe": {"z_loss_coef": 0.1}}}, ["model.moe.z_loss_coef: got 0.1"]),
+        ({"actor": {**FSDP, "optimizer": {"cpu_offload": 0.5}}}, ["actor.optimizer.cpu_offload: got 0.5", "or false"]),
+        (
+            {"actor": {**FSDP, "optimizer": {"cpu_offload": True}}, "model": {"path": "m", "lora": {}}},
+            ["actor.optimizer.cpu_offload: got true", "model.lora", "expected false"],
+        ),
         ({"actor": FSDP, "residency": {"communicators": "release"}}, ["residency.communicators", "expected keep"]),
         ({"actor": {"fsdp": {"replicas": 2}}}, ["actor.fsdp", "actor.backend: fsdp"]),
     ],
@@ -121,6 +126,8 @@ def test_a_reference_takes_the_actors_place_only_under_its_backend() -> None:
     for reference, expected in ((FSDP, True), ({"backend": "megatron"}, False)):
         job = planned(actor=FSDP, reference=reference)
         assert reference_uses_actor_modules(job.config, job.grids, job.architectures) == expected
+    on_host = planned(actor={**FSDP, "optimizer": {"cpu_offload": True}}, reference=FSDP)
+    assert not reference_uses_actor_modules(on_host.config, on_host.grids, on_host.architectures)
 
 
 def test_the_dry_run_counts_shards() -> None:
@@ -130,5 +137,9 @@ def test_the_dry_run_counts_shards() -> None:
     assert whole["weights"] / 3 <= shard["weights"] < whole["weights"] / 2
     assert shard["optimizer"] == 2 * shard["gradients"] == 2 * shard["weights"] and not shard["master_weights"]
     assert resident_bytes(shared, "reference", 0)["weights"] == shard["weights"] // 2, "bfloat16"
+    on_host = planned(actor={**FSDP, "optimizer": {"cpu_offload": True}})
+    assert not any(resident_bytes(on_host, "actor", 0).values())
+    assert host_bytes(on_host, {"actor": 0}, frozenset())["optimizer"] == sum(shard.values())
+    assert working_bytes(on_host, "weight_sync", {"actor": 0})["merged"] == shard["weights"]
     found = [working_bytes(job, "update", {"actor": 0})["gathered weights"] for job in (one, shared)]
     assert found[0] == found[1] > working_bytes(shared, "reference_logprobs", {"reference": 0})["gathered weights"] > 0

@@ -17,6 +17,7 @@ from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ConfigError
 from rltrain.estimate.memory import resident_bytes, working_bytes
 from rltrain.estimate.planned import PlannedJob, plan_job
+from rltrain.estimate.sync_time import PlannedSync
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.models import canonical_tensors
@@ -25,6 +26,7 @@ from rltrain.models.canonical import table_of
 from rltrain.models.lora import target_of, targets_in
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.rollout.layout import engine_layout
 from rltrain.training.adapters import draw_adapters
 from tests.model_shards import tiny_architecture
 
@@ -55,7 +57,7 @@ def whole(layout: Layout, seed: int, targets: tuple[str, ...] | None = None) -> 
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_each_matrix_has_a_pair_of_its_shape_by_the_names_of_peft(family: str) -> None:
     architecture = tiny_architecture(family)
     base, adapters = canonical_tensors(architecture), canonical_tensors(architecture.adapted(4, None))
@@ -70,6 +72,18 @@ def test_each_matrix_has_a_pair_of_its_shape_by_the_names_of_peft(family: str) -
 
 def target_of_or_none(name: str) -> str | None:
     return target_of(name) if name.endswith(".weight") else None
+
+
+def test_those_of_a_critic_have_its_head_with_them() -> None:
+    critic = tiny_architecture().value_model()
+    plain, own = (canonical_tensors(of.adapted(4, None)).names for of in (tiny_architecture(), critic))
+    assert own == (*plain, "score.weight")
+    layout = megatron_layout(critic.adapted(4, None), Grid((0, 1), pp=2))
+    heads = [[name for name, _ in layout.on(rank).parameters if ".lora." not in name] for rank in (0, 1)]
+    assert heads == [[], ["output_layer.weight"]]
+    parameters = {name: torch.full(shape, 3.0) for name, shape in layout.on(1).parameters}
+    draw_adapters(layout, 1, parameters, None, 5)
+    assert (parameters["output_layer.weight"] == 3).all(), "it stays as it was loaded"
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2}])
@@ -114,12 +128,26 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
             "model.lora: got adapters with algorithm reward_model",
         ),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
-        ({"model": {"transformer_impl": "transformer_engine"}}, "model.transformer_impl: got transformer_engine"),
+        ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
+        (
+            {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "sglang"}},
+            "weight_sync.adapters: got apart with rollout.engine sglang",
+        ),
+        (
+            {"weight_sync": {"adapters": "apart", "delta": {}}},
+            "weight_sync.delta: got a section with weight_sync.adapters apart",
+        ),
     ],
 )
 def test_what_adapters_are_refused_with(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_config(make_config({}, **sections))
+
+
+def test_there_is_nothing_to_keep_apart_without_adapters() -> None:
+    values = make_config({}, weight_sync={"adapters": "apart"}).model_dump()
+    with pytest.raises(ConfigError, match="weight_sync.adapters: got apart without model.lora; expected merged"):
+        check_config(Config.model_validate({**values, "model": {"path": "m"}}))
 
 
 def check_with(architecture: Architecture, lora: dict[str, Any], **sections: Any) -> None:
@@ -139,14 +167,8 @@ def test_targets_that_a_model_does_not_have_are_refused() -> None:
     for targets in (["query"], []):
         with pytest.raises(ConfigError, match="expected null, or some of q_proj, k_proj, v_proj, o_proj, gate_proj"):
             check_with(tiny_architecture(), {"targets": targets})
-    with pytest.raises(ConfigError, match="latent attention has none here"):
-        check_with(tiny_architecture("deepseek_v3"), {})
-
-
-def test_adapters_of_experts_are_megatrons() -> None:
-    check_with(tiny_architecture("qwen3_moe"), {})
-    with pytest.raises(ConfigError, match="actor.backend fsdp, and the model has experts; expected null, or backend"):
-        check_with(tiny_architecture("qwen3_moe"), {}, actor={"backend": "fsdp"})
+    with pytest.raises(ConfigError, match="expected null, or some of q_a_proj, kv_a_proj_with_mqa, q_b_proj"):
+        check_with(tiny_architecture("deepseek_v3"), {"targets": ["q_proj"]})
 
 
 def planned(**changes: Any) -> PlannedJob:
@@ -176,6 +198,22 @@ def test_gradients_and_optimizer_are_of_adapters_alone() -> None:
     assert parts["master_weights"] == parts["gradients"] == 4 * adapters
     assert parts["weights"] == pytest.approx(2 * (base + adapters), rel=0.2)  # padded rows of the vocabulary
     assert working_bytes(job, "weight_sync", {"actor": 0})["merged"] == parts["weights"]
+
+
+def test_engines_hold_adapters_apart_beside_their_base() -> None:
+    merged, apart = planned(), planned(weight_sync={"adapters": "apart"})
+    before, after = (resident_bytes(job, "rollout", 0) for job in (merged, apart))
+    adapted = tiny_architecture().adapted(4, None)
+    shapes = engine_layout(adapted, Grid((0,))).on(0).parameters
+    assert after == {
+        **before,
+        "base": before["weights"],
+        "weights": 2 * sum(int(np.prod(shape)) for _, shape in shapes),
+    }
+    assert before["base"] == 0
+    assert "merged" not in working_bytes(apart, "weight_sync", {"actor": 0})
+    ranks = {job: PlannedSync(job).planner.destination.tensors.names for job in (merged, apart)}
+    assert set(ranks[apart]) == set(canonical_tensors(adapted).names)
 
 
 LORA = Lora(rank=4, alpha=8, targets=("q_proj", "v_proj"))

@@ -66,6 +66,21 @@ def test_layouts_are_those_of_transformer_engines_modules(name: str, built: dict
     assert any("layer_norm_weight" in key for key in found["parameters"]), "of Transformer Engine's modules"
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_fit_beside_transformer_engines_modules(name: str, built: dict[str, list[dict[str, Any]]]) -> None:
+    """On one rank what they add is what merged weights would: of normed inputs where a norm is inside, of an expert's
+    tokens with its own."""
+    case = CASES[name]
+    architecture = VARIANTS[case["variant"]] if "variant" in case else tiny_architecture(case["family"])
+    grid = Grid(tuple(range(case["ranks"])), **case["grid"])
+    layout = megatron_layout(architecture.adapted(4, None), grid, transformer_engine=True)
+    for rank, found in enumerate(built[name]):
+        assert {key: list(shape) for key, shape in layout.on(rank).parameters} == found["adapters"]
+        assert not found["misfits"]
+        assert all(difference <= 1e-5 for difference in found["added"])
+        assert bool(found["added"]) == (case["ranks"] == 1)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_attention_is_told_of_the_ranks_that_share_its_sequences(
     family: str, built: dict[str, list[dict[str, Any]]]

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
@@ -73,7 +72,7 @@ class GroupedAttention:
 
     def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [tokens, heads, head_dim] and keys, and values, both [tokens, kv_heads, head_dim]."""
-        fused = F.linear(self._norm(hidden), self._qkv.read(), self._qkv_bias).view(len(hidden), -1, self._head_dim)
+        fused = self._qkv.product(self._norm(hidden), self._qkv_bias).view(len(hidden), -1, self._head_dim)
         rotated = fused[:, : self._num_rotated]
         if self._head_norms is not None:
             rotated = self._head_norms(rotated)

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from rltrain.errors import ConfigError
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.rollout.embedded.engine import EmbeddedEngine
 from rltrain.rollout.embedded.kv_budget import KvBudget, budget_of
-from rltrain.rollout.embedded.parameters import allocate_parameters, quantized_matrices
-from rltrain.rollout.layout import whole_engine
+from rltrain.rollout.embedded.parameters import adapted_matrices, allocate_parameters, quantized_matrices
+from rltrain.rollout.layout import adapters_of_engine, whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
 from rltrain.rollout.workspace import workspace_beside_cache
 
@@ -23,17 +24,23 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     budget = budget_within(site, settings.kv_cache_gb, site.role)
     dtype = getattr(torch, config.model.dtype)
     layout = whole_engine(config, site.architecture, site.grid, site.role).layout
-    parameters = allocate_parameters(layout, world.rank, device=world.device)
+    weights = allocate_parameters(layout, world.rank, device=world.device)
+    matrices = quantized_matrices(layout, world.rank, weights, dtype)
+    adapters: dict[str, Tensor] = {}
+    if lora := config.model.lora if config.keeps_adapters_apart(site.role) else None:
+        beside = adapters_of_engine(config, site.architecture, site.grid, site.role).layout
+        adapters = allocate_parameters(beside, world.rank, device=world.device)
+        matrices = adapted_matrices(beside, world.rank, weights | adapters, matrices, lora.scale)
     engine = EmbeddedEngine(
         site.architecture,
-        parameters,
+        weights | adapters,
         tp_group=site.groups[site.ranks] if len(site.ranks) > 1 else None,
         max_running_requests=settings.max_running_requests,
         max_context_tokens=settings.max_context_tokens,
         dtype=dtype,
         device=world.device,
         tokenizer=site.tokenizer,
-        matrices=quantized_matrices(layout, world.rank, parameters, dtype),
+        matrices=matrices,
         kv_budget=budget,
         cache_returns=lambda: keeps_recordings(site, kv_cache),
         residual_dtype=getattr(torch, config.model.residual),
@@ -44,7 +51,9 @@ def build_embedded(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
     if world.device.type == "cuda" and world.rank == site.grid.owner(0):
         logger.warning("%s.engine embedded decodes over %s", site.role, engine.decodes_by)
     engine.begin_update()  # its weights are zeros until the first update
-    parts = {"weights": MemoryPart(parameters.values), "kv_cache": kv_cache}
+    parts = {"weights": MemoryPart(weights.values), "kv_cache": kv_cache}
+    if adapters:
+        parts |= {"weights": MemoryPart(adapters.values), "base": MemoryPart(weights.values)}
     return HostedEngine(engine, parts, engine.cache_metrics)
 
 

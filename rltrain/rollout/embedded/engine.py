@@ -120,7 +120,7 @@ class EmbeddedEngine:
         self.policy_version = None
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
-        """The parameters themselves: new weights come in one part, and in place."""
+        """The parameters themselves: new weights come in place, adapters that are apart as a part of their own."""
         return self._parameters
 
     def arrived(self, part: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from rltrain.models import Architecture
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.feed_forward import gated
-from rltrain.rollout.embedded.grouped_product import grouped_product, is_grouped_on_device
+from rltrain.rollout.embedded.grouped_product import is_grouped_on_device
 from rltrain.rollout.embedded.parallel import TensorParallel
 from rltrain.rollout.embedded.parameters import LayerParameters
 from rltrain.rollout.embedded.residual import Norm
@@ -43,7 +43,9 @@ class Experts:
         names = [f"{block}.experts.w13_weight", f"{block}.experts.w2_weight"]
         self._gate_up, self._down = (parameters.matrix(name) for name in names)
         self._count = len(parameters[names[0]])
-        on_device = (is_grouped_on_device(parameters[name], self._norm.dtype) for name in names)
+        on_device = [is_grouped_on_device(parameters[name], self._norm.dtype) for name in names]
+        adapters = (matrix.adapter for matrix in (self._gate_up, self._down) if matrix.adapter)
+        on_device += [adapter.is_grouped_on_device(self._norm.dtype) for adapter in adapters]
         self.needs_host = not all(on_device)
         """Whether the host must know how many tokens visit each expert, so that a step cannot be recorded."""
         ranks_of_each = group.size * self._count // moe.num_experts
@@ -66,7 +68,7 @@ class Experts:
         share = self._visited(inner, self._routed(inner, attention))
         if self._shared is not None:
             gate_up, down = self._shared
-            made = F.linear(gated(inner, gate_up), down.read())
+            made = down.product(gated(inner, gate_up))
             share += made if self._shared_gate is None else made * F.linear(inner, self._shared_gate).sigmoid()
         hidden.add_(self._group.all_reduce(share))
 
@@ -92,10 +94,10 @@ class Experts:
         expert, order = expert.sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self._count, device=expert.device), right=True)
         rows = inner.index_select(0, order // self._moe.top_k)
-        gate, up = grouped_product(rows, self._gate_up.read(), ends).chunk(2, -1)
+        gate, up = self._gate_up.grouped_product(rows, ends).chunk(2, -1)
         # The weight comes before the last product, as in Megatron's experts: so it is rounded in the same place.
         weighted = F.silu(gate).mul_(up).mul_(routing.weights.flatten().index_select(0, order)[:, None])
-        made = grouped_product(weighted, self._down.read(), ends)
+        made = self._down.grouped_product(weighted, ends)
         if self._count < self._moe.num_experts:
             made.masked_fill_((expert == self._count)[:, None], 0)
         # Summed visit by visit of each token: a sum that adds up rows where they come has no order of its own on GPUs.

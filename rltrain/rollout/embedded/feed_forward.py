@@ -67,5 +67,5 @@ class DenseFeedForward:
 
 def gated(inner: Tensor, gate_up: Matrix, activate: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """activate(gate) * up, of which `gate_up` has the rows of both."""
-    gate, up = F.linear(inner, gate_up.read()).chunk(2, dim=-1)
+    gate, up = gate_up.product(inner).chunk(2, dim=-1)
     return activate(gate).mul_(up)

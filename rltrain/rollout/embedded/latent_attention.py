@@ -1,7 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), of which latents are kept."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models import Architecture
@@ -10,7 +9,7 @@ from rltrain.models.rotary import halves_of_pairs, score_scale
 from rltrain.rollout.embedded.attention_layer import Attention
 from rltrain.rollout.embedded.kv_cache import AttentionShape, PrefillAttention
 from rltrain.rollout.embedded.parallel import TensorParallel
-from rltrain.rollout.embedded.parameters import LayerParameters, Matrix
+from rltrain.rollout.embedded.parameters import LayerParameters
 from rltrain.rollout.embedded.residual import add_product, normed
 from rltrain.rollout.embedded.rotary import Rotation, rotate
 
@@ -55,7 +54,7 @@ class LatentAttention:
     def add(self, layer: int, hidden: Tensor, rotation: Rotation, attention: Attention) -> None:
         inner = normed(hidden, self._norm, self._eps)
         kept, query_input = self._kept(inner, rotation)
-        queries = F.linear(query_input, self._queries.read()).view(len(hidden), self._num_heads, -1)
+        queries = self._queries.product(query_input).view(len(hidden), self._num_heads, -1)
         plain, rotated = queries.split([self._mla.plain_head_dim, self._mla.rope_head_dim], -1)
         rotated = rotate(halves_of_pairs(rotated), rotation)
         if isinstance(attention, PrefillAttention) and not attention.reads_cache:
@@ -72,7 +71,7 @@ class LatentAttention:
     def _kept(self, inner: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """What is kept of the tokens [tokens, 1, kv_rank + rope], and what queries are made from."""
         mla = self._mla
-        latents = F.linear(inner, self._to_latents.read())
+        latents = self._to_latents.product(inner)
         if self._query_norm is not None:
             query_latent, latents = latents.split([len(self._query_norm), mla.kv_rank + mla.rope_head_dim], -1)
             inner = normed(query_latent, self._query_norm, LATENT_NORM_EPS)
@@ -84,23 +83,30 @@ class LatentAttention:
         """[tokens, heads * value_head_dim], by keys and values of every head."""
         mla = self._mla
         latent, key = kept.split([mla.kv_rank, mla.rope_head_dim], -1)
-        made = F.linear(latent, self._from_latent.read()).view(len(kept), self._num_heads, -1)
+        made = self._from_latent.product(latent).view(len(kept), self._num_heads, -1)
         keys, values = made.split([mla.plain_head_dim, mla.value_head_dim], -1)
         keys = torch.cat([keys, key.expand(-1, self._num_heads, -1)], -1)
         return attention.among(torch.cat([plain, rotated], -1), keys, values)
 
     def _to_kept(self, layer: int, plain: Tensor, rotated: Tensor, kept: Tensor, attention: Attention) -> Tensor:
         """[tokens, heads * value_head_dim], over latents."""
-        mla = self._mla
-        of_keys, of_values = _by_head(self._from_latent, self._num_heads).split(
-            [mla.plain_head_dim, mla.value_head_dim], 1
-        )
-        wide = torch.bmm(plain.transpose(0, 1), of_keys).transpose(0, 1)
-        latents = attention(layer, torch.cat([wide, rotated], -1), kept, kept[..., : mla.kv_rank])
+        mla, adapter = self._mla, self._from_latent.adapter
+        of_keys, of_values = self._by_head(self._from_latent.read())
+        queries = plain.transpose(0, 1)
+        wide = torch.bmm(queries, of_keys)
+        if adapter is not None:
+            a, b = adapter.factors()
+            b_of_keys, b_of_values = self._by_head(b)
+            wide += torch.bmm(queries, b_of_keys) * adapter.scale @ a
+        latents = attention(layer, torch.cat([wide.transpose(0, 1), rotated], -1), kept, kept[..., : mla.kv_rank])
         by_head = latents.view(len(kept), self._num_heads, mla.kv_rank).transpose(0, 1)
-        return torch.bmm(by_head, of_values.transpose(1, 2)).transpose(0, 1).reshape(len(kept), -1)
+        values = torch.bmm(by_head, of_values.transpose(1, 2))
+        if adapter is not None:
+            values += torch.bmm(by_head @ a.t() * adapter.scale, b_of_values.transpose(1, 2))
+        return values.transpose(0, 1).reshape(len(kept), -1)
 
-
-def _by_head(matrix: Matrix, num_heads: int) -> Tensor:
-    """[heads, rows of a head, columns]"""
-    return matrix.read().unflatten(0, (num_heads, -1))
+    def _by_head(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """[heads, rows of a head, columns] of what makes keys, and of what makes values."""
+        by_head = matrix.unflatten(0, (self._num_heads, -1))
+        of_keys, of_values = by_head.split([self._mla.plain_head_dim, self._mla.value_head_dim], 1)
+        return of_keys, of_values

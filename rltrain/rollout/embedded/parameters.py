@@ -1,32 +1,74 @@
 """The embedded engine's parameters, and its matrices as products read them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rltrain.models.element_types import ElementType
+from rltrain.reshard.adapter_pairs import adapter_pairs
 from rltrain.reshard.fp8.blocks import SCALE_SUFFIX
 from rltrain.reshard.fp8.scale_places import ScalePlaces, scale_places
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
+from rltrain.rollout.embedded.adapter import Adapter
+from rltrain.rollout.embedded.grouped_product import grouped_product
 
 
-class Matrix(Protocol):
+class Matrix(ABC):
+    """One matrix, or several stacked ones, that tokens are multiplied with."""
+
+    adapter: Adapter | None = None
+    """What is added to products, where that is kept apart."""
+
+    @abstractmethod
     def read(self) -> Tensor:
-        """[rows, columns], or [matrices, rows, columns] of stacked ones, as it is now."""
-        ...
+        """[rows, columns], or [matrices, rows, columns] of stacked ones, as it is now, without its adapter."""
+
+    def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[tokens, columns] -> [tokens, rows]"""
+        return F.linear(inputs, self.read(), bias)
+
+    def grouped_product(self, inputs: Tensor, ends: Tensor) -> Tensor:
+        """As grouped_product.grouped_product, of stacked ones."""
+        return grouped_product(inputs, self.read(), ends)
+
+    def add_product(self, hidden: Tensor, inputs: Tensor) -> None:
+        """hidden [tokens, rows] += inputs [tokens, columns] @ matrix.T, of one type."""
+        hidden.addmm_(inputs, self.read().t())
 
 
-class PlainMatrix:
+class PlainMatrix(Matrix):
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
 
     def read(self) -> Tensor:
         return self._weight
+
+
+class AdaptedMatrix(Matrix):
+    """Another one with an adapter beside it."""
+
+    adapter: Adapter
+
+    def __init__(self, matrix: Matrix, adapter: Adapter) -> None:
+        self._matrix, self.adapter = matrix, adapter
+
+    def read(self) -> Tensor:
+        return self._matrix.read()
+
+    def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._matrix.product(inputs, bias).add_(self.adapter.product(inputs))
+
+    def grouped_product(self, inputs: Tensor, ends: Tensor) -> Tensor:
+        return self._matrix.grouped_product(inputs, ends).add_(self.adapter.grouped_product(inputs, ends))
+
+    def add_product(self, hidden: Tensor, inputs: Tensor) -> None:
+        hidden.add_(self.product(inputs))
 
 
 class LayerParameters:
@@ -52,7 +94,7 @@ class LayerParameters:
         return self._matrices.get(name) or PlainMatrix(self._parameters[name])
 
 
-class QuantizedMatrix:
+class QuantizedMatrix(Matrix):
     """In FP8 with a scale per block. What is read is made anew each time, so that no second copy stays in memory."""
 
     def __init__(self, weight: Tensor, scales: Tensor, places: ScalePlaces, dtype: torch.dtype) -> None:
@@ -91,3 +133,14 @@ def quantized_matrices(
         name: QuantizedMatrix(parameters[name], parameters[name + SCALE_SUFFIX], places, dtype)
         for name, places in scale_places(layout, rank).items()
     }
+
+
+def adapted_matrices(
+    layout: Layout, rank: int, parameters: Mapping[str, Tensor], matrices: Mapping[str, Matrix], scale: float
+) -> dict[str, Matrix]:
+    """`matrices`, and those of `parameters` that have adapters, which are `rank`'s in the adapters' `layout`."""
+    found = dict(matrices)
+    for pair in adapter_pairs(layout, rank):
+        matrix, (a, b) = matrices.get(pair.adapted) or PlainMatrix(parameters[pair.adapted]), pair.names
+        found[pair.adapted] = AdaptedMatrix(matrix, Adapter(parameters[a], parameters[b], pair.rows_of_parts, scale))
+    return found

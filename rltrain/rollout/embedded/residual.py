@@ -39,8 +39,8 @@ def add_product(hidden: Tensor, inner: Tensor, matrix: Matrix, group: TensorPara
     Collective over: `group`.
     """
     if norm is not None:
-        hidden.add_(norm(group.all_reduce(F.linear(inner, matrix.read()))))
+        hidden.add_(norm(group.all_reduce(matrix.product(inner))))
     elif group.size == 1 and hidden.dtype == inner.dtype:
-        hidden.addmm_(inner, matrix.read().t())
+        matrix.add_product(hidden, inner)
     else:
-        hidden.add_(group.all_reduce(F.linear(inner, matrix.read())))
+        hidden.add_(group.all_reduce(matrix.product(inner)))

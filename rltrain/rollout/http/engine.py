@@ -36,6 +36,9 @@ class HttpEngine:
     called while this rank waits for servers.
     """
 
+    num_restarts = 0
+    """Of processes of its own, of which it has none."""
+
     def __init__(
         self,
         fleet: Fleet,
@@ -90,7 +93,7 @@ class HttpEngine:
         self._wait(self._fleet.begin_update())
         self._weights.begin()
 
-    def incoming(self, part: int) -> Mapping[str, Tensor]:
+    def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """Where a part of the new weights is to be written, by name in the checkpoint."""
         return self._weights.tensors(part)
 

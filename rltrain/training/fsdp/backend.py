@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rltrain.config.lora import Lora
 from rltrain.config.schema import Trained
+from rltrain.reshard.fsdp_layout import fsdp_layout
 from rltrain.reshard.layout import Layout
 from rltrain.tasks.roles import trained_roles
 from rltrain.training.adapters import begin_adapters
@@ -15,8 +16,14 @@ from rltrain.training.fsdp.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
-    trains = site.role in trained_roles() and _lora(site) is None
+    trains = site.role in trained_roles() and site.config.lora_of(site.role) is None
     return layout_of_model(site.architecture, site.grid, dtype=site.config.model.dtype, trains=trains)
+
+
+def adapters_layout(site: ModelSite) -> Layout:
+    lora = site.config.lora_of(site.role)
+    assert lora is not None, "of a role that learns adapters"
+    return fsdp_layout(site.architecture.adapted(lora.rank, lora.targets), site.grid)
 
 
 def frozen_model(site: ModelSite) -> EvaluableModel:
@@ -26,7 +33,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    lora = _lora(site)
+    lora = site.config.lora_of(site.role)
     model = _sharded_model(site, trains=lora is None, with_weights=state is None or lora is not None, lora=lora)
     if lora and state is None:
         begin_adapters(model.learned_layout, site.world.rank, model.learned, lora, site.config.seed)
@@ -42,10 +49,6 @@ def trained_model(
     return trained
 
 
-def _lora(site: ModelSite) -> Lora | None:
-    return site.config.model.lora if site.role == "actor" else None
-
-
 def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: Lora | None = None) -> ShardedModel:
     model = ShardedModel(
         site.architecture,
@@ -56,6 +59,7 @@ def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: L
         fsdp=site.config.fsdp_of(site.role),
         device=site.world.device,
         trains=trains,
+        on_host=trains and site.config.keeps_shards_on_host(site.role),
         lora=lora,
         seed=site.config.seed,
     )

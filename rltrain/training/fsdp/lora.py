@@ -1,6 +1,6 @@
 """Low-rank adapters beside the linear layers of transformers' models: x W.T + alpha / rank * (x A.T) B.T, Hu et al.
 2021, "LoRA", section 4.1. They are sharded with the decoder layer that they are in, B in the rows of W, which has no
-gradient."""
+gradient; those of experts by expert, as the experts are."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rltrain.config.lora import Lora
-from rltrain.models import Architecture, canonical_tensors
+from rltrain.models import Architecture
 from rltrain.models.lora import ADAPTER_A, ADAPTER_B, PEFT_PREFIX, WEIGHT, A, B
+from rltrain.reshard.fsdp_layout import whole_parameters
 from rltrain.training.adapter_mode import AdapterMode
+from rltrain.training.fsdp.experts import compute_beside_adapters
 
 
 class Adapter(torch.nn.Module):
-    """That of one layer: `a` [rank, inputs] and `b` [outputs, rank], without memory."""
+    """That of one layer: `a` [rank, inputs] and `b` [outputs, rank], without memory. Of the experts of a layer
+    [experts, matrices * rank, inputs] and [experts, outputs, rank]."""
 
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...], adapters: "Adapters") -> None:
         super().__init__()
@@ -30,6 +33,17 @@ class Adapter(torch.nn.Module):
         a, b = (half.to(inputs.dtype) for half in (self.a, self.b))
         return F.linear(F.linear(adapters.dropped(inputs), a) * adapters.scale, b)
 
+    def of_experts(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The same for what each of the experts gets; their matrices are equal in size."""
+        (adapters,) = self._adapters
+        a, b = (half.to(inputs[0].dtype) for half in (self.a, self.b))
+        added = []
+        for number, own in enumerate(inputs):
+            inner = F.linear(adapters.dropped(own), a[number]) * adapters.scale
+            parts = zip(inner.split(b.shape[-1], -1), b[number].chunk(a.shape[1] // b.shape[-1]), strict=True)
+            added.append(torch.cat([F.linear(part, rows) for part, rows in parts], -1))
+        return added
+
 
 class Adapters(AdapterMode):
     """Those of a model whose other parameters are frozen; `settings.targets` and what is kept with them in one
@@ -41,16 +55,25 @@ class Adapters(AdapterMode):
         self.scale = settings.scale
         self.adapted = architecture.adapted(settings.rank, settings.targets)
         self.names: dict[str, str] = {}
-        """Of the adapters' tensors in checkpoints, by the names of the modules' parameters."""
+        """Of the adapters as in their layout, by the names of the modules' parameters."""
         self.whole_a: dict[str, Tensor] = {}
-        """A, whole, by the name of the weight that it goes with."""
-        tensors = canonical_tensors(self.adapted)
-        shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
-        for name in (name for name in tensors.names if name.endswith(A)):
+        """A, whole, by the name of the weight that it goes with; of experts every rank has what it needs."""
+        whole = whole_parameters(self.adapted)
+        shapes = dict(zip(whole.names, whole.shapes, strict=True))
+        self.heads = [name for name in shapes if not name.endswith((A, B))]
+        """Of scores, which is learned as well."""
+        for name in (name for name in shapes if name.endswith(A)):
             layer = name.removeprefix(PEFT_PREFIX).removesuffix(A)
             other = PEFT_PREFIX + layer + B
-            linear: Any = module.get_submodule(f"language_model.{layer}")
-            linear.lora = Adapter(shapes[name], shapes[other], self)
+            adapter = Adapter(shapes[name], shapes[other], self)
+            if len(shapes[name]) == 3:
+                block, _, matrix = layer.rpartition(".")
+                compute_beside_adapters(module.get_submodule(_inside(module, block)), matrix, adapter, self)
+                held = f"{block}.lora.{matrix}."
+                self.names |= {f"{held}a": name, f"{held}b": other}
+                continue
+            linear: Any = module.get_submodule(_inside(module, layer))
+            linear.lora = adapter
             linear.register_forward_hook(self._add)
             self.names |= {layer + ADAPTER_A: name, layer + ADAPTER_B: other}
 
@@ -61,7 +84,7 @@ class Adapters(AdapterMode):
     def gather(self, sharded: Mapping[str, Tensor]) -> None:
         """Have every rank hold A whole, to merge its rows with. Collective over: the role's ranks."""
         for name, parameter in sharded.items():
-            if name.endswith(A):
+            if name.endswith(A) and parameter.dim() == 2:
                 assert isinstance(parameter, DTensor)
                 weight = name.removeprefix(PEFT_PREFIX).removesuffix(A) + WEIGHT
                 whole = parameter.full_tensor().detach()
@@ -72,10 +95,18 @@ class Adapters(AdapterMode):
 
     @torch.no_grad()
     def merged(self, halves: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
-        """`weight`, a shard in rows, with what its adapter adds, where it has one. `halves` are the adapters' shards by
-        their names in checkpoints."""
-        a = self.whole_a.get(name)
+        """`weight`, a shard in rows or of experts, with what its adapter adds, where it has one. `halves` are the
+        adapters' shards as in their layout."""
+        layer = PEFT_PREFIX + name.removesuffix(WEIGHT)
+        a = halves.get(layer + A) if weight.dim() == 3 else self.whole_a.get(name)
         if a is None:
             return weight
-        b = halves[PEFT_PREFIX + name.removesuffix(WEIGHT) + B]
-        return (b.float() @ a.float()).mul_(self.scale).add_(weight.float()).to(weight.dtype)
+        a, b = a.float(), halves[layer + B].float()
+        parts = a.shape[-2] // b.shape[-1]
+        added = [rows @ factor for rows, factor in zip(b.chunk(parts, -2), a.chunk(parts, -2), strict=True)]
+        return torch.cat(added, -2).mul_(self.scale).add_(weight.float()).to(weight.dtype)
+
+
+def _inside(module: torch.nn.Module, name: str) -> str:
+    """What `module` calls a layer of transformers' model within it."""
+    return f"language_model.{name}" if hasattr(module, "language_model") else name

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -23,7 +29,13 @@ from rltrain.reshard.fsdp_layout import fsdp_layout, whole_parameters
 from rltrain.reshard.layout import Layout
 from rltrain.training.context_slices import ContextShare
 from rltrain.training.fsdp.attention import SEQUENCES
-from rltrain.training.fsdp.construction import checkpoint_names, decoder_layers, empty_model, give_memory
+from rltrain.training.fsdp.construction import (
+    ValueModel,
+    checkpoint_names,
+    decoder_layers,
+    empty_model,
+    give_memory,
+)
 from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
 from rltrain.training.fsdp.lora import Adapters
 from rltrain.training.logprobs import Logits
@@ -58,11 +70,13 @@ class ShardedModel:
         fsdp: schema.Fsdp,
         device: torch.device,
         trains: bool,
+        on_host: bool = False,
         lora: Lora | None = None,
         seed: int = 0,
     ) -> None:
         """Weights not yet loaded. Shards of what is trained are in fp32, whatever the model computes in: with `trains`
-        all of it, with `lora` adapters alone, whose random numbers come of `seed`."""
+        all of it, with `lora` adapters alone, whose random numbers come of `seed`. `on_host` are shards and gradients
+        that come to the device when layers are gathered."""
         self.architecture, self.grid, self.device, self.trains = architecture, grid, device, trains
         self.pg_collection = _groups(grid, groups)
         self.share = ContextShare(self.pg_collection.cp.rank(), self.pg_collection.cp.size())
@@ -74,11 +88,14 @@ class ShardedModel:
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
         self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
+        if lora and isinstance(self.module, ValueModel):
+            self.module.score.float().requires_grad_(True)
         mixed = (trains or lora is not None) and computed != torch.float32
         policy = MixedPrecisionPolicy(computed, torch.float32) if mixed else MixedPrecisionPolicy()
         if model.recomputed.granularity == "full":
             _recompute(self.module, model.recomputed)
-        self._shard(fsdp, policy)
+        self.on_host = on_host
+        self._shard(fsdp, policy, CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy())
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -110,7 +127,8 @@ class ShardedModel:
         if self.adapters is None:
             return self.named()
         found = checkpoint_names(self.module)
-        return {name: found[own] for own, name in self.adapters.names.items()}
+        learned = {name: found[own] for own, name in self.adapters.names.items()}
+        return learned | {name: found[name] for name in self.adapters.heads}
 
     def sequences(self, lengths: Sequence[int]) -> PackedRows | SpreadHeads:
         """Packed end to end; with context parallelism whole ones, of which this rank has its slices."""
@@ -138,14 +156,14 @@ class ShardedModel:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy) -> None:
+    def _shard(self, fsdp: schema.Fsdp, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:
         """Layer by layer, so that no more than one is ever whole here."""
         mesh, given = self._mesh(), dict[int, object]()
         units = [*decoder_layers(self.module), self.module]
         for unit in units:
             give_memory(unit, self.device, given)
             reshard = fsdp.reshard_after_forward and unit is not self.module
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
             assert isinstance(unit, FSDPModule)
             # Gradients are sums, divided once by what the whole mini-batch says; gloo knows no other reduction.
             unit.set_gradient_divide_factor(1.0)

@@ -57,7 +57,7 @@ class ShardedAdam:
         found = [*self.gradients().values()]
         squares = torch.zeros((), dtype=torch.float32, device=self.model.device)
         if found:
-            squares = torch.stack(torch._foreach_norm(found)).float().square().sum()
+            squares = torch.stack(torch._foreach_norm(found)).float().square().sum().to(self.model.device)
         dist.all_reduce(squares, group=self.model.pg_collection.shard)
         return float(squares.sqrt())
 

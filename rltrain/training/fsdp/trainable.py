@@ -1,7 +1,7 @@
 """A sharded model together with its gradients and optimizer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.adapter_mode import MergedWeights
+from rltrain.residency.part_on_host import WholePartOnHost
+from rltrain.training.adapter_mode import MadeWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.fsdp.evaluable import BaseModel, EvaluableModel
 from rltrain.training.fsdp.model import ShardedModel
@@ -38,16 +39,26 @@ class TrainableModel(EvaluableModel, Trainable):
         self.num_updates = 0
         self.role, self.skipped = role, SkippedSteps(role, max_skipped)
         self.optimizer = ShardedAdam(model, settings.optimizer)
-        self.parts = {
-            **self.parts,
-            "master_weights": MemoryPart(tuple),
-            "optimizer": MemoryPart(self.optimizer.states),
-            "gradients": MemoryPart(
-                lambda: self.optimizer.gradients().values(), forget=self.optimizer.forget_gradients
-            ),
-        }
+        self.published: Mapping[str, Tensor] = self.parameters
+        self.parts = {**self.parts, **self._training_parts()}
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
+
+    def _training_parts(self) -> dict[str, MemoryPart]:
+        states, gradients = self.optimizer.states, self.optimizer.gradients
+        if not self.model.on_host:
+            return {
+                "master_weights": MemoryPart(tuple),
+                "optimizer": MemoryPart(states),
+                "gradients": MemoryPart(lambda: gradients().values(), forget=self.optimizer.forget_gradients),
+            }
+        self.published = MadeWeights(self.parameters, lambda _, weight: weight.to(self.device, non_blocking=True))
+        return {
+            "weights": WholePartOnHost(self.parameters.values),
+            "master_weights": MemoryPart(tuple),
+            "optimizer": WholePartOnHost(states),
+            "gradients": WholePartOnHost(lambda: gradients().values()),
+        }
 
     def train_batches(
         self, mini_batches: Iterable[Experience], loss_function: LossFunction, *, temperature: float = 1.0
@@ -125,7 +136,7 @@ class AdaptedModel(TrainableModel):
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
         assert model.adapters is not None, "a model without adapters is a TrainableModel"
         self.adapters_layout, self.adapters = model.learned_layout, model.learned
-        self.published = MergedWeights(self.parameters, partial(model.adapters.merged, self.adapters))
+        self.published = MadeWeights(self.parameters, partial(model.adapters.merged, self.adapters))
         self.base = BaseModel(model)
         self._gather()
 

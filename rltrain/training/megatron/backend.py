@@ -9,12 +9,27 @@ from rltrain.reshard.layout import Layout
 from rltrain.training.adapters import begin_adapters
 from rltrain.training.backend import ModelSite
 from rltrain.training.megatron.evaluable import EvaluableModel
-from rltrain.training.megatron.model import LanguageModel, add_adapters, build_model, layout_of_model, local_parameters
+from rltrain.training.megatron.model import (
+    LanguageModel,
+    adapters_layout_of_model,
+    add_adapters,
+    build_model,
+    layout_of_model,
+    local_parameters,
+)
 from rltrain.training.megatron.trainable import AdaptedModel, TrainableModel
 
 
 def layout(site: ModelSite) -> Layout:
     return layout_of_model(site.architecture, site.grid, model=site.config.model, device=site.world.device)
+
+
+def adapters_layout(site: ModelSite) -> Layout:
+    lora = site.config.lora_of(site.role)
+    assert lora is not None, "of a role that learns adapters"
+    return adapters_layout_of_model(
+        site.architecture, site.grid, lora, model=site.config.model, device=site.world.device
+    )
 
 
 def frozen_model(site: ModelSite) -> EvaluableModel:
@@ -24,7 +39,7 @@ def frozen_model(site: ModelSite) -> EvaluableModel:
 def trained_model(
     site: ModelSite, settings: Trained, *, total_updates: int, state: Sequence[Path] | None = None
 ) -> TrainableModel:
-    lora = site.config.model.lora if site.role == "actor" else None
+    lora = site.config.lora_of(site.role)
     model = _language_model(site, with_weights=state is None or lora is not None)
     make: Callable[..., TrainableModel] = partial(TrainableModel, model)
     if lora:

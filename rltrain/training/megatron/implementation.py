@@ -75,8 +75,6 @@ def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -
             "model.dtype is float32, for which it has no attention over packed sequences",
             "set model.dtype to bfloat16",
         )
-    if model.lora is not None:
-        return "model.lora is set, whose adapters are beside Megatron's own layers", "leave model.lora out"
     if not HAVE_TE:
         return "transformer_engine.pytorch cannot be imported", "install transformer-engine for your CUDA version"
     return ("this machine has no GPU", "run it on one that has") if device.type != "cuda" else None

@@ -247,12 +247,13 @@ def _with_post_norm(linear: Any) -> type[torch.nn.Module]:
         def __init__(self, *arguments: Any, config: TransformerConfig, **settings: Any) -> None:
             super().__init__(*arguments, config=config, **settings)
             self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-
-        def forward(self, *arguments: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(*arguments, **settings)
-            return self.post_layernorm(output), bias
+            self.register_forward_hook(_normed)  # a hook, so that others can come before it
 
     return Normed
+
+
+def _normed(linear: Any, _: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return linear.post_layernorm(output[0]), output[1]
 
 
 def scale_embedding(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""Low-rank adapters beside Megatron's parallel linear layers: x W.T + alpha / rank * (x A.T) B.T, Hu et al. 2021,
-"LoRA", section 4.1. W stays as it was loaded and has no gradient.
+"""Low-rank adapters beside Megatron's parallel linear layers, its own or Transformer Engine's: x W.T + alpha / rank *
+(x A.T) B.T, Hu et al. 2021, "LoRA", section 4.1. W stays as it was loaded and has no gradient.
 
 B of a layer that is cut by rows is cut like it, A of one that is cut by columns; the other half every tensor-parallel
 rank has. What goes between the ranks are the `rank` numbers of a token between A and B, summed over those that have a
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,12 +24,14 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from rltrain.config.lora import Lora
-from rltrain.models.lora import ADAPTER_A, ADAPTER_B, WEIGHT
+from rltrain.models.lora import WEIGHT
+from rltrain.reshard.adapter_pairs import AdapterPair, adapter_pairs
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapter_mode import AdapterMode
+from rltrain.training.megatron.layers import is_expert
 
-Segment = tuple[int, int, int]
-"""(part, first, stop): rows of B that go with the part of A of that number."""
+NAME = "lora"
+"""Of the module that has a layer's adapters, within the layer."""
 
 
 class Adapter(torch.nn.Module):
@@ -37,50 +40,51 @@ class Adapter(torch.nn.Module):
 
     def __init__(
         self,
-        linear: Any,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        segments: Sequence[Segment],
+        pair: AdapterPair,
         settings: Lora,
         mode: AdapterMode,
+        groups: ProcessGroupCollection,
+        like: Tensor,
+        *,
+        sequence_parallel: bool,
     ) -> None:
+        """Zeros, of the type and on the device of `like`."""
         super().__init__()
-        weight = linear.weight
         self.a, self.b = (
-            torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device)) for shape in shapes
+            torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)) for shape in (pair.a, pair.b)
         )
         self.rank, self.scale = settings.rank, settings.scale
-        self.mode, self.group = mode, linear.tp_group
-        self.by_rows = isinstance(linear, ColumnParallelLinear)
-        self.of_expert = linear.is_expert
-        self.sequence_parallel = linear.sequence_parallel and not self.of_expert
-        num_parts = shapes[0][0] // self.rank
-        self.rows = [
-            torch.tensor([row for of, *rows in segments if of == part for row in range(*rows)], dtype=torch.long)
-            for part in range(num_parts)
-        ]
+        self.mode, self.cut = mode, pair.cut
+        self.of_expert = is_expert(pair.adapted)
+        self.group = groups.expt_tp if self.of_expert else groups.tp
+        self.sequence_parallel = sequence_parallel and not self.of_expert
+        rows: list[list[int]] = [[] for _ in range(pair.num_parts)]
+        for segment in pair.segments:
+            rows[segment.tensor] += range(segment.first, segment.first + segment.count)
+        self.rows = [torch.tensor(of_part, dtype=torch.long) for of_part in rows]
         order = torch.cat(self.rows)
-        self.order = None if torch.equal(order, torch.arange(shapes[1][0])) else order.argsort()
+        self.order = None if torch.equal(order, torch.arange(pair.b[0])) else order.argsort()
         self._mark()
 
     def _mark(self) -> None:
         """Tell gradient norms which parameters are shards and which are whole on several ranks, data parallelism which
         ranks share an expert's, and sequence parallelism whose gradients are sums over the ranks' tokens."""
-        cut, whole = (self.b, self.a) if self.by_rows else (self.a, self.b)
-        set_tensor_model_parallel_attributes(cut, True, 0 if self.by_rows else 1, 1)
-        if self.of_expert:
-            for parameter in (cut, whole):
+        is_shard = {"a": self.cut == "columns", "b": self.cut == "rows"}
+        for name, parameter in (("a", self.a), ("b", self.b)):
+            if is_shard[name] or self.of_expert:
+                set_tensor_model_parallel_attributes(parameter, True, 1 if self.cut == "columns" else 0, 1)
+            if self.of_expert:
                 parameter.allreduce = False  # type: ignore[attr-defined]
-            set_tensor_model_parallel_attributes(whole, True, 0, 1)
-            whole.shared = self.group.rank() != 0  # type: ignore[attr-defined]
-        else:
-            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+                parameter.shared = not is_shard[name] and self.group.rank() != 0  # type: ignore[attr-defined]
+            elif not is_shard[name]:
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @property
     def partial(self) -> Tensor | None:
         """The parameter whose gradients are to be summed over the ranks that an expert is cut over, if any."""
         if not self.of_expert or self.group.size() == 1:
             return None
-        return self.a if self.by_rows else self.b
+        return self.a if self.cut == "rows" else self.b
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., inputs (of this rank)] as the layer gets them -> what is added to its output, of the same shape.
@@ -115,27 +119,44 @@ class Adapter(torch.nn.Module):
 
     def _summed(self, inner: Tensor) -> Tensor:
         """[..., parts * rank] of all inputs and, where the layer's output is of all tokens, of these."""
-        if self.of_expert or self.group.size() == 1:
+        if self.of_expert or self.cut is None:
             return inner
-        if self.by_rows and self.sequence_parallel:
+        if self.cut == "rows" and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
-        if self.by_rows:
+        if self.cut == "rows":
             return copy_to_tensor_model_parallel_region(inner, group=self.group)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
-        has_own = self.sequence_parallel or not self.by_rows
+        has_own = self.sequence_parallel or self.cut == "columns"
         return self.mode.dropped(inputs, self.group.rank() if has_own else 0)
 
 
+class ExpertAdapters(torch.nn.ModuleList):
+    """Those of the experts that Transformer Engine has in one layer."""
+
+    def forward(self, inputs: Tensor, counts: Sequence[int]) -> Tensor:
+        """[tokens of all experts, inputs], of each expert so many -> what is added to the layer's output."""
+        parts = inputs.split([*counts])
+        return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
+
+
 class Adapters(AdapterMode):
-    """Those of a rank's part of a model, whose other parameters are frozen. `parameters` are named as in
-    `layout.on(rank)`."""
+    """Those of a rank's part of a model, whose other parameters are frozen, but for a head of scores. `parameters`,
+    with that, are named as in `layout.on(rank)`."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, settings: Lora, seed: int = 0
+        self,
+        chunks: Sequence[torch.nn.Module],
+        layout: Layout,
+        rank: int,
+        settings: Lora,
+        groups: ProcessGroupCollection,
+        *,
+        sequence_parallel: bool,
+        seed: int = 0,
     ) -> None:
         super().__init__(settings.dropout, seed)
         for chunk in chunks:
@@ -144,16 +165,18 @@ class Adapters(AdapterMode):
         self.parameters: dict[str, Tensor] = {}
         self.of_weight: dict[str, Adapter] = {}
         """By the name of the weight that it is added to."""
-        mine = layout.on(rank)
-        shapes, segments = dict(mine.parameters), _segments(layout, rank, settings.rank)
-        for name in (name for name, _ in mine.parameters if name.endswith(ADAPTER_A)):
-            layer, other = name.removesuffix(ADAPTER_A), name.removesuffix(ADAPTER_A) + ADAPTER_B
-            linear = _module(chunks, layer)
-            adapter = Adapter(linear, (shapes[name], shapes[other]), segments[other], settings, self)
-            linear.lora = adapter
-            linear.register_forward_hook(_add)
-            self.parameters |= {name: adapter.a, other: adapter.b}
-            self.of_weight[layer + WEIGHT] = adapter
+        for pair in adapter_pairs(layout, rank):
+            linear, weight = _module(chunks, pair.adapted), WEIGHT + pair.expert
+            like = getattr(linear, weight.removeprefix("."))
+            adapter = Adapter(pair, settings, self, groups, like, sequence_parallel=sequence_parallel)
+            _put_beside(linear, adapter, pair)
+            self.parameters |= dict(zip(pair.names, (adapter.a, adapter.b), strict=True))
+            self.of_weight[pair.adapted + weight] = adapter
+        for name in (name for name, _ in layout.on(rank).parameters if name not in self.parameters):
+            # A head of scores, of which there is no base that could tell anything.
+            module, _, own = name.rpartition(".")
+            head: torch.nn.Parameter = getattr(_module(chunks, module), own)
+            self.parameters[name] = head.requires_grad_(True)
         if chunks[0].pre_process:
             # Layers that are computed anew have gradients only where what they are given has one.
             chunks[0].embedding.register_forward_hook(_with_gradient)  # type: ignore[union-attr]
@@ -171,29 +194,21 @@ class Adapters(AdapterMode):
 
 
 def is_adapter(parameter: str) -> bool:
-    """Whether one of this name belongs to an adapter."""
-    return parameter.endswith((ADAPTER_A, ADAPTER_B))
+    """Whether one of this name in a model belongs to an adapter."""
+    return f".{NAME}." in parameter
 
 
-def _segments(layout: Layout, rank: int, lora_rank: int) -> dict[str, list[Segment]]:
-    """By the name of each B, in the order of its rows. A layer's matrices have consecutive A, then as many B."""
-    mine = layout.on(rank)
-    names = [name for name, _ in mine.parameters]
-    found: dict[str, list[Segment]] = {name: [] for name in names if name.endswith(ADAPTER_B)}
-    first_a: dict[str, int] = {}
-    parts: dict[str, int] = {}
-    for number, tensor in zip(mine.pieces["parameter"].tolist(), mine.pieces["tensor"].tolist(), strict=True):
-        layer = names[number].removesuffix(ADAPTER_A)
-        if names[number].endswith(ADAPTER_A):
-            first_a[layer] = min(tensor, first_a.get(layer, tensor))
-            parts[layer] = parts.get(layer, 0) + 1
-    for piece in mine.pieces:
-        name = names[piece["parameter"]]
-        if name.endswith(ADAPTER_B):
-            layer = name.removesuffix(ADAPTER_B)
-            part, first = int(piece["tensor"]) - first_a[layer] - parts[layer], int(piece["offset"]) // lora_rank
-            found[name].append((part, first, first + int(piece["rows"])))
-    return found
+def _put_beside(linear: Any, adapter: Adapter, pair: AdapterPair) -> None:
+    if pair.expert and hasattr(linear, NAME):
+        linear.lora.append(adapter)
+        return
+    linear.lora = ExpertAdapters([adapter]) if pair.expert else adapter
+    if hasattr(linear, "return_layernorm_output"):  # Transformer Engine's, whose inputs the norm inside makes
+        linear.return_layernorm_output = True
+    if hasattr(linear, "fuse_wgrad_accumulation"):  # into gradients that frozen weights do not have
+        linear.fuse_wgrad_accumulation = False
+    # Before hooks that norm what the layer puts out, or gather it.
+    linear.register_forward_hook(_add, prepend=True)
 
 
 def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
@@ -205,11 +220,18 @@ def _module(chunks: Sequence[torch.nn.Module], name: str) -> Any:
     return chunks[number].get_submodule(name)
 
 
-def _add(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-    if not linear.lora.mode.is_on:
-        return None
-    output, bias = outputs
-    return output + linear.lora(inputs[0]), bias
+def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    """(output, bias) with what the adapters add, from what a layer returns. Transformer Engine's with a norm inside
+    return ((output, normed inputs), None) or (output, bias, normed inputs)."""
+    output, bias, *rest = outputs
+    if isinstance(output, tuple):
+        output, normed = output
+        inputs = (normed, *inputs[1:])
+    elif rest:
+        inputs = (*rest, *inputs[1:])
+    lora = linear.lora
+    mode = lora[0].mode if isinstance(lora, ExpertAdapters) else lora.mode
+    return (output + lora(*inputs), bias) if mode.is_on else (output, bias)
 
 
 def _with_gradient(embedding: torch.nn.Module, inputs: Any, output: Tensor) -> None:

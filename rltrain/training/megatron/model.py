@@ -257,12 +257,27 @@ def local_parameters(model: LanguageModel) -> dict[str, Tensor]:
     return held
 
 
+def adapters_layout_of_model(
+    architecture: Architecture, grid: Grid, settings: Lora, *, model: schema.Model, device: torch.device
+) -> Layout:
+    """Where the adapters lie of a model that build_model makes. ConfigError as there."""
+    transformer_engine = uses_transformer_engine(model, device, architecture)
+    adapted = architecture.adapted(settings.rank, settings.targets)
+    return megatron_layout(adapted, grid, dtype=model.dtype, transformer_engine=transformer_engine)
+
+
 def add_adapters(model: LanguageModel, settings: Lora, seed: int = 0) -> Adapters:
     """Freeze a model that is built and give it adapters, all of them zero."""
-    adapted = model.architecture.adapted(settings.rank, settings.targets)
-    layout = megatron_layout(adapted, model.grid, dtype=str(model.config.params_dtype).removeprefix("torch."))
-    chunks = cast(Sequence[torch.nn.Module], model.chunks)
-    model.adapters = Adapters(chunks, layout, dist.get_rank(), settings, seed)
+    options = model.options
+    model.adapters = Adapters(
+        cast(Sequence[torch.nn.Module], model.chunks),
+        adapters_layout_of_model(model.architecture, model.grid, settings, model=options.model, device=model.device),
+        dist.get_rank(),
+        settings,
+        model.pg_collection,
+        sequence_parallel=model.config.sequence_parallel,
+        seed=seed,
+    )
     return model.adapters
 
 

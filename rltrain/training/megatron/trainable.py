@@ -16,7 +16,7 @@ from rltrain.algorithms.losses import LossFunction, sample_shares
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
 from rltrain.data.experience import Experience
-from rltrain.training.adapter_mode import MergedWeights
+from rltrain.training.adapter_mode import MadeWeights
 from rltrain.training.backend import SKIPPED
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
@@ -217,7 +217,7 @@ class AdaptedModel(TrainableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
-        self.published = MergedWeights(self.parameters, adapters.merged)
+        self.published = MadeWeights(self.parameters, adapters.merged)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
 

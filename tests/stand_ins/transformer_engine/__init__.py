@@ -1,7 +1,7 @@
 """Stands in for Transformer Engine 2.20 where there is no GPU: which parameters its modules make of which arguments.
 
 Modules of it that are not here exist when they are imported; what is taken from them are classes that can be derived
-from, and nothing else. No module here computes anything.
+from, and nothing else. Linear layers compute where they are not cut; no other module here does.
 """
 
 import importlib

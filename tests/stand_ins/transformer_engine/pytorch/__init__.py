@@ -54,6 +54,7 @@ class _Parallel(Module):
             self.in_features = _share(in_features, self.tp_size)
         self.parallel_mode, self.use_bias, self.return_bias = parallel_mode, bias, return_bias
         self.tp_group, self.sequence_parallel = tp_group, sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._made = {"device": device, "dtype": params_dtype}
 
     def _register(self, name: str, *shape: int) -> None:
@@ -117,16 +118,21 @@ class LayerNormLinear(_Parallel):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        assert self.parallel_mode == "column" and not return_layernorm_output
-        assert normalization == "RMSNorm" and not zero_centered_gamma
-        self.eps = eps
+        assert self.parallel_mode == "column" and normalization == "RMSNorm" and not zero_centered_gamma
+        self.eps, self.return_layernorm_output = eps, return_layernorm_output
         self._register("layer_norm_weight", self.in_features)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         self._register_weight()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """The output, alone or followed by the bias and by the normed inputs of this rank, as it was told; it looks at
+        each call."""
         assert inp.dtype == self.layer_norm_weight.dtype
-        return self._product(rms_norm(inp, (self.in_features,), self.layer_norm_weight, self.eps))
+        normed = rms_norm(inp, (self.in_features,), self.layer_norm_weight, self.eps)
+        made = self._product(normed)
+        if not self.return_layernorm_output:
+            return made
+        return (*made, normed) if self.return_bias else (made, normed)
 
 
 class GroupedLinear(_Parallel):
