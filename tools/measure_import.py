@@ -104,8 +104,14 @@ def once(script: str, arguments: argparse.Namespace, folder: Path, options: Sequ
         found = imported(arguments.framework, source, rows=rows, allow_differences=allowed)
         settings = stand_ins(found, folder)
         if FITTING in options:
-            gpu, more = arguments.gpu, {"settings": settings, "allow_differences": allowed}
-            found = imported(arguments.framework, source, rows=rows, gpu=gpu, **more)
+            found = imported(
+                arguments.framework,
+                source,
+                rows=rows,
+                settings=settings,
+                allow_differences=allowed,
+                gpu=arguments.gpu,
+            )
     config = folder / "config.yaml"
     config.write_text(written(found, script), encoding="utf-8")
     run = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)
