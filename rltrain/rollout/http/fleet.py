@@ -98,8 +98,7 @@ class Fleet:
 
     async def submit(self, samples: Sequence[Sample], sampling: SamplingParams, cut: StopCut | None) -> None:
         self._sampling, self._cut = sampling, cut
-        for sample in samples:
-            self._queue.append(Drawing(sample, response_limit(sample, sampling, self._max_context_tokens)))
+        self._queue.extend(map(self._queued, samples))
         self._dispatch()
 
     async def take_back(self, ids: Collection[int] | None = None) -> dict[int, Sample]:
@@ -130,10 +129,9 @@ class Fleet:
         """Nobody draws from here on, nor is given weights, until `end_update`."""
         await self._updating.acquire()
         self._is_held = True
-        order = [number for number in self._running]
+        order = [*self._running]
         waiting, self._queue = self._queue, deque()
         back = await self.take_back()
-        assert self._sampling is not None or not back
         self._queue = deque(self._queued(back[number]) for number in order if number in back) + waiting
 
     async def end_update(self, version: int) -> None:
