@@ -92,7 +92,8 @@ class Rank:
             self.reference = EvaluableModel(load(path, groups, dtype))
             self.residency.admit("reference", self.reference.parts)
         self.engine = [torch.randn(1000)]
-        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), "kv_cache": MemoryPart(list)})
+        rest = {part: MemoryPart(list) for part in ("kv_cache", "base")}
+        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), **rest})
 
     def run(self, experience: Experience) -> dict[str, Any]:
         halves = experience.select(torch.arange(3)), experience.select(torch.arange(3, 6))

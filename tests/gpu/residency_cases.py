@@ -50,7 +50,8 @@ class Turns:
         actor = {name: MemoryPart(lambda kept=kept: kept) for name, kept in self.tensors.items()}  # type: ignore[misc]
         self.residency.admit("actor", {**actor, "master_weights": MemoryPart(list), "gradients": MemoryPart(list)})
         self.engine = self._tensors(ROLE_BYTES)
-        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), "kv_cache": MemoryPart(list)})
+        rest = {part: MemoryPart(list) for part in ("kv_cache", "base")}
+        self.residency.admit("rollout", {"weights": MemoryPart(lambda: self.engine), **rest})
 
     def _tensors(self, num_bytes: int) -> list[torch.Tensor]:
         count = num_bytes // TENSOR_BYTES

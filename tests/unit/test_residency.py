@@ -45,7 +45,7 @@ PARTS = {
     "actor": ("weights", "master_weights", "optimizer", "gradients"),
     "critic": ("weights", "master_weights", "optimizer", "gradients"),
     "reference": ("weights",),
-    "rollout": ("weights", "kv_cache"),
+    "rollout": ("weights", "kv_cache", "base"),
 }
 
 
@@ -437,9 +437,9 @@ def test_peak_and_residue_per_role_are_reported_once():
     metrics = residency.metrics()
     part_bytes = 4 * (7 + 15)
     assert metrics["memory/actor_resident_bytes"] == 4 * part_bytes
-    assert metrics["memory/rollout_resident_bytes"] == 2 * part_bytes
+    assert metrics["memory/rollout_resident_bytes"] == 3 * part_bytes
     assert metrics["memory/actor_residue_bytes"] == metrics["memory/rollout_residue_bytes"] == 0
-    assert metrics["memory/host_bytes"] == 3 * (64 + 64), "weights, master weights and optimizer of the actor"
+    assert metrics["memory/host_bytes"] == 4 * (64 + 64), "weights, master weights and optimizer of the actor, the base"
     assert metrics["memory/offload_s"] > 0 and metrics["memory/onload_s"] > 0
     again = residency.metrics()
     assert again["memory/offload_s"] == 0 and "memory/actor_residue_bytes" not in again
@@ -472,7 +472,7 @@ def test_torch_memory_saver_pauses_what_was_allocated_in_a_region_of_the_part():
     weights = [torch.arange(6.0)]
     residency = Residency(Order.of(order), {"reference": True, "rollout": True}, DeviceMemory(CPU), memory_saver=saver)
     residency.admit("reference", {"weights": MemoryPart(lambda: weights)})
-    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": MemoryPart(list)})
+    residency.admit("rollout", {part: MemoryPart(list) for part in PARTS["rollout"]})
     assert weights[0].untyped_storage().nbytes() == 0
     addresses = []
     for position, entry in enumerate(order):
