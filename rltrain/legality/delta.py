@@ -16,8 +16,8 @@ def delta_problems(config: Config) -> Iterator[str]:
         )
     if config.rollout.engine == "http":
         yield (
-            "weight_sync.delta: got a section with rollout.engine http, into whose servers' weights nothing here can put "
-            "changes; expected rollout.engine: embedded or sglang, or weight_sync.delta: null"
+            "weight_sync.delta: got a section with rollout.engine http, whose servers take whole tensors; expected "
+            "rollout.engine: embedded or sglang, or weight_sync.delta: null"
         )
     if config.rollout.offload is True:
         yield (

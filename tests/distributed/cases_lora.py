@@ -63,15 +63,7 @@ def all_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
     for family, (targets, layouts) in {"qwen3": (TARGETS, FROM_PEFT), **FAMILIES}.items():
-        path, lora = (
-            Path(folder, family),
-            LORA.model_copy(update={"targets": targets, "path": f"{folder}/{family}_peft"}),
-        )
-        for layout in layouts:
-            if dist.get_rank() in GRIDS[layout].ranks:
-                results[f"peft/{family}/{layout}"] = _from_peft(
-                    path, layout, groups, lora, Path(folder, family, layout)
-                )
+        results |= _of_family(family, targets, layouts, groups, Path(folder))
     for layout in TRAINED:
         if dist.get_rank() in GRIDS[layout].ranks:
             results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
@@ -88,6 +80,17 @@ def all_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
         if dist.get_rank() in cases_experts.LAYOUTS[name].grid.ranks:
             results[f"experts/{name}"] = _train_experts(Path(experts), name, groups)
     return results
+
+
+def _of_family(
+    family: str, targets: tuple[str, ...] | None, layouts: Sequence[str], groups: ProcessGroups, folder: Path
+) -> dict[str, Any]:
+    lora, mine = LORA.model_copy(update={"targets": targets, "path": f"{folder}/{family}_peft"}), dist.get_rank()
+    return {
+        f"peft/{family}/{layout}": _from_peft(folder / family, layout, groups, lora, folder / family / layout)
+        for layout in layouts
+        if mine in GRIDS[layout].ranks
+    }
 
 
 def adapted(
