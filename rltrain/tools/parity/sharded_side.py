@@ -1,5 +1,7 @@
 """The trainer's model of backend fsdp, which is that of transformers, on one rank."""
 
+from typing import Any
+
 import torch
 
 from rltrain.checkpoint.hf import load_parameters
@@ -35,19 +37,18 @@ def run_sharded(checked: Checked, samples: Samples) -> States:
             trains=False,
         )
         load_parameters(checked.path, model.layout, 0, dict(model.parameters), config_key="--checkpoint")
+        module: Any = model.module
         notes = Notes()
-        watch(model.module.language_model.model, notes.add)
+        watch(module.language_model.model, notes.add)
         tokens = torch.tensor([token for sample in samples for token in sample], device=device)
         sequences = model.sequences([len(sample) for sample in samples])
         with torch.no_grad():
-            notes.add(
-                LOGITS,
-                model.module(
-                    input_ids=tokens[None],
-                    position_ids=sequences.positions[None],
-                    use_cache=False,
-                    **{SEQUENCES: sequences},
-                ),
+            logits = module(
+                input_ids=tokens[None],
+                position_ids=sequences.positions[None],
+                use_cache=False,
+                **{SEQUENCES: sequences},
             )
+            notes.add(LOGITS, logits)
     states = notes.states()
     return {**states, LOGPROBS: next_token_logprobs(states[LOGITS], samples)}
