@@ -74,16 +74,16 @@ def save_checkpoint(
     with _writing(directory):
         _refuse_foreign(directory, like, notes)
         further = PredictionLayers(like)
-    dtype = dtype or next(iter(source_tensors.values())).dtype
+    any_tensor = next(iter(source_tensors.values()))
+    dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
-    mine = _allocated(layout, rank, next(iter(source_tensors.values())).device)
+    mine = _allocated(layout, rank, any_tensor.device)
     for source, part in _parts(source_layout, layout, made_bytes):
         sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
         held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
         execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
     files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
-    first = rank == layout.ranks[0]
-    partial_directory = directory.with_name(f".{directory.name}.partial")
+    first, partial_directory = rank == layout.ranks[0], directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
         if first:
             shutil.rmtree(partial_directory, ignore_errors=True)
