@@ -89,7 +89,8 @@ def residency_of(
     tensor = torch.ones(3)
     parts = ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})
-    residency.admit("rollout", parts_of_server(engine, engine.delivery, leave, leaves=leaves))
+    of_server = parts_of_server(engine, engine.delivery, leave, leaves=leaves)
+    residency.admit("rollout", {"base": MemoryPart(tuple), **of_server})
     return residency, suspended
 
 

@@ -114,7 +114,7 @@ def test_communicators_go_after_what_is_recorded_of_them(qwen3: Path, device: Gr
     ones, actor = torch.ones(3), ("weights", "master_weights", "optimizer", "gradients")
     residency.admit("actor", {name: MemoryPart(lambda: [ones.clone()]) for name in actor})
     cache = MemoryPart(engine.cache_tensors, forget=engine.release_cache)
-    residency.admit("rollout", {"weights": MemoryPart(parameters.values), "kv_cache": cache})
+    residency.admit("rollout", {"weights": MemoryPart(parameters.values), "kv_cache": cache, "base": MemoryPart(tuple)})
     for position, entry in enumerate(order):
         residency.enter(position)
         if entry.name == "generate":

@@ -235,7 +235,7 @@ def test_what_is_recorded_outlives_turns_of_others_where_memory_returns_to_its_p
     device, saver = DeviceMemory(torch.device("cpu")), FakeSaver()
     residency = Residency(turns, {"actor": True, "rollout": True}, device, memory_saver=saver)
     residency.admit("actor", {name: MemoryPart(list) for name in TRAINED_PARTS})
-    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": kv_cache})
+    residency.admit("rollout", {"weights": MemoryPart(list), "kv_cache": kv_cache, "base": MemoryPart(tuple)})
     expected, num_recorded, addresses = None, [], []
     for turn in range(5):
         residency.enter(2 * turn)

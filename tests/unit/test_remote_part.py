@@ -42,7 +42,8 @@ def residency_of(server: Server, names: tuple[str, ...]) -> Residency:
     parts = ("weights", "master_weights", "optimizer", "gradients")
     tensor = torch.ones(3)
     residency.admit("actor", {name: MemoryPart(lambda: [tensor]) for name in parts})
-    residency.admit("rollout", {name: server.part(name, restores=name == "weights") for name in server.holds.copy()})
+    parts = {name: server.part(name, restores=name == "weights") for name in server.holds.copy()}
+    residency.admit("rollout", {"base": MemoryPart(tuple), **parts})
     return residency
 
 
