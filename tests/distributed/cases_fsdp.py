@@ -140,7 +140,7 @@ def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] |
 
 def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None = None) -> TrainedModel:
     site = site_of(way, path, groups)
-    return BACKENDS[way.backend].trained_model(site, site.config.actor, total_updates=NUM_STEPS, state=state)
+    return BACKENDS[way.backend]().trained_model(site, site.config.actor, total_updates=NUM_STEPS, state=state)
 
 
 def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
@@ -149,7 +149,7 @@ def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None
         return None
     expected = load_file(path / "expected.safetensors")["logprobs"]
     wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected))
-    model = BACKENDS[way.backend].frozen_model(site_of(way, path, groups))
+    model = BACKENDS[way.backend]().frozen_model(site_of(way, path, groups))
     found = model.evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
     return {
         "difference": float((found - wanted.rollout_logprobs).abs().max()),
