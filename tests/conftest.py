@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked.popen import SETTING, forks, start_zygote
+from tests.forked.zygote import RARE_COLLECTIONS
 
 FOLDERS = ("end_to_end", "distributed", "sglang", "unit", "gpu")
 LONGEST = (
@@ -49,6 +50,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(*RARE_COLLECTIONS)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

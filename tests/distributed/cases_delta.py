@@ -1,4 +1,4 @@
-"""Reshards that send what changed, on real ranks: after each every rank holds what a full sync would have given it."""
+"""Reshards that send what changed, on real ranks: after each every rank holds all that the oracle says, bit for bit."""
 
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltrain.cluster.grid import Grid
-from rltrain.models import Architecture
-from rltrain.reshard.check.full_gather import full_gather_sync
+from rltrain.reshard.check.full_gather import converted
 from rltrain.reshard.check.verify import verify
 from rltrain.reshard.delta.coder import DeltaSettings
 from rltrain.reshard.execute import resharding
@@ -20,8 +19,8 @@ from rltrain.reshard.execute.report import SyncReport
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.reshard.plan.planner import plan
 from rltrain.rollout.layout import engine_layout
-from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, tensors, union_of
-from tests.model_shards import PADDING, Place, Tensors, full_tensors, megatron_shard
+from tests.distributed.cases_reshard import ARCHITECTURES, PLACEMENTS, Settings, groups_of_unions, shards, union_of
+from tests.model_shards import PADDING, Tensors, full_tensors
 
 CHECKS = {
     "wire": Settings(bucket_bytes=4096),
@@ -65,8 +64,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def all_checks() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """By check and placement, the runs in which this rank took part."""
-    groups = {union: dist.new_group(union) for union in sorted({union_of(placement) for placement, _ in pairs()})}
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    groups, results = groups_of_unions(), dict[str, dict[str, list[dict[str, Any]]]]()
     for number, (check, settings) in enumerate(CHECKS.items()):
         mode = "off" if check == "without native code" else "auto"
         with mock.patch.dict("os.environ", RLTRAIN_NATIVE=mode):
@@ -105,22 +103,21 @@ def runs(
         share_memory=settings.share_memory,
         delta=DeltaSettings(in_shared_memory=settings.share_memory),
     )
-    held = empty(layouts[1], rank, settings.dtype)
-    expected = empty(layouts[1], rank, settings.dtype)
+    held, dtype = empty(layouts[1], rank, settings.dtype), getattr(torch, settings.dtype)
     full, found = full_tensors(ARCHITECTURES[name]), []
     for number, share in enumerate(SHARES):
         full = changed(full, share, seed=number)
-        given = shard(ARCHITECTURES[name], full, source)
+        given, wanted = shards(ARCHITECTURES[name], full, source, destination)
+        expected = {key: converted(tensor, dtype) for key, tensor in (wanted or {}).items()}
         lost = number == LOSES_BEFORE and rank == max(destination.ranks)
         for tensor in (held or {}).values() if lost else ():
             tensor.zero_()
         report = prepared.run(given, held, whole=number in (0, LOSES_BEFORE))
-        full_gather_sync(*layouts, given, expected, cpu_group)
         verify(planned, *layouts, given, held, group=cpu_group)
-        wrong = [key for key, tensor in (expected or {}).items() if lost or not same_bits(tensor, (held or {})[key])]
+        wrong = [key for key, tensor in expected.items() if lost or not same_bits(tensor, (held or {})[key])]
         if lost:  # padding, which is in no plan, is what it became
-            wrong = [key for key in wrong if not same_bits_where_written((expected or {})[key], (held or {})[key])]
-            held = {key: tensor.clone() for key, tensor in (expected or {}).items()}
+            wrong = [key for key in wrong if not same_bits_where_written(expected[key], (held or {})[key])]
+            held = {key: tensor.clone() for key, tensor in expected.items()}
         found.append(Run(wrong, report))
     return found
 
@@ -137,13 +134,6 @@ def changed(full: Tensors, share: float, seed: int) -> Tensors:
             bits[chosen & (rng.random(len(flat)) < 0.05)] = 0x7FC12345
         result[key] = flat.reshape(values.shape)
     return result
-
-
-def shard(architecture: Architecture, full: Tensors, grid: Grid) -> dict[str, Tensor] | None:
-    if dist.get_rank() not in grid.ranks:
-        return None
-    at = grid.coordinates(dist.get_rank())
-    return tensors(megatron_shard(architecture, full, Place(grid.tp, at.tp, grid.pp, at.pp)))
 
 
 def empty(layout: Any, rank: int, dtype: str) -> dict[str, Tensor] | None:

@@ -62,7 +62,6 @@ WAYS = {
     "ranks1": Way(),
     "ranks2": Way(ranks=2),
     "ranks3": Way(ranks=3),
-    "ranks4": Way(ranks=4),
     "whole_micro_batch": Way(ranks=2, max_tokens=10_000),
     "copies2": Way(ranks=4, copies=2),
     "copies4": Way(ranks=4, copies=4),
@@ -74,7 +73,8 @@ WAYS = {
     "cp2_dp2": Way(ranks=4, cp=2),
     "cp4": Way(ranks=4, cp=4),
 }
-"""All but one have the same numbers as MEGATRON."""
+"""All have the same numbers as MEGATRON."""
+EVALUATED = ("ranks1", "cp2", "cp4", "critic_cp2")
 OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
@@ -95,11 +95,16 @@ def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
     groups = _groups([MEGATRON, *WAYS.values(), *(way for pair in OTHERS.values() for way in pair)])
     seen: dict[str, Any] = {}
     for checkpoint in ("qwen3", "qwen2_tied"):
-        seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups)
+        seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups, evaluates=checkpoint == "qwen3")
         ways = WAYS if checkpoint == "qwen3" else {name: WAYS[name] for name in ("ranks3", "cp2_dp2")}
-        seen |= {f"{checkpoint}/{name}": trained(way, paths[checkpoint], groups) for name, way in ways.items()}
-    for name, (way, megatron) in OTHERS.items():
-        seen[name], seen[f"{name}/megatron"] = (trained(one, paths["qwen3"], groups) for one in (way, megatron))
+        seen |= {
+            f"{checkpoint}/{name}": trained(way, paths[checkpoint], groups, evaluates=name in EVALUATED)
+            for name, way in ways.items()
+        }
+    for name, pair in OTHERS.items():
+        seen[name], seen[f"{name}/megatron"] = (
+            trained(way, paths["qwen3"], groups, evaluates=name in EVALUATED) for way in pair
+        )
     for dtype in ("float32", "bfloat16"):
         way = Way(ranks=3, role="reference", model={"dtype": dtype})
         seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
@@ -108,27 +113,23 @@ def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
     return seen
 
 
-def trained(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
+def trained(way: Way, path: Path, groups: ProcessGroups, *, evaluates: bool) -> dict[str, Any] | None:
+    """Updates, and where it `evaluates` what the model says before and after them."""
     if dist.get_rank() not in way.grid.ranks:
         return None
     model, experience = build(way, path, groups), share_of(way, path)
-    start = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE)
-    steps = [step(model, way, experience) for _ in range(NUM_STEPS)]
-    end = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE)
-    _, top_ids, top = (
-        model.distributions(experience, count=3, max_tokens=way.max_tokens)
-        if way.role == "actor"
-        else [torch.zeros(0)] * 3
-    )
-    return {
-        "steps": steps,
-        "dp": way.grid.coordinates(dist.get_rank()).dp,
-        "start": start.tolist(),
-        "end": end.tolist(),
-        "top": [top_ids.tolist(), top.tolist()],
-        "elements": sum(parameter.numel() for parameter in model.parameters.values()),
-        "bytes": {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()},
-    }
+    report: dict[str, Any] = {"elements": sum(parameter.numel() for parameter in model.parameters.values())}
+    if evaluates:
+        report["start"] = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE).tolist()
+    report["steps"] = [step(model, way, experience) for _ in range(NUM_STEPS)]
+    if evaluates:
+        report["end"] = model.evaluate(experience, max_tokens=way.max_tokens, temperature=TEMPERATURE).tolist()
+    if evaluates and way.role == "actor":
+        _, top_ids, top = model.distributions(experience, count=3, max_tokens=way.max_tokens)
+        report["top"] = [top_ids.tolist(), top.tolist()]
+    report["dp"] = way.grid.coordinates(dist.get_rank()).dp
+    report["bytes"] = {name: (part.size_bytes, part.host_bytes) for name, part in model.parts.items()}
+    return report
 
 
 def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] | None:
@@ -149,7 +150,7 @@ def of_family(way: Way, path: Path, groups: ProcessGroups) -> dict[str, float] |
 
 def build(way: Way, path: Path, groups: ProcessGroups, state: list[Path] | None = None) -> TrainedModel:
     site = site_of(way, path, groups)
-    return BACKENDS[way.backend].trained_model(site, site.config.actor, total_updates=NUM_STEPS, state=state)
+    return BACKENDS[way.backend]().trained_model(site, site.config.actor, total_updates=NUM_STEPS, state=state)
 
 
 def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None:
@@ -158,7 +159,7 @@ def frozen(way: Way, path: Path, groups: ProcessGroups) -> dict[str, Any] | None
         return None
     expected = load_file(path / "expected.safetensors")["logprobs"]
     wanted = share_of(way, path, load_experience(path).with_fields(rollout_logprobs=expected))
-    model = BACKENDS[way.backend].frozen_model(site_of(way, path, groups))
+    model = BACKENDS[way.backend]().frozen_model(site_of(way, path, groups))
     found = model.evaluate(wanted, max_tokens=way.max_tokens, temperature=TEMPERATURE)
     return {
         "difference": float((found - wanted.rollout_logprobs).abs().max()),

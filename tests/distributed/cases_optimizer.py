@@ -88,7 +88,7 @@ def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
             seen[name] = []
             for optimizer in ((), OFFLOAD, HALF):
                 run = Run(case, Way(**{**vars(case.way), "optimizer": optimizer}), path, groups, load_weights=True)
-                seen[name].append({"updates": run.train(UPDATES), "digests": run.digests(), "bytes": held(run)})
+                seen[name].append({"updates": run.train(BEFORE), "digests": run.digests(), "bytes": held(run)})
     for name, case in SAVED.items():
         seen[name] = saved_and_continued(case, path, groups, Path(folder, name))
     return seen

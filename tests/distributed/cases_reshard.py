@@ -98,23 +98,21 @@ def pairs_of(check: str) -> list[tuple[str, str]]:
     return list(zip(PLACEMENTS, in_turn, strict=False))
 
 
-def reshard(check: str) -> dict[str, dict[str, Any]]:
+def reshard(check: str, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> dict[str, dict[str, Any]]:
     """Every pair of the check; what this rank found, by both names."""
-    settings = CHECKS[check]
+    settings, results = CHECKS[check], {}
     with mock.patch.object(resharding, "LARGE_BYTES", settings.large_bytes or resharding.LARGE_BYTES):
-        return _reshard_all(settings, pairs_of(check))
-
-
-def _reshard_all(settings: Settings, pairs: list[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    rank = dist.get_rank()
-    results = {}
-    groups = {union: dist.new_group(union) for union in sorted({union_of(placement) for placement, _ in pairs})}
-    for placement, name in pairs:
-        union = union_of(placement)
-        if rank in union:
-            found = reshard_twice(ARCHITECTURES[name], *PLACEMENTS[placement], groups[union], groups[union], settings)
-            results[f"{placement}, {name}"] = found
+        for placement, name in pairs_of(check):
+            if dist.get_rank() in (union := union_of(placement)):
+                group = groups[union]
+                found = reshard_twice(ARCHITECTURES[name], *PLACEMENTS[placement], group, group, settings)
+                results[f"{placement}, {name}"] = found
     return results
+
+
+def groups_of_unions() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Of every placement's ranks."""
+    return {union: dist.new_group(union) for union in sorted({*map(union_of, PLACEMENTS)})}
 
 
 def union_of(placement: str) -> tuple[int, ...]:
@@ -124,10 +122,10 @@ def union_of(placement: str) -> tuple[int, ...]:
 
 
 def shards(
-    architecture: Architecture, source: Grid, destination: Grid
+    architecture: Architecture, full: Tensors, source: Grid, destination: Grid
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """What this rank holds of the source, and is to hold of the destination."""
-    rank, full, held, expected = dist.get_rank(), full_tensors(architecture), None, None
+    """What this rank holds of the source, and is to hold of the destination, by the oracle."""
+    rank, held, expected = dist.get_rank(), None, None
     if rank in source.ranks:
         at = source.coordinates(rank)
         held = tensors(megatron_shard(architecture, full, Place(source.tp, at.tp, source.pp, at.pp)))
@@ -150,7 +148,7 @@ def reshard_twice(
     source_grid, destination_grid = Grid(actor[0], tp=actor[1], pp=actor[2]), Grid(rollout[0], tp=rollout[1])
     source = megatron_layout(architecture, source_grid)
     destination = engine_layout(architecture, destination_grid, dtype=settings.dtype)
-    held, expected = shards(architecture, source_grid, destination_grid)
+    held, expected = shards(architecture, full_tensors(architecture), source_grid, destination_grid)
     dtype = getattr(torch, settings.dtype)
     wanted = expected and {name: torch.full_like(tensor, PADDING, dtype=dtype) for name, tensor in expected.items()}
     node, met = settings.ranks_per_node, list[float]()
@@ -322,10 +320,10 @@ def all_checks() -> dict[str, Any]:
         "shared memory, but for one": a_rank_that_cannot_be_mapped,
         "shared memory, out of step": ranks_out_of_step,
     }
-    results: dict[str, Any] = {}
+    groups, results = groups_of_unions(), dict[str, Any]()
     for check in CHECKS:
         with around.get(check, nullcontext)():
-            results[check] = reshard(check)
+            results[check] = reshard(check, groups)
     return results | {
         "round trip": round_trip(max_shard_bytes=10_000),
         "round trip, one file per writer": round_trip(max_shard_bytes=10**9),

@@ -231,7 +231,8 @@ def test_steps_do_not_depend_on_the_layout(ranks: list[dict[str, Any]], layout: 
 def test_the_base_stays_and_is_what_the_model_begins_as(ranks: list[dict[str, Any]], layout: str) -> None:
     for report in reports(ranks, f"trained/{layout}"):
         assert report["begins_as_base"] and report["base_stays"] and report["weights_stay"]
-        assert report["learned"] > 0.01
+        first, *_, last = report["steps"]
+        assert last["loss"] < first["loss"] - 0.01
 
 
 def test_gradients_and_optimizer_are_of_the_adapters_alone(ranks: list[dict[str, Any]]) -> None:
@@ -275,15 +276,15 @@ def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], wa
 
 
 def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
-    for plain, recomputed in zip(reports(ranks, "dropout/none"), reports(ranks, "dropout/full"), strict=True):
-        assert plain["steps"][0] == plain["steps"][1]
-        assert plain["undisturbed"] and recomputed["undisturbed"]
-        for found, wanted in zip(recomputed["steps"][0], plain["steps"][0], strict=True):
-            assert found == pytest.approx(wanted, rel=RELATIVE)
     (without,) = reports(ranks, "trained/tp1")
-    assert reports(ranks, "dropout/none")[0]["steps"][0][0]["grad_norm"] != pytest.approx(
-        without["steps"][0]["grad_norm"], rel=RELATIVE
-    )
+    for (plain, again), (recomputed,) in zip(
+        reports(ranks, "dropout/none"), reports(ranks, "dropout/full"), strict=True
+    ):
+        assert plain["steps"] == again["steps"]
+        assert plain["undisturbed"] and again["undisturbed"] and recomputed["undisturbed"]
+        for found, wanted in zip(recomputed["steps"], plain["steps"], strict=True):
+            assert found == pytest.approx(wanted, rel=RELATIVE)
+        assert plain["steps"][0]["grad_norm"] != pytest.approx(without["steps"][0]["grad_norm"], rel=RELATIVE)
 
 
 @pytest.mark.parametrize("layout", OF_EXPERTS)

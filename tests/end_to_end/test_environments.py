@@ -126,6 +126,7 @@ def test_an_agent_draws_its_turns_at_the_endpoint(
         *SETTINGS[1:],
         f"env={{agent: {agent}, num_workers: 1, max_turns: 4}}",
         "steps=2",
+        "batch={prompts_per_step: 2, samples_per_prompt: 4, mini_batches: 2}",
         "data.eval.max_rows=2",
         "checkpoint.save_hf=false",
         "placement={'actor, reference, rollout': 0, env: 1}",

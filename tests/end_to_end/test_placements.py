@@ -21,7 +21,7 @@ PLACEMENTS = {
         "weight_sync.bucket_mb=1",
     ),
 }  # fmt: skip
-STEPS = 3
+STEPS = 2
 PARAMETERS = 125e3
 FEW_SAMPLES = 3 / 64
 """Of the samples of a step, or the problems of an evaluation."""

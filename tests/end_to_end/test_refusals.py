@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 
 import pytest
 
@@ -66,10 +65,8 @@ OUT_OF_TWO = (
     ],
 )
 def test_the_job_refuses_with_one_message(wrong, words, num_ranks, overrides):
-    start = time.monotonic()
     done = try_to_train(CONFIG, *overrides, *wrong, num_ranks=num_ranks)
     assert done.returncode != 0
-    assert time.monotonic() - start < 60
     assert done.stderr.count("rltrain: ") == 1, done.stderr
     message = done.stderr.split("rltrain: ")[1]
     assert all(word in message for word in words)

@@ -11,10 +11,11 @@ Each call is announced in the store, where the other ranks look for its counterp
 waits here, in the call, where on a GPU its stream would.
 """
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -26,7 +27,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.stand_ins.cuda_graphs import RuleBrokenError, expect_unheld
 
-LOOK_S = 0.0005
 FIRST_TAG = 2**29
 """Of messages: gloo has tags of its own for collectives, from 0."""
 COLLECTIVES = (
@@ -66,7 +66,6 @@ class Communicator:
     name: str
     ranks: list[int]
     gloo: dist.ProcessGroup
-    store: dist.Store
     limit_s: float
     holders: WeakSet[Any] = field(default_factory=WeakSet)
     """Recorded graphs."""
@@ -157,23 +156,19 @@ class Communicator:
         self, said: str, mine: dict[str, str], theirs: dict[int, str], peers: Sequence[int] | None = None
     ) -> dict[int, str]:
         """Say `mine`, and what others say under the keys `theirs`, of all or of `peers`, once they do."""
-        self.store.set(f"doing/{dist.get_rank()}", f"{said} on {self.name}")
-        for key, value in mine.items():
-            self.store.set(f"{self.name}/{key}", value)
-        missing, deadline = dict(theirs), time.monotonic() + self.limit_s
-        while missing := {i: key for i, key in missing.items() if not self.store.check([f"{self.name}/{key}"])}:
-            if time.monotonic() > deadline:
-                absent = sorted({self.ranks[i if peers is None else peers[i]] for i in missing})
-                raise RuleBrokenError(
-                    f"rank {dist.get_rank()} waits for ranks {absent} in {said} on {self.name}. "
-                    + "; ".join(f"rank {rank}: {self._doing(rank)}" for rank in absent)
-                )
-            time.sleep(LOOK_S)
-        return {i: self.store.get(f"{self.name}/{key}").decode() for i, key in theirs.items()}
-
-    def _doing(self, rank: int) -> str:
-        key = f"doing/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else "has made no call"
+        store = _store()
+        own, others = ([f"{self.name}/{key}" for key in keys] for keys in (mine, theirs.values()))
+        store.multi_set([f"doing/{dist.get_rank()}", *own], [f"{said} on {self.name}", *mine.values()])
+        try:
+            store.wait(others, timedelta(seconds=self.limit_s))
+        except dist.DistStoreError:
+            missing = [i for i, key in zip(theirs, others, strict=True) if not store.check([key])]
+            absent = sorted({self.ranks[i if peers is None else peers[i]] for i in missing})
+            raise RuleBrokenError(
+                f"rank {dist.get_rank()} waits for ranks {absent} in {said} on {self.name}. "
+                + "; ".join(f"rank {rank}: {_doing(store, rank)}" for rank in absent)
+            ) from None
+        return {i: said.decode() for i, said in zip(theirs, store.multi_get(others), strict=True)}
 
     def _next(self, what: str) -> int:
         self.counts[what] += 1
@@ -184,6 +179,20 @@ class Communicator:
         return f"{message.kind}/{rank}/{peer}/{number}"
 
 
+def _store() -> dist.Store:
+    """Where ranks say what they do: a connection of this thread's own, which a thread that waits holds."""
+    if not hasattr(STORES, "of_thread"):
+        STORES.of_thread = dist.PrefixStore("nccl_rules", c10d._get_default_store().clone())
+    store: dist.Store = STORES.of_thread
+    return store
+
+
+def _doing(store: dist.Store, rank: int) -> str:
+    key = f"doing/{rank}"
+    return store.get(key).decode() if store.check([key]) else "has made no call"
+
+
+STORES = threading.local()
 COMMUNICATORS: dict[dist.ProcessGroup, Communicator] = {}
 ORIGINAL: dict[str, Any] = {}
 
@@ -211,8 +220,7 @@ def install(limit_s: float = 60.0) -> None:
         if isinstance(group, dist.ProcessGroup):
             c10d._world.pg_map[group] = (dist.Backend("nccl"), group_store)
             name = f"the communicator of ranks {ranks} ({group.group_name})"
-            rules = dist.PrefixStore("nccl_rules", c10d._get_default_store())
-            COMMUNICATORS[group] = Communicator(name, list(ranks), group, rules, limit_s)
+            COMMUNICATORS[group] = Communicator(name, list(ranks), group, limit_s)
         return group, group_store
 
     c10d._new_process_group_helper = new_group

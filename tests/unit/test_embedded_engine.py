@@ -1,6 +1,6 @@
 """The embedded engine against transformers, and its invariance to batching."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,17 +44,22 @@ def hf_model(path: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def hf_greedy(model: transformers.PreTrainedModel, request: Sample, sampling: SamplingParams) -> list[int]:
+def hf_greedy(model: transformers.PreTrainedModel, request: Sample, max_new_tokens: int) -> list[int]:
     prompt = torch.tensor([request.prompt])
     sequence = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
-        max_new_tokens=sampling.max_response_tokens,
-        eos_token_id=list(sampling.stop_token_ids) or None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=None,
         pad_token_id=0,
     )
     return sequence[0, len(request.prompt) :].tolist()
+
+
+def until(stops: Collection[int], tokens: list[int]) -> list[int]:
+    """With the first of `stops`, if there is one, as the last."""
+    return tokens[: next((n + 1 for n, token in enumerate(tokens) if token in stops), None)]
 
 
 @torch.no_grad()
@@ -90,8 +95,9 @@ def test_greedy_equals_transformers(tmp_path: Path, family: str, tied: bool) -> 
     drawn = [token for completion in free for token in completion.tokens[2:8]]
     sampling = greedy(stop_token_ids=(max(set(drawn), key=drawn.count), drawn[0]))
     stopped = engine.generate(requests, sampling)
-    assert tokens_of(free) == [hf_greedy(model, request, greedy()) for request in requests]
-    assert tokens_of(stopped) == [hf_greedy(model, request, sampling) for request in requests]
+    expected = [hf_greedy(model, request, sampling.max_response_tokens) for request in requests]
+    assert tokens_of(free) == expected
+    assert tokens_of(stopped) == [until(sampling.stop_token_ids, tokens) for tokens in expected]
     ends = [done.tokens[-1] in sampling.stop_token_ids for done in stopped]
     assert [done.status for done in stopped] == [Status.STOPPED if end else Status.TRUNCATED for end in ends]
     assert any(ends)
@@ -118,7 +124,7 @@ def test_growing_cache_keeps_long_responses_equal_to_transformers(qwen3: Path) -
     engine, _ = load_engine(qwen3)
     requests = ragged_requests(4)
     completions = engine.generate(requests, greedy(100))
-    assert tokens_of(completions) == [hf_greedy(hf_model(qwen3), request, greedy(100)) for request in requests]
+    assert tokens_of(completions) == [hf_greedy(hf_model(qwen3), request, 100) for request in requests]
 
 
 @pytest.mark.parametrize("truncation", [(1.0, 0), (0.7, 0), (1.0, 5), (0.8, 5)])

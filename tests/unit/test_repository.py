@@ -227,6 +227,8 @@ def test_only_their_list_knows_the_training_backends() -> None:
     for path in set(training.glob("*.py")) - {training / "build.py"}:
         known = [module for module in imported_modules(path) if any(is_within(module, part) for part in backends)]
         assert not known and "megatron" not in top_level_imports(path), relative(path)
+    at_its_import = {ast.unparse(statement) for statement in ast.parse((training / "build.py").read_text()).body}
+    assert not any(text.startswith(f"from rltrain.{part} import") for part in backends for text in at_its_import)
 
 
 def test_tests_load_megatron_as_rltrain_does() -> None:
