@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -124,8 +124,9 @@ class GroupWeights:
 
 async def _both(asked: "asyncio.Future[None]", here: "asyncio.Future[T]", calls: Calls) -> None:
     """What the server does, and what this rank does with it. Where either fails the other is not waited for."""
-    await asyncio.wait({asked, here}, return_when=asyncio.FIRST_EXCEPTION)
-    for one in (asked, here):
+    both: list[asyncio.Future[Any]] = [asked, here]
+    await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+    for one in both:
         if one.done() and (error := one.exception()) is not None:
             asked.cancel()
             if isinstance(error, RuntimeError):
@@ -148,7 +149,7 @@ def _make(group: UpdateGroup, timeout_s: float) -> dist.ProcessGroup:
         timeout=timeout,
     )
     _world.pg_group_ranks[made] = {rank: rank for rank in range(group.size)}
-    return made  # type: ignore[return-value]
+    return made
 
 
 def _address_towards(url: str) -> str:

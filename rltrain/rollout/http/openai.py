@@ -16,7 +16,6 @@ class OpenAIProtocol(WithoutGroups):
     """Implements `ServerProtocol`."""
 
     name = "openai"
-    tells_version = False
     ways: Sequence[str] = ("disk",)
 
     async def describe(self, calls: Calls) -> Described:

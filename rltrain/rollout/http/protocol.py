@@ -32,13 +32,9 @@ class UpdateGroup:
 
 
 class ServerProtocol(Protocol):
-    """Of servers of one kind; it has no state. Raises as `Calls` does.
-
-    `tells_version`: whether what it streams says by which weights it was drawn.
-    """
+    """Of servers of one kind; it has no state. Raises as `Calls` does."""
 
     name: str
-    tells_version: bool
     ways: Sequence[str]
     """By which its weights can be changed: of rollout.http.weights."""
 

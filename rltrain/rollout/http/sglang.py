@@ -17,8 +17,7 @@ class SGLangProtocol:
     """Implements `ServerProtocol`."""
 
     name = "sglang"
-    tells_version = True
-    ways = ("disk", "group")
+    ways: Sequence[str] = ("disk", "group")
 
     async def describe(self, calls: Calls) -> Described:
         info = await calls.get("/server_info")
