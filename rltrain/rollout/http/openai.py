@@ -6,13 +6,13 @@ from typing import Any
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described, WithoutGroups
+from rltrain.rollout.http.protocol import Described
 from rltrain.rollout.http.sglang import FROM_DISK, NO_SUCH_ROUTE, without_route
 
 MODELS = "/v1/models"
 
 
-class OpenAIProtocol(WithoutGroups):
+class OpenAIProtocol:
     """Implements `ServerProtocol`."""
 
     name = "openai"
