@@ -1,6 +1,5 @@
-"""Whole tensors of a checkpoint as a layout: shared out over ranks, or on every one of them."""
+"""Whole tensors of a checkpoint as a layout, shared out over ranks."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,11 +22,6 @@ def hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str 
         types=element_types(architecture, dtype),
         build=partial(_whole_tensors, tensors, writer),
     )
-
-
-def copied_hf_layout(architecture: Architecture, ranks: tuple[int, ...], *, dtype: str = "float32") -> Layout:
-    """Every tensor of `dtype` whole on each of `ranks`."""
-    return replace(hf_layout(architecture, ranks[:1], dtype=dtype), ranks=ranks, parts=(0,) * len(ranks))
 
 
 def _whole_tensors(tensors: CanonicalTensors, writer: np.ndarray, part: int) -> RankLayout:

@@ -49,12 +49,9 @@ class SGLang(Section):
 class Http(Section):
     """Engines are servers that somebody else runs, at `urls`."""
 
-    weights: Literal["disk", "group"] = "disk"
-    """How they get new weights. disk: as a checkpoint in weights_dir, which they load. group: by broadcasts over a
-    process group that a rank and a server make (SGLang's update group), NCCL's on GPUs and gloo's without."""
     weights_dir: str | None = None
-    """A folder that the servers see under the same path; null: <output_dir>/http_weights. It holds the present
-    version, while a sync runs the next one too."""
+    """They load new weights from a checkpoint in this folder, which they see under the same path; null:
+    <output_dir>/http_weights. It holds the present version, while a sync runs the next one too."""
     token_env: str | None = None
     """The environment variable with the token that servers ask for, as Authorization: Bearer."""
     token_file: str | None = None

@@ -84,8 +84,7 @@ def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
 def received_bytes(job: PlannedJob, role: str) -> int:
     """On the rank of the role that has most; of what passes through it to servers of somebody else's, its share."""
     if job.runs_elsewhere(role):
-        shares = len(job.grids[role].ranks) if job.config.served(role).http.weights == "disk" else 1
-        return job.served_bytes_of(role) // shares
+        return job.served_bytes_of(role) // len(job.grids[role].ranks)
     return max(resident_bytes(job, role, stage)["weights"] for stage in range(job.grids[role].pp))
 
 

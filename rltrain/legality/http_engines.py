@@ -43,11 +43,6 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
         yield (
             f"{role}.kv_cache_gb: got {served.kv_cache_gb} with {role}.engine http, whose servers decide; expected auto"
         )
-    if served.http.weights == "group" and served.protocol not in ("auto", "sglang"):
-        yield (
-            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected disk: update groups are "
-            "known of SGLang alone"
-        )
     if role == "rollout" and config.model.router_replay == "rollout":
         yield (
             "model.router_replay: got rollout with rollout.engine http, whose servers are not asked which experts "

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rltrain.checkpoint.hf_layout import copied_hf_layout, hf_layout
+from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config, Served
 from rltrain.models import Architecture, canonical_tensors, element_types, quantizable_tensors
@@ -85,8 +85,7 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
     """All that a role's engines hold; of those that somebody else runs, all that its ranks are given for them."""
     served = config.served(role)
     if served.engine == "http":
-        shared = {"disk": hf_layout, "group": copied_hf_layout}[served.http.weights]
-        plain = shared(architecture, grid.ranks, dtype=config.model.dtype)
+        plain = hf_layout(architecture, grid.ranks, dtype=config.model.dtype)
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
 

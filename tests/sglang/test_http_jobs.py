@@ -37,9 +37,7 @@ def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["disk", "group"])
 def test_servers_started_apart_roll_out_and_may_die(
-    weights: str,
     start_server: Callable[..., Server],
     warmed_up: Path,
     data_overrides: list[str],
@@ -51,7 +49,7 @@ def test_servers_started_apart_roll_out_and_may_die(
     servers = [start_server(warmed_up, max_context_tokens=120, args=FROM_DISK) for _ in range(2)]
     urls, output = tmp_path / "urls", tmp_path / "run"
     urls.write_text("".join(f"{server.url}\n" for server in servers))
-    chosen = (f"rollout.http.weights={weights}", "data.train.max_rows=1024", *data_overrides[:1])
+    chosen = ("data.train.max_rows=1024", *data_overrides[:1])
     with start_job(urls, output, warmed_up, servers[0].token, *chosen) as job:
         deadline = time.monotonic() + LIMIT_S
         while not (output / "metrics.jsonl").exists():

@@ -32,10 +32,6 @@ HTTP = {"engine": "http", "urls": URLS}
         ({"rollout": HTTP | {"parallel": {"tp": 2}}}, "rollout.parallel: got tp 2"),
         ({"rollout": HTTP | {"dtype": "fp8"}}, "rollout.dtype: got fp8 with rollout.engine http"),
         ({"rollout": HTTP | {"kv_cache_gb": 3}}, "rollout.kv_cache_gb: got 3.0 with rollout.engine http"),
-        (
-            {"rollout": HTTP | {"protocol": "vllm", "http": {"weights": "group"}}},
-            "rollout.http.weights: got group with rollout.protocol vllm; expected disk",
-        ),
         ({"rollout": HTTP, "model": {"path": "m", "router_replay": "rollout"}}, "model.router_replay: got rollout"),
         ({"rollout": HTTP, "weight_sync": {"delta": {}}}, "weight_sync.delta: got a section with rollout.engine http"),
     ],

@@ -6,17 +6,16 @@ from typing import Any
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described, WithoutGroups
+from rltrain.rollout.http.protocol import Described
 from rltrain.rollout.http.sglang import FROM_DISK, NO_SUCH_ROUTE, without_route
 
 MODELS = "/v1/models"
 
 
-class OpenAIProtocol(WithoutGroups):
+class OpenAIProtocol:
     """Implements `ServerProtocol`."""
 
     name = "openai"
-    tells_version = False
     ways: Sequence[str] = ("disk",)
 
     async def describe(self, calls: Calls) -> Described:

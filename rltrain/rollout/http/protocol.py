@@ -16,31 +16,14 @@ class Described:
     model: str
     """What requests call its model."""
     max_context_tokens: int | None = None
-    num_ranks: int | None = None
-    """That would join an update group."""
-
-
-@dataclass(frozen=True)
-class UpdateGroup:
-    """A process group of the rank that sends weights, which is rank 0 of it, and the ranks of one server."""
-
-    name: str
-    address: str
-    port: int
-    size: int
-    backend: str
 
 
 class ServerProtocol(Protocol):
-    """Of servers of one kind; it has no state. Raises as `Calls` does.
-
-    `tells_version`: whether what it streams says by which weights it was drawn.
-    """
+    """Of servers of one kind; it has no state. Raises as `Calls` does."""
 
     name: str
-    tells_version: bool
     ways: Sequence[str]
-    """By which its weights can be changed: of rollout.http.weights."""
+    """By which its weights can be changed: disk."""
 
     async def describe(self, calls: Calls) -> Described: ...
 
@@ -72,36 +55,3 @@ class ServerProtocol(Protocol):
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights."""
         ...
-
-    async def join_group(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
-        """Answers once the group is there."""
-        ...
-
-    async def begin_receiving(self, calls: Calls) -> None: ...
-
-    async def receive(self, calls: Calls, group: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> None:
-        """Take a broadcast of each of (name, dtype, shape); answers once they are there."""
-        ...
-
-    async def end_receiving(self, calls: Calls, label: str) -> None: ...
-
-    async def leave_group(self, calls: Calls, group: str) -> None: ...
-
-
-class WithoutGroups:
-    """Of servers whose update groups, if they have any, are not known here."""
-
-    async def join_group(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
-        raise NotImplementedError
-
-    async def begin_receiving(self, calls: Calls) -> None:
-        raise NotImplementedError
-
-    async def receive(self, calls: Calls, group: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> None:
-        raise NotImplementedError
-
-    async def end_receiving(self, calls: Calls, label: str) -> None:
-        raise NotImplementedError
-
-    async def leave_group(self, calls: Calls, group: str) -> None:
-        raise NotImplementedError

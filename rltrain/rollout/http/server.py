@@ -71,7 +71,7 @@ class Server:
         self._takes_weights = why is None
         if why is not None and self._needs_weights:
             raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no weights by rollout.http.weights {self._weights.way}, and "
+                f"{self.url} ({self._protocol.name}) takes no weights from {self._weights.way}, and "
                 f"would go on with old ones in silence: {why}",
                 400,
             )

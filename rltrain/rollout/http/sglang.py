@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltrain.rollout.engine import SamplingParams
-from rltrain.rollout.http.calls import CALL_TIMEOUT_S, Calls, ServerRefuses
+from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described, UpdateGroup
+from rltrain.rollout.http.protocol import Described
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"
@@ -17,15 +17,13 @@ class SGLangProtocol:
     """Implements `ServerProtocol`."""
 
     name = "sglang"
-    tells_version = True
-    ways = ("disk", "group")
+    ways: Sequence[str] = ("disk",)
 
     async def describe(self, calls: Calls) -> Described:
         info = await calls.get("/server_info")
         model = await calls.get("/model_info")
-        parts = [int(info.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size")]
         context = info.get("context_length") or info.get("max_req_input_len")
-        return Described(str(model.get("model_path")), context, parts[0] if parts[1:] == [1, 1] else None)
+        return Described(str(model.get("model_path")), context)
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: Described
@@ -60,43 +58,11 @@ class SGLangProtocol:
         return None if found is None else str(found)
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
-        if way == "group":
-            described = await self.describe(calls)
-            return None if described.num_ranks else "it has pipeline stages or replicas, which join no update group"
         return await without_route(calls, FROM_DISK)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
         await calls.post(FROM_DISK, body, limit_s)
-
-    async def join_group(self, calls: Calls, group: UpdateGroup, limit_s: float) -> None:
-        body = {
-            "master_address": group.address,
-            "master_port": group.port,
-            "rank_offset": 1,
-            "world_size": group.size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        await calls.post("/init_weights_update_group", body, limit_s)
-
-    async def begin_receiving(self, calls: Calls) -> None:
-        await calls.post("/pause_generation", {"mode": "in_place"})
-        await calls.post("/begin_weight_update", {"selector": "all"})
-
-    async def receive(self, calls: Calls, group: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> None:
-        names, dtypes, shapes = ([*column] for column in zip(*tensors, strict=True))
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False}
-        await calls.post("/update_weights_from_distributed", body, limit_s=10 * CALL_TIMEOUT_S)
-
-    async def end_receiving(self, calls: Calls, label: str) -> None:
-        await calls.post("/end_weight_update", {}, limit_s=10 * CALL_TIMEOUT_S)
-        await calls.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        await calls.post("/continue_generation", {"torch_empty_cache": False})
-        await calls.post("/flush_cache?timeout=10", {})
-
-    async def leave_group(self, calls: Calls, group: str) -> None:
-        await calls.post("/destroy_weights_update_group", {"group_name": group})
 
 
 async def without_route(calls: Calls, path: str) -> str | None:

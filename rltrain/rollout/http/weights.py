@@ -22,7 +22,7 @@ class Weights(Protocol):
     """
 
     way: str
-    """Of rollout.http.weights."""
+    """Of a protocol's ways."""
     label: str | None
     """Of the weights that `give` gives; None before the first update. No other job has the same."""
 
