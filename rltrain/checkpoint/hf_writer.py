@@ -94,9 +94,7 @@ def save_checkpoint(
                 _write_file(partial_directory / file.name, file, mine, further)
         if first:
             write_index(partial_directory, files)
-            _write_settings(partial_directory, architecture, like, dtype)
-            copy_carried_files(like, partial_directory)
-            _write_notes(partial_directory, notes)
+            _write_settings(partial_directory, architecture, like, dtype, notes)
         _barrier(group)
         if first:
             _replace(directory, partial_directory)
@@ -139,9 +137,14 @@ def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor], further
             opened.append(entry.name, tensors[entry.name] if entry.name in tensors else further.read(entry.name))
 
 
-def _write_settings(folder: Path, architecture: Architecture, like: Path, dtype: torch.dtype) -> None:
+def _write_settings(
+    folder: Path, architecture: Architecture, like: Path, dtype: torch.dtype, notes: Mapping[str, str]
+) -> None:
+    """All that goes with the tensors."""
     settings = _value_settings(architecture, like) if architecture.head == "value" else {}
     write_config(like, folder, str(dtype).removeprefix("torch."), settings)
+    copy_carried_files(like, folder)
+    _write_notes(folder, notes)
 
 
 def _value_settings(architecture: Architecture, like: Path) -> dict[str, object]:

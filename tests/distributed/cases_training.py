@@ -25,7 +25,7 @@ from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, DivergenceError
 from rltrain.models import read_architecture
 from rltrain.reshard.megatron_layout import megatron_layout
-from rltrain.training.megatron import fused, fused_attention, layers, linear
+from rltrain.training.megatron import fused, fused_attention, linear, norms
 from rltrain.training.megatron.evaluable import EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
 from rltrain.training.megatron.model import LanguageModel, build_model, local_parameters
