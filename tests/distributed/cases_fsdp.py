@@ -74,7 +74,7 @@ WAYS = {
     "cp4": Way(ranks=4, cp=4),
 }
 """All have the same numbers as MEGATRON."""
-EVALUATED = ("ranks1", "cp2", "cp4", "critic_cp2")
+EVALUATED = ("ranks1", "ranks3", "on_host", "cp2", "cp4", "critic_cp2")
 OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),

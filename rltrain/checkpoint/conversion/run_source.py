@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -46,7 +45,8 @@ class RunSource:
         self.architecture = read_architecture(self.settings, named)
         self.tensors = canonical_tensors(self.architecture)
         in_fp32 = element_types(self.architecture, config.model.dtype) == ElementType.FLOAT32
-        self.dtypes: Sequence[torch.dtype] = np.where(in_fp32, torch.float32, CHOICES[config.model.dtype]).tolist()
+        trained_in = CHOICES[config.model.dtype]
+        self.dtypes: Sequence[torch.dtype] = [torch.float32 if always else trained_in for always in in_fp32.tolist()]
         lora, trained = config.model.lora, self.architecture
         if lora:
             trained = trained.adapted(lora.rank, lora.targets)
