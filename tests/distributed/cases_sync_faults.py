@@ -59,6 +59,8 @@ class Rank:
                 model=SimpleNamespace(dtype="float32", lora=None),
                 weight_sync=Settings(bucket_mb=1),
                 served=lambda role: Rollout(),
+                keeps_adapters_apart=lambda role: False,
+                makes_actor_weights=False,
             ),
             world=SimpleNamespace(rank=self.number, ranks_per_node=NUM_RANKS, device=CPU),
             heartbeat=SimpleNamespace(task_clock=TaskClock()),
@@ -75,7 +77,7 @@ class Rank:
             actor = SimpleNamespace(model=SimpleNamespace(parameters=self.parameters))
         self.destination = self._allocate(destination)
         if self.number in GRIDS["rollout"].ranks:
-            rollout = SimpleNamespace(parameters=self.destination, engine=self._engine())
+            rollout = SimpleNamespace(parameters=self.destination, engine=self._engine(), parts={"base": None})
         self.engine = rollout and rollout.engine
         with mock.patch("rltrain.roles.role_resharding.TRANSPORT_TIMEOUT_S", timeout_s):  # a watchdog would come before
             self.role = WeightSync(job, actor, rollout)  # type: ignore[arg-type]

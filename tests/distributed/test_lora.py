@@ -268,7 +268,10 @@ def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
 @pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1"])
 def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], way: str) -> None:
     (expected,) = reports(ranks, "backend_of_experts/megatron1x1")
-    assert_equal_steps(ranks, f"backend_of_experts/{way}", expected["steps"])
+    told_by_both = reports(ranks, f"backend_of_experts/{way}")[0]["steps"][0].keys()
+    assert {"loss", "grad_norm"} <= told_by_both, "all but the loads of experts"
+    steps = [{name: step[name] for name in told_by_both} for step in expected["steps"]]
+    assert_equal_steps(ranks, f"backend_of_experts/{way}", steps)
     assert all(report["base_stays"] for report in reports(ranks, f"backend_of_experts/{way}"))
     if way == "fsdp1x1":
         (whole,) = reports(ranks, f"backend_of_experts/{way}")

@@ -34,6 +34,9 @@ SIZES = SimpleNamespace(
     rope_scaling=None,
     post_norms=False,
     rotates_pairs=False,
+    norms_projections=False,
+    attention_softcap=None,
+    logits_softcap=None,
     activation="silu",
 )
 

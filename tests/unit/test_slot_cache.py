@@ -83,9 +83,9 @@ def test_half_precision_attends_as_everything_else_does(monkeypatch: pytest.Monk
     """By the attention that never takes cuDNN's kernel."""
     attended = []
 
-    def noted(*tensors: torch.Tensor, scale: float) -> torch.Tensor:
+    def noted(*tensors: torch.Tensor, **settings: float | None) -> torch.Tensor:
         attended.append(tensors[0].dtype)
-        return attend(*tensors, scale=scale)
+        return attend(*tensors, **settings)
 
     monkeypatch.setattr(slot_cache, "attend", noted)
     q, k, v = torch.randn(3, 2, 4), torch.randn(3, 6, 4), torch.randn(3, 6, 4)

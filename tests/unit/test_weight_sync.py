@@ -11,7 +11,7 @@ from rltrain.errors import SyncMismatchError
 from rltrain.reshard.delta.turns import Turn, Turns
 from rltrain.reshard.execute.agreement import Agreement
 from rltrain.reshard.execute.report import SyncReport
-from rltrain.roles.weight_sync import WeightSync
+from rltrain.roles.weight_sync import SyncedPart, WeightSync
 
 NUMBERS = dict.fromkeys(("bytes_local", "bytes_node", "bytes_network", "network_minimum", "bytes_sent"), 0)
 REPORT = SyncReport(**NUMBERS, bytes_received=0, num_rounds=1, num_launches=1, peak_staging_bytes=0, copy_seconds=0,
@@ -61,7 +61,8 @@ def sync_of(*parts: Part, full_every: int = 50) -> WeightSync:
     sync.actor, sync.engine, sync.left = None, Engine(), None  # type: ignore[assignment]
     sync.weights = SimpleNamespace(times_emptied=0)  # type: ignore[assignment]
     sync.config, sync.turns = WeightSyncConfig(), Turns(full_every)
-    sync.parts = list(parts)  # type: ignore[arg-type]
+    sync.parts = [SyncedPart(part, "weights") for part in parts]  # type: ignore[arg-type]
+    sync.base, sync.has_base = None, False
     sync.agreement = Agreement(None, 0, None)
     return sync
 

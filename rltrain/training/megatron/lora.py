@@ -230,7 +230,7 @@ def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tupl
     elif rest:
         inputs = (*rest, *inputs[1:])
     lora = linear.lora
-    mode = lora[0].mode if isinstance(lora, ExpertAdapters) else lora.mode
+    mode: AdapterMode = (next(iter(lora)) if isinstance(lora, ExpertAdapters) else lora).mode
     return (output + lora(*inputs), bias) if mode.is_on else (output, bias)
 
 
