@@ -37,6 +37,7 @@ SIZES = SimpleNamespace(
     norms_projections=False,
     attention_softcap=None,
     logits_softcap=None,
+    head="vocabulary",
     activation="silu",
 )
 

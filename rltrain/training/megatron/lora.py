@@ -8,7 +8,7 @@ to be sent there, but the gradients of the half that all of them have are parts 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -230,7 +230,7 @@ def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tupl
     elif rest:
         inputs = (*rest, *inputs[1:])
     lora = linear.lora
-    mode: AdapterMode = (next(iter(lora)) if isinstance(lora, ExpertAdapters) else lora).mode
+    mode = cast(AdapterMode, (next(iter(lora)) if isinstance(lora, ExpertAdapters) else lora).mode)
     return (output + lora(*inputs), bias) if mode.is_on else (output, bias)
 
 
