@@ -38,7 +38,7 @@ from rltrain.importing.skyrl_learning import (
 from rltrain.importing.skyrl_leftovers import HARMLESS
 from rltrain.importing.skyrl_model import (
     MEGATRON,
-    refuse_critic_adapters,
+    set_critic_lora,
     set_lora,
     set_router_replay,
     slices_of,
@@ -221,7 +221,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     strategy = str(keys.get(T + "strategy", "fsdp"))
     kind = T + "policy.megatron_config.lora_config.lora_type" if strategy == "megatron" else None
     set_lora(keys, out, T + "policy.model.lora.", kind)
-    refuse_critic_adapters(keys, out)
+    set_critic_lora(keys, out)
     set_router_replay(keys, out)
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."

@@ -1,7 +1,7 @@
 """Of SkyRL's keys those of adapters and of routers."""
 
 from rltrain.importing.adapters import set_adapters
-from rltrain.importing.conversions import NOTHING, count, truth
+from rltrain.importing.conversions import count, truth
 from rltrain.importing.skyrl_learning import ALG, ENGINE, T
 from rltrain.importing.translation import SourceKeys, Translation
 
@@ -23,19 +23,18 @@ def slices_of(keys: SourceKeys) -> int:
     return count(keys.get(T + "policy.sequence_parallel_size", 1))
 
 
-def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None) -> None:
+def set_lora(keys: SourceKeys, out: Translation, prefix: str, kind: str | None, section: str = "model.lora") -> None:
     """`prefix` is that of the adapters' keys, and `kind` the key of Megatron's kinds of them; None: FSDP trains."""
     names = {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
     names |= {"exclude": "exclude_modules", "init": "init_method"}
     given = {here: keys.get(prefix + name) for here, name in names.items()}
     own = kind and keys.get(kind)
-    set_adapters({**given, "type": own}, out, prefix, 16, kind is not None)
+    set_adapters({**given, "type": own}, out, prefix, 16, kind is not None, section)
 
 
-def refuse_critic_adapters(keys: SourceKeys, out: Translation) -> None:
-    rank = keys.get(T + "critic.model.lora.rank", 0)
-    if keys.get(ALG + "advantage_estimator") == "gae" and rank not in NOTHING and count(rank):
-        out.differs(T + "critic.model.lora.rank", rank, "a critic is trained whole")
+def set_critic_lora(keys: SourceKeys, out: Translation) -> None:
+    if keys.get(ALG + "advantage_estimator") == "gae":
+        set_lora(keys, out, T + "critic.model.lora.", None, "critic.lora")
 
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:

@@ -8,6 +8,7 @@ from rltrain.importing.batches import (
 )
 from rltrain.importing.conversions import NOTHING, count, estimator, one_of, pair, real, text, truth
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply
+from rltrain.importing.verl_model import set_lora
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 POLICIES = {
@@ -214,9 +215,7 @@ def set_critic(keys: SourceKeys, out: Translation) -> None:
     longest = out.get("rollout.max_context_tokens")
     tokens, sequences = "critic.ppo_max_token_len_per_gpu", "critic.ppo_micro_batch_size_per_gpu"
     set_micro(keys, out, "critic", tokens, sequences, dynamic, longest)
-    for name in ("critic.model.lora_rank", "critic.model.lora.rank"):
-        if keys.get(name) not in NOTHING and count(keys.get(name)):
-            out.differs(name, keys.get(name), "a critic is trained whole")
+    set_lora(keys, out, "critic.model.", out.get("actor.backend") != "fsdp", "critic.lora")
     own = keys.get("critic.ppo_mini_batch_size")
     if own not in (None, keys.get(A + "ppo_mini_batch_size", 256)):
         out.differs("critic.ppo_mini_batch_size", own, "actor and critic have the same mini-batches here")

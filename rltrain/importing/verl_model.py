@@ -24,7 +24,7 @@ def slices_of(keys: SourceKeys) -> int:
     return count(keys.first(*names, default=1)[1])
 
 
-def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) -> None:
+def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool, section: str = "model.lora") -> None:
     """FSDP has `lora_rank` and the like, Megatron a section `lora`, whose alpha is 32 by default instead of 16."""
     names = {"rank": "rank", "alpha": "alpha"}
     given = {here: keys.first(f"{prefix}lora_{name}", f"{prefix}lora.{name}")[1] for here, name in names.items()}
@@ -34,7 +34,7 @@ def set_lora(keys: SourceKeys, out: Translation, prefix: str, megatron: bool) ->
     given["dropout"] = keys.get(prefix + "lora.dropout")
     given["type"] = keys.get(prefix + "lora.type")
     init = keys.get(prefix + "lora.lora_A_init_method", "xavier" if megatron else None)
-    set_adapters({**given, "init": init}, out, prefix + "lora.", 32 if megatron else 16, megatron)
+    set_adapters({**given, "init": init}, out, prefix + "lora.", 32 if megatron else 16, megatron, section)
 
 
 def set_router_replay(keys: SourceKeys, out: Translation) -> None:

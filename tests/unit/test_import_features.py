@@ -99,11 +99,27 @@ def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("framework", "keys"),
+    [
+        ("verl", "algorithm.adv_estimator=gae critic.model.lora_rank=8 critic.model.lora_alpha=24"),
+        (
+            "skyrl",
+            "trainer.algorithm.advantage_estimator=gae trainer.critic_mini_batch_size=64 trainer.critic.model.lora.rank=8 "
+            "trainer.critic.model.lora.alpha=24",
+        ),
+    ],
+)
+def test_a_critic_has_adapters_of_its_own(framework: str, keys: str, tmp_path: Path) -> None:
+    config = config_of(found_of(framework, keys), tmp_path)
+    assert config.critic.lora and (config.critic.lora.rank, config.critic.lora.alpha) == (8, 24)
+    assert config.model.lora is None
+
+
+@pytest.mark.parametrize(
     ("framework", "keys", "said"),
     [
         ("verl", MEGATRON + "actor_rollout_ref.model.lora.rank=8", "xavier"),
         ("verl", "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.target_modules=[lm_head]", "lm_head"),
-        ("verl", "algorithm.adv_estimator=gae critic.model.lora_rank=8", "a critic is trained whole"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=xavier", "xavier"),
         ("slime", "--optimizer sgd", "adamw and muon"),
         ("slime", "--optimizer muon", "muon_extra_scale_factor"),
