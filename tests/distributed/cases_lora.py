@@ -30,10 +30,10 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LORA = Lora(rank=4, alpha=8, targets=TARGETS)
 FROM_PEFT = ("tp1", "tp2", "tp4_sp", "tp2_pp2")
 FAMILIES = {
-    "deepseek_v3": (("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), ("tp1", "tp2", "tp4_sp")),
+    "deepseek_v3": (("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), ("tp1", "tp4_sp")),
     "moonlight": (("q_proj", "kv_a_proj_with_mqa"), ("tp2",)),
-    "gemma3": (TARGETS, ("tp1", "tp2")),
-    "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp1", "tp2")),
+    "gemma3": (TARGETS, ("tp2",)),
+    "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp2",)),
 }
 """Others: targets and layouts."""
 TRAINED = ("tp1", "tp2_sp", "tp4", "tp2_dp2_sp", "tp2_pp2", "pp2_dp2")
