@@ -104,8 +104,8 @@ def test_adapters_have_the_defaults_of_their_source(tmp_path: Path) -> None:
         ("verl", "algorithm.adv_estimator=gae critic.model.lora_rank=8 critic.model.lora_alpha=24"),
         (
             "skyrl",
-            "trainer.algorithm.advantage_estimator=gae trainer.critic_mini_batch_size=64 trainer.critic.model.lora.rank=8 "
-            "trainer.critic.model.lora.alpha=24",
+            "trainer.algorithm.advantage_estimator=gae trainer.critic_mini_batch_size=64 "
+            "trainer.critic.model.lora.rank=8 trainer.critic.model.lora.alpha=24",
         ),
     ],
 )
