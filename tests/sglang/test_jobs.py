@@ -54,6 +54,7 @@ def test_what_changed_of_the_weights_comes_in_flight(overrides, tmp_path):
         "model.dtype=bfloat16",
         "loss.old_logprobs=actor",
         "weight_sync.delta={in_shared_memory: true}",
+        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 2.0e-4, warmup_steps: 0}"),  # no reward tells samples apart
         f"output_dir={tmp_path}",
         "steps=4",
         num_ranks=2,
