@@ -16,6 +16,8 @@ class OpenAIProtocol:
     """Implements `ServerProtocol`."""
 
     name = "openai"
+    tells_version = "/model_info"
+    """Where a server says which weights it has."""
     ways: Sequence[str] = ("disk",)
 
     async def describe(self, calls: Calls) -> Described:
@@ -68,7 +70,7 @@ class OpenAIProtocol:
 
     async def version(self, calls: Calls) -> str | None:
         try:
-            found = (await calls.get("/model_info")).get("weight_version")
+            found = (await calls.get(self.tells_version)).get("weight_version")
         except ServerRefuses as refused:
             if refused.status in NO_SUCH_ROUTE:
                 return None

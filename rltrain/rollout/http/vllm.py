@@ -8,7 +8,6 @@ from rltrain.rollout.http.calls import Calls, ServerGone, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.openai import OpenAIProtocol
 from rltrain.rollout.http.protocol import Described
-from rltrain.rollout.http.sglang import NO_SUCH_ROUTE
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
 HOW = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "disk"}\''
@@ -18,24 +17,16 @@ class VLLMProtocol(OpenAIProtocol):
     """Implements `ServerProtocol`. Seeds are not sent: with them every row of a batch is drawn on its own."""
 
     name = "vllm"
+    tells_version = "/weight_info"
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: Described
     ) -> tuple[str, Mapping[str, Any]]:
         return "/v1/completions", self.body(drawing, sampling, described)
 
-    async def version(self, calls: Calls) -> str | None:
-        try:
-            found = (await calls.get("/weight_info")).get("weight_version")
-        except ServerRefuses as refused:
-            if refused.status in NO_SUCH_ROUTE:
-                return None
-            raise
-        return None if found is None else str(found)
-
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         try:
-            await calls.get("/weight_info")
+            await calls.get(self.tells_version)
             await calls.post("/init_weight_transfer_engine", {"init_info": {}})
         except (ServerRefuses, ServerGone) as problem:
             return f"{problem}; {HOW}"
