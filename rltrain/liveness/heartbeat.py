@@ -108,6 +108,7 @@ class Heartbeat:
             self._thread.join()
             self._thread = None
         self._task = Beat(self.rank, task="finished", since=time.time(), finished=True)
+        self.advance()
         self.publish()
 
     def begin(

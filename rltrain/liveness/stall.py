@@ -75,19 +75,28 @@ def what_it_does(beat: Beat) -> str:
 
 
 def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None:
-    """The stall of the job, or None while there is none. `statuses` has every rank of the job."""
-    unfinished = sorted((s for s in statuses if not s.beat.finished), key=lambda s: s.beat.rank)
+    """The stall of the job, or None while there is none. `statuses` has every rank of the job.
+
+    A rank that has just finished was at work: what the others say of themselves may be of before.
+    """
+    everybody = sorted(statuses, key=lambda status: status.beat.rank)
+    unfinished = [status for status in everybody if not status.beat.finished]
     suspects = [status for status in unfinished if status.works] or unfinished
     if not suspects:
         return None
     newest = _newest_sequences(suspects)
     culprit = min(suspects, key=lambda status: (not is_silent(status, limits), *_innocence(status, newest)))
     limit = limit_s(culprit.beat, limits)
-    others_stand_still = all(status.still_s > limit or is_silent(status, limits) for status in unfinished)
+    others_stand_still = all(status.still_s > limit or _is_gone(status, limits) for status in everybody)
     if not (culprit.still_s > limit and others_stand_still):
         return None
     waiters = tuple(status for status in unfinished if status is not culprit)
     return Stall(culprit, waiters, limit, is_silent(culprit, limits))
+
+
+def _is_gone(status: RankStatus, limits: Timeouts) -> bool:
+    """Nothing more is to be expected of it, without its having finished."""
+    return not status.beat.finished and is_silent(status, limits)
 
 
 def limit_s(beat: Beat, limits: Timeouts) -> float:

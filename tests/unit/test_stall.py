@@ -103,6 +103,14 @@ def test_those_that_have_finished_are_never_blamed():
     assert "waits at wait samples[3] for rank 1, of whom nobody is at work" in str(stall)
 
 
+def test_a_rank_that_has_just_finished_was_at_work_until_then():
+    """The others' beats are up to an interval old: they left the same last task as it did, and have not said so."""
+    left_behind = status(0, task="weight_sync", position=9, communicates=True)
+    assert culprit_of(left_behind, status(1, still_s=1.0, finished=True)) is None
+    ended_long_ago = status(1, still_s=STILL_S, silent_s=STILL_S, finished=True)
+    assert culprit_of(left_behind, ended_long_ago) == 0
+
+
 def test_a_wait_for_nobody_in_particular_is_one_for_everybody():
     waiter = status(0, wait=waiting_for())
     assert culprit_of(waiter, status(1), status(2, wait=waiting_for())) == 1, "rank 1 works alone and hangs"
