@@ -25,10 +25,10 @@ def ports(logs: Path) -> list[int]:
 
 
 def serving(port: int) -> list[int]:
-    """The processes that were started to serve at a port."""
-    return [
-        pid for pid, command in commands().items() if "rltrain_serve.py" in command and f'"port": {port},' in command
-    ]
+    """The processes that were started to serve at a port, the oldest first: the others are its forks, until they take
+    names of their own."""
+    found = commands().items()
+    return sorted(pid for pid, command in found if "rltrain_serve.py" in command and f'"port": {port},' in command)
 
 
 def commands() -> dict[int, str]:

@@ -1,6 +1,7 @@
 """Building the native libraries with stand-ins for the compilers, and what happens without a library or with a wrong
 one."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -28,20 +29,22 @@ for argument; do
 done
 """
 
+BUILT_FROM = (
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "rltrain/__init__.py", "rltrain/errors.py"),
+    *("rltrain/models", "rltrain/reshard/__init__.py", "rltrain/reshard/kernels"),
+)
+COPY_FOLDER = functools.partial(shutil.copytree, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+
 
 class Build:
-    """A copy of the repository with compilers of its own."""
+    """A copy of what a build reads, with compilers of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.log = folder / "tree", folder / "log"
-        kept = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc")
-        for name in kept:
-            copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        for name in BUILT_FROM:
+            copy = COPY_FOLDER if (REPOSITORY / name).is_dir() else shutil.copy
             (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
             copy(REPOSITORY / name, self.tree / name)
-        shutil.copytree(
-            REPOSITORY / "rltrain", self.tree / "rltrain", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
         self.compilers = {"cxx": folder / "bin/g++", "nvcc": folder / "cuda/bin/nvcc"}
         for program in self.compilers.values():
             program.parent.mkdir(parents=True)

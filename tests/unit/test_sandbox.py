@@ -197,7 +197,8 @@ def test_programs_run_beside_each_other_in_threads(unprotected: Sandbox) -> None
 
 
 CALLER = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 from rltrain.sandbox.sandbox import Sandbox
 sandbox = Sandbox(sys.argv[1])
 with sandbox.start([sandbox.python, "-c", {SLEEP!r}, sys.argv[2]]) as running:

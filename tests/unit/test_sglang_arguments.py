@@ -4,6 +4,8 @@ import argparse
 import importlib
 import json
 import logging
+import multiprocessing
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -259,3 +261,18 @@ def test_the_token_leaves_the_environment_and_the_log(
     finally:
         logging.setLogRecordFactory(factory)
     assert caplog.messages == ["server_args={'api_key': '***'}, 7"]
+
+
+def test_on_a_cpu_processes_are_forked_once_sglang_has_chosen_to_spawn_them(
+    module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: chosen.append(method))
+    prepare = lambda *_: multiprocessing.set_start_method("spawn", force=True)  # noqa: E731
+    engine = SimpleNamespace(_set_envs_and_config=prepare)
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    monkeypatch.setitem(sys.modules, "sglang.srt", ModuleType("sglang.srt"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", SimpleNamespace(engine=engine))
+    module("rltrain_serve").fork_on_cpu()
+    engine._set_envs_and_config("arguments")
+    assert chosen == ["spawn", "fork"]

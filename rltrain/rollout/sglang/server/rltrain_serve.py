@@ -8,6 +8,7 @@ Later ones win. Imports only the standard library and SGLang.
 import functools
 import json
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -56,6 +57,22 @@ def run_scheduler_on_cpu(*args: Any, **kwargs: Any) -> None:
     run_scheduler_process(*args, **kwargs)
 
 
+def fork_on_cpu() -> None:
+    """Forked processes have imported what they need, which takes each of SGLang's three 10 s otherwise.
+
+    It spawns them since CUDA does not outlive a fork, and chooses that just before it starts them.
+    """
+    from sglang.srt.entrypoints import engine
+
+    prepare = engine._set_envs_and_config
+
+    def prepare_to_fork(*args: Any, **kwargs: Any) -> None:
+        prepare(*args, **kwargs)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = prepare_to_fork
+
+
 def main() -> None:
     token = take_token()
     keep_out_of_the_log(token)
@@ -70,8 +87,11 @@ def main() -> None:
     layers = [given[name] for name in ("defaults", "args", "own")]
     server_args = prepare_server_args(rltrain_arguments.command_line(parser, *layers))
     server_args.api_key = server_args.admin_api_key = token
-    on_cpu = given["own"]["device"] == "cpu"
-    launch_server(server_args, run_scheduler_process_func=run_scheduler_on_cpu if on_cpu else run_scheduler_process)
+    if given["own"]["device"] == "cpu":
+        fork_on_cpu()
+        launch_server(server_args, run_scheduler_process_func=run_scheduler_on_cpu)
+    else:
+        launch_server(server_args, run_scheduler_process_func=run_scheduler_process)
 
 
 if __name__ == "__main__":
