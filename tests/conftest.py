@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def marks_slow(path: Path) -> bool:
-    return "pytest.mark.slow" in path.read_text()
+    return any(said in path.read_text() for said in ("pytest.mark.slow", "slow_but("))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,8 @@ from tests.distributed.cases_training import (
 )
 from tests.uneven_products import uneven_products
 
-LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2")
+LAYOUTS = (("tp1", "tp2_sp", "pp2_dp2"), ("tp1", "pp2", "dp2"))
+"""Quick ones, slow ones."""
 NUM_SAMPLES = 6
 PARTS = {"whole": [6], "three": [1, 2, 3], "single": [1] * 6}
 NUM_STEPS = 2
@@ -42,15 +43,16 @@ ALONE, FEW = 1, 60
 Results = Iterator[tuple[str, Any]]
 
 
-def all_cases(path: str) -> dict[str, Any]:
+def all_cases(path: str, slow: bool) -> dict[str, Any]:
+    """What is found in the layouts that are quick or in those that are slow, each beside one rank alone."""
     lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
     cases = {
-        _in_parts: LAYOUTS,
-        _missing_shares: ("tp1", "dp2", "pp2_dp2"),
-        _interrupted: ("pp2_dp2",),
-        _critic: LAYOUTS,
+        _in_parts: LAYOUTS[slow],
+        _missing_shares: ("tp1", "dp2" if slow else "pp2_dp2"),
+        _interrupted: () if slow else ("pp2_dp2",),
+        _critic: LAYOUTS[slow],
     }
     for case, layouts in cases.items():
         for layout in layouts:

@@ -74,6 +74,7 @@ WAYS = {
     "cp4": Way(ranks=4, cp=4),
 }
 """All have the same numbers as MEGATRON."""
+TIED = ("ranks3", "cp2_dp2")
 EVALUATED = ("ranks1", "ranks3", "on_host", "cp2", "cp4", "critic_cp2")
 OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
@@ -89,23 +90,34 @@ OTHERS = {
 WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2)
 
 
-def comparisons(checkpoints: dict[str, str]) -> dict[str, Any]:
-    """What each way gives; where a rank has no part in it, nothing."""
+QUICK = ("ranks1", "ranks3", "on_host", "copies2", "cp2_dp2", "critic")
+"""What the default suite sees of all these, and a model of a family beside them."""
+
+
+def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
+    """What each way gives, of those that are quick or of those that are slow; where a rank has no part in it, nothing.
+    With a tied checkpoint those as well."""
     paths = {name: Path(path) for name, path in checkpoints.items()}
     groups = _groups([MEGATRON, *WAYS.values(), *(way for pair in OTHERS.values() for way in pair)])
     seen: dict[str, Any] = {}
-    for checkpoint in ("qwen3", "qwen2_tied"):
-        seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups, evaluates=checkpoint == "qwen3")
-        ways = WAYS if checkpoint == "qwen3" else {name: WAYS[name] for name in ("ranks3", "cp2_dp2")}
-        seen |= {
-            f"{checkpoint}/{name}": trained(way, paths[checkpoint], groups, evaluates=name in EVALUATED)
-            for name, way in ways.items()
-        }
+    chosen = [name for name in WAYS if (name in QUICK) is not slow]
+    for checkpoint, names in {"qwen3": chosen, "qwen2_tied": TIED}.items():
+        if checkpoint in paths:
+            evaluates = checkpoint == "qwen3"
+            seen[f"{checkpoint}/megatron"] = trained(MEGATRON, paths[checkpoint], groups, evaluates=evaluates)
+            seen |= {
+                f"{checkpoint}/{name}": trained(
+                    WAYS[name], paths[checkpoint], groups, evaluates=evaluates and name in EVALUATED
+                )
+                for name in names
+            }
     for name, pair in OTHERS.items():
+        if (name in QUICK) is slow:
+            continue
         seen[name], seen[f"{name}/megatron"] = (
             trained(way, paths["qwen3"], groups, evaluates=name in EVALUATED) for way in pair
         )
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if slow else ():
         way = Way(ranks=3, role="reference", model={"dtype": dtype})
         seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:

@@ -36,7 +36,7 @@ FAMILIES = {
     "qwen3_moe": (("gate_proj", "up_proj", "down_proj"), ("tp2",)),
 }
 """Others: targets and layouts."""
-TRAINED = ("tp1", "tp2_sp", "tp4", "tp2_dp2_sp", "tp2_pp2", "pp2_dp2")
+QUICK_TRAINED, SLOW_TRAINED = ("tp1", "tp2_dp2_sp", "tp2_pp2"), ("tp1", "tp2_sp", "tp4", "pp2_dp2")
 OF_EXPERTS = ("one_rank", "tp2", "tp2_etp1", "etp2", "tp2_ep2", "pp2_ep2", "ep4_recomputed")
 BACKENDS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1), ("fsdp", 4, 2))
 BACKENDS_OF_EXPERTS = (("megatron", 1, 1), ("fsdp", 1, 1), ("fsdp", 3, 1))
@@ -55,31 +55,45 @@ KEPT_ROWS = 64
 """Tokens of the shorter of two samples; a multiple of what micro-batches are padded to."""
 
 
-def all_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
-    """Every check, by name; a rank reports those in which it took part."""
-    grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
-    grids += [cases_fsdp.Way(backend, ranks=ranks, copies=copies).grid for backend, ranks, copies in BACKENDS]
-    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
-    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
-    results: dict[str, Any] = {}
-    for family, (targets, layouts) in {"qwen3": (TARGETS, FROM_PEFT), **FAMILIES}.items():
-        results |= _of_family(family, targets, layouts, groups, Path(folder))
-    for layout in TRAINED:
-        if dist.get_rank() in GRIDS[layout].ranks:
-            results[f"trained/{layout}"] = _train(Path(dense), layout, groups)
+def quick_cases(dense: str, folder: str) -> dict[str, Any]:
+    """Checks of a dense model, by name; a rank reports those in which it took part."""
+    groups = _groups()
+    results = _of_family("qwen3", TARGETS, FROM_PEFT, groups, Path(folder))
+    results |= {f"trained/{layout}": _train(Path(dense), layout, groups) for layout in QUICK_TRAINED if _joins(layout)}
     results["resumed"] = _resume(Path(dense), groups, Path(folder))
     results |= _by_backend("backend", Path(dense), LORA, BACKENDS, groups, Path(folder))
-    every = LORA.model_copy(update={"targets": None})
-    results |= _by_backend("backend_of_experts", Path(experts), every, BACKENDS_OF_EXPERTS, groups, Path(folder))
     if dist.get_rank() == 0:
         results["kept"] = _kept_by_autograd(Path(dense), groups)
-    if dist.get_rank() in GRIDS["tp2_sp"].ranks:
+    return results
+
+
+def slow_cases(dense: str, experts: str, folder: str) -> dict[str, Any]:
+    """Checks of more layouts, other families and experts."""
+    groups = _groups()
+    results: dict[str, Any] = {}
+    for family, (targets, layouts) in FAMILIES.items():
+        results |= _of_family(family, targets, layouts, groups, Path(folder))
+    results |= {f"trained/{layout}": _train(Path(dense), layout, groups) for layout in SLOW_TRAINED if _joins(layout)}
+    every = LORA.model_copy(update={"targets": None})
+    results |= _by_backend("backend_of_experts", Path(experts), every, BACKENDS_OF_EXPERTS, groups, Path(folder))
+    if _joins("tp2_sp"):
         results["dropout/none"] = [_drop(Path(dense), groups, "none") for _ in range(2)]
         results["dropout/full"] = [_drop(Path(dense), groups, "full")]
     for name in OF_EXPERTS:
         if dist.get_rank() in cases_experts.LAYOUTS[name].grid.ranks:
             results[f"experts/{name}"] = _train_experts(Path(experts), name, groups)
     return results
+
+
+def _joins(layout: str) -> bool:
+    return dist.get_rank() in GRIDS[layout].ranks
+
+
+def _groups() -> ProcessGroups:
+    grids = [*GRIDS.values(), *(layout.grid for layout in cases_experts.LAYOUTS.values())]
+    grids += [cases_fsdp.Way(backend, ranks=ranks, copies=copies).grid for backend, ranks, copies in BACKENDS]
+    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
+    return ProcessGroups(lists, backend="gloo", timeout_s=60)
 
 
 def _of_family(

@@ -62,6 +62,7 @@ SAVED = {
     "offload_on": Case(Way(dp=4), Way(tp=2, dp=2, optimizer=HALF)),
     "bf16_moments_to_tp4": Case(Way(dp=4, optimizer=SMALL), Way(tp=4, optimizer=SMALL)),
 }
+QUICK = ("fp32", "bf16_overlap", "half_offload", "bf16_moments", "offload_off")
 LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),
@@ -78,18 +79,20 @@ EXPERT_LAYOUTS = {
 }
 
 
-def places(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
-    """Weights and losses with the states on the device and on the host, and runs that are saved and go on."""
+def places(checkpoints: dict[str, str], folder: str, names: list[str]) -> dict[str, Any]:
+    """Of those that are named, weights and losses with the states on the device and on the host, and runs that are
+    saved and go on."""
     path, seen = Path(checkpoints["qwen3"]), dict[str, Any]()
-    cases = {name: Case(way) for name, way in EQUAL.items()}
-    groups = groups_of({**cases, **SAVED})
+    cases = {name: Case(way) for name, way in EQUAL.items() if name in names}
+    saved = {name: case for name, case in SAVED.items() if name in names}
+    groups = groups_of({**cases, **saved})
     for name, case in cases.items():
         if dist.get_rank() in case.way.grid.ranks:
             seen[name] = []
             for optimizer in ((), OFFLOAD, HALF):
                 run = Run(case, Way(**{**vars(case.way), "optimizer": optimizer}), path, groups, load_weights=True)
                 seen[name].append({"updates": run.train(BEFORE), "digests": run.digests(), "bytes": held(run)})
-    for name, case in SAVED.items():
+    for name, case in saved.items():
         seen[name] = saved_and_continued(case, path, groups, Path(folder, name))
     return seen
 

@@ -1,6 +1,6 @@
 """What ranks do in test_training: one tiny model in many parallel layouts inside one world of four ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +51,12 @@ GRIDS = {
     "pp3_vpp2": Grid((0, 1, 3), pp=3, vpp=2, layers_per_stage=(1, 0, 1, 1, 1, 0)),
     **{f"rank{rank}": Grid((rank,)) for rank in range(4)},
 }
-TIED = ("tp1", "pp2", "tp2_pp2", "pp2_vpp2", "pp3", "pp3_vpp2")
-"""Of four layers; the others have two."""
-UNTIED = GRIDS.keys() - {"pp2_vpp2", "pp3", "pp3_vpp2"}
+QUICK_LAYOUTS = {"qwen3": ("tp1", "pp2", "tp2_dp2_sp", "tp4", "tp2_pp2"), "qwen2_tied": ("tp1", "pp3_vpp2")}
+SLOW_LAYOUTS = {
+    "qwen3": ("tp1", "tp2", "tp2_sp", "dp2", "tp2_dp2", "tp4_sp", "pp2_dp2"),
+    "qwen2_tied": ("tp1", "pp2", "tp2_pp2", "pp2_vpp2", "pp3"),
+}
+"""By checkpoint: the tied one has four layers, the other two. Each begins with what the others are compared with."""
 CHUNKED_LOGITS = (("qwen3", "tp2_sp"), ("qwen3", "tp4"), ("qwen2_tied", "tp1"), ("qwen2_tied", "tp2_pp2"))
 WIDE = {"dtype": "bfloat16", "residual_dtype": "float32", "head_dtype": "float32"}
 RECOMPUTED: dict[str, Any] = {
@@ -69,14 +72,15 @@ ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES = 10_000, 130
 """Tokens in each: all samples of a replica together, or up to three parts of them."""
 
 
-def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
-    """Every check, by name; a rank reports those in which it took part."""
+def all_cases(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
+    """Every check that is quick, or every one that is slow, by name; a rank reports those in which it took part."""
     lists = sorted({ranks for grid in GRIDS.values() for ranks in group_lists({"actor": grid})})
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     paths = {name: Path(path) for name, path in checkpoints.items()}
     results: dict[str, Any] = {}
-    for case in (_layouts, _variants, _families, _names_and_shapes, _failures, _loss_scales):
-        for name, result in case(paths, groups):
+    chosen = (_layouts, _variants, _families) if slow else (_layouts, _names_and_shapes, _failures, _loss_scales)
+    for case in chosen:
+        for name, result in case(paths, groups, SLOW_LAYOUTS if slow else QUICK_LAYOUTS):
             results[name] = result
     results["parallel_state_initialized"] = parallel_state.model_parallel_is_initialized()
     return results
@@ -85,12 +89,10 @@ def all_cases(checkpoints: dict[str, str]) -> dict[str, Any]:
 Results = Iterator[tuple[str, Any]]
 
 
-def _layouts(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _layouts(paths: dict[str, Path], groups: ProcessGroups, layouts: Mapping[str, Sequence[str]]) -> Results:
     """Loss, gradient norm and log-probs over three updates, in every layout, with one or several micro-batches."""
-    for checkpoint in ("qwen3", "qwen2_tied"):
-        for layout in GRIDS:
-            if layout.startswith("rank") or layout not in (TIED if checkpoint == "qwen2_tied" else UNTIED):
-                continue
+    for checkpoint, of_checkpoint in layouts.items():
+        for layout in of_checkpoint:
             is_untied = checkpoint == "qwen3"
             both = layout in (("tp1", "tp2", "pp2") if is_untied else ("tp1",))
             for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES) if both else (SEVERAL_MICRO_BATCHES,):
@@ -99,7 +101,7 @@ def _layouts(paths: dict[str, Path], groups: ProcessGroups) -> Results:
                     yield f"{checkpoint}/{layout}/{max_tokens}", report
 
 
-def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _variants(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Settings that change the way of computing, not the result."""
     rank = dist.get_rank()
     if rank in GRIDS["dp2"].ranks:
@@ -135,7 +137,7 @@ def _variants(paths: dict[str, Path], groups: ProcessGroups) -> Results:
     )
 
 
-def _families(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _families(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Largest difference from transformers' logits, packed and one sample at a time; each rank takes some families."""
     for index, (name, path) in enumerate(sorted(paths.items())):
         layout = f"rank{index % 4}"
@@ -181,7 +183,7 @@ def logits_and_gradients(model: LanguageModel, path: Path) -> dict[str, Tensor]:
     return {"logits": logits, **gradients}
 
 
-def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """Whether the model's parameters are those of the layout."""
     for name in ("qwen3", "qwen2_tied", "llama3"):
         for layout in ("tp1", "tp2_pp2", "tp4"):
@@ -193,7 +195,7 @@ def _names_and_shapes(paths: dict[str, Path], groups: ProcessGroups) -> Results:
                 yield f"names/{name}/{layout}", actual == dict(layout_parameters)
 
 
-def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _failures(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """A loss that is not finite on one rank ends the update on all; what needs Transformer Engine is refused."""
     norms = {"granularity": "selective", "modules": ["layernorm", "mlp"]}
     yield "norms", error_of_loading(paths["qwen3"], groups, norms)
@@ -210,7 +212,7 @@ def _failures(paths: dict[str, Path], groups: ProcessGroups) -> Results:
         )
 
 
-def _loss_scales(paths: dict[str, Path], groups: ProcessGroups) -> Results:
+def _loss_scales(paths: dict[str, Path], groups: ProcessGroups, *_: Any) -> Results:
     """A loss scale that is far too large at first, over a run that goes on from its state in the middle."""
     layout, path = "tp2_dp2", paths["qwen3"]
     experience = share_of(load_experience(path), layout)

@@ -104,6 +104,10 @@ CASES = {
     "interleaved_to_tp2_tied": Case(Way(pp=3, vpp=2, layers=(1, 0, 0, 0, 1, 0)), Way(tp=2), checkpoint="qwen2_tied"),
     "critic_pp2_dp2_to_tp2": Case(Way(pp=2, dp=2), Way(tp=2), role="critic"),
 }
+QUICK = (
+    *("tp2_dp2", "pp2_dp2_tied", "tp2_dp2_overlap", "critic_tp2_dp2"),
+    *("tp2_pp2_to_dp4", "distributed_to_plain", "bf16_tp2_dp2_to_pp2", "interleaved_to_tp2_tied"),
+)
 WITH_EXPERTS = {
     "experts": Case(Way(tp=2, dp=2, ep=4, etp=1), checkpoint="deepseek_v3", away=True),
     "experts_bf16_overlap": Case(Way(dp=4, ep=2, dtype="bfloat16", overlap=True), checkpoint="deepseek_v3", away=True),
@@ -218,9 +222,9 @@ def groups_of(cases: Mapping[str, Case]) -> ProcessGroups:
     return ProcessGroups(lists, backend="gloo", timeout_s=60)
 
 
-def all_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
-    """What each case saw whose model is dense, and some that are told apart by name."""
-    results = some_cases(checkpoints, folder, list(CASES))
+def quick_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
+    """What each quick case saw, and some that are told apart by name."""
+    results = some_cases(checkpoints, folder, list(QUICK))
     groups = groups_of(CASES)
     with uneven_products():
         results["at_the_start"] = at_the_start(Path(checkpoints["qwen3"]), groups, Path(folder, "at_the_start"))

@@ -9,22 +9,29 @@ from typing import Any
 import pytest
 
 from rltrain.training.backend import SKIPPED
+from tests.distributed.cases_accumulation import LAYOUTS
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
 
-LAYOUTS = ["tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2"]
+EVERY = slow_but(["tp1", "tp2_sp", "pp2", "dp2", "pp2_dp2"], *LAYOUTS[False])
+OF_REPLICAS = slow_but(["tp1", "dp2", "pp2_dp2"], "tp1", "pp2_dp2")
 ALONE, FEW = 1, 60
 
 
+def world_of(folder: Path, *, slow: bool) -> list[dict[str, Any]]:
+    arguments = {"path": make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)["qwen3"], "slow": slow}
+    return run_distributed("tests.distributed.cases_accumulation:all_cases", 4, arguments, timeout_s=200)
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("checkpoints")
-    return run_distributed(
-        "tests.distributed.cases_accumulation:all_cases",
-        num_ranks=4,
-        arguments={"path": make_checkpoints(folder, ["qwen3"], num_hidden_layers=2)["qwen3"]},
-        timeout_s=200,
-    )
+def quick_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("quick"), slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("slow"), slow=True)
 
 
 def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
@@ -34,7 +41,7 @@ def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("parts", ["three", "single"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_parts_of_the_same_micro_batches_give_the_same_bits(
     ranks: list[dict[str, Any]], layout: str, parts: str
 ) -> None:
@@ -43,7 +50,7 @@ def test_parts_of_the_same_micro_batches_give_the_same_bits(
     assert reports(ranks, f"{layout}/{parts}/{ALONE}") == wanted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: list[dict[str, Any]], layout: str) -> None:
     """Other shapes, sums in another order: 1e-5 is some 80 units in the last place, and an update multiplies them."""
     wanted = reports(ranks, f"{layout}/whole/{FEW}")
@@ -52,7 +59,7 @@ def test_parts_of_other_micro_batches_give_the_same_numbers(ranks: list[dict[str
         assert actual["steps"][1] == pytest.approx(expected["steps"][1], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+@pytest.mark.parametrize("layout", OF_REPLICAS)
 def test_replicas_without_a_sample_add_nothing(ranks: list[dict[str, Any]], layout: str) -> None:
     (single,) = reports(ranks, "one_share/tp1")
     for metrics in reports(ranks, f"one_share/{layout}"):
@@ -62,14 +69,14 @@ def test_replicas_without_a_sample_add_nothing(ranks: list[dict[str, Any]], layo
         assert metrics == pytest.approx(single, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+@pytest.mark.parametrize("layout", OF_REPLICAS)
 def test_no_sample_anywhere_is_refused_on_all_ranks(ranks: list[dict[str, Any]], layout: str) -> None:
     for message in reports(ranks, f"no_share/{layout}"):
         assert message.startswith("optimizer step 2 of the actor has no sample on any of its")
         assert "batch.prompts_per_step" in message
 
 
-@pytest.mark.parametrize("layout", ["tp1", "dp2", "pp2_dp2"])
+@pytest.mark.parametrize("layout", OF_REPLICAS)
 def test_samples_without_response_leave_the_weights(ranks: list[dict[str, Any]], layout: str) -> None:
     assert all(reports(ranks, f"no_response_weights_kept/{layout}"))
     for metrics in reports(ranks, f"no_response/{layout}"):
@@ -84,7 +91,7 @@ def test_a_failed_step_leaves_nothing_behind(ranks: list[dict[str, Any]]) -> Non
         assert "accumulate() before it" in rank["no_parts/pp2_dp2"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY)
 def test_a_critic_trains_alike_in_every_layout(ranks: list[dict[str, Any]], layout: str) -> None:
     (single,) = reports(ranks, "critic/tp1")
     for name, value in single["expected"].items():

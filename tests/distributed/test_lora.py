@@ -19,16 +19,19 @@ from tests.distributed.cases_lora import (
     LEARNING,
     LORA,
     OF_EXPERTS,
+    QUICK_TRAINED,
     RESUMED,
     SAVED,
+    SLOW_TRAINED,
     TARGETS,
-    TRAINED,
 )
 from tests.distributed.family_checkpoints import make_family_checkpoint
 from tests.distributed.tiny_checkpoints import ENTROPY_COEF, make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
 from tests.unit.test_estimated_memory import job_of
 
+TRAINED = slow_but(dict.fromkeys([*QUICK_TRAINED, *SLOW_TRAINED]), *QUICK_TRAINED)
 RELATIVE = 1e-4
 LAYER, OF_MEGATRON = "model.layers.1.", "decoder.layers.1."
 FUSED = {
@@ -145,9 +148,15 @@ def matrix_of(held: Mapping[str, Any], a: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def ranks(base: Path, by_peft: Any, of_families: Any, folder: Path) -> list[dict[str, Any]]:
+def quick_world(base: Path, by_peft: Any, folder: Path) -> list[dict[str, Any]]:
+    arguments = {"dense": str(base), "folder": str(folder)}
+    return run_distributed("tests.distributed.cases_lora:quick_cases", 4, arguments, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def slow_world(base: Path, of_families: Any, folder: Path) -> list[dict[str, Any]]:
     arguments = {"dense": str(base), "experts": str(folder / "qwen3_moe"), "folder": str(folder)}
-    return run_distributed("tests.distributed.cases_lora:all_cases", 4, arguments, timeout_s=300)
+    return run_distributed("tests.distributed.cases_lora:slow_cases", 4, arguments, timeout_s=300)
 
 
 def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
@@ -170,6 +179,7 @@ def test_log_probs_and_gradients_equal_those_of_peft(
     check_against_peft(ranks, by_peft, folder, "qwen3", layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [(name, one) for name, (_, of) in FAMILIES.items() for one in of])
 def test_so_do_those_of_latent_attention_of_layers_that_end_in_norms_and_of_experts(
     ranks: list[dict[str, Any]], of_families: dict[str, Any], folder: Path, family: str, layout: str
@@ -265,6 +275,7 @@ def test_sharded_models_train_the_same_adapters_and_go_on_from_megatrons_state(
         assert merged == pytest.approx({name: expected["merged"][name] for name in FUSED}, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp1x1", "fsdp3x1"])
 def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], way: str) -> None:
     (expected,) = reports(ranks, "backend_of_experts/megatron1x1")
@@ -278,6 +289,7 @@ def test_sharded_experts_train_the_same_adapters(ranks: list[dict[str, Any]], wa
         assert sum(whole["merged"].values()) == pytest.approx(sum(expected["merged"].values()), abs=1e-2)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list[dict[str, Any]]) -> None:
     (without,) = reports(ranks, "trained/tp1")
     for (plain, again), (recomputed,) in zip(
@@ -290,6 +302,7 @@ def test_what_is_dropped_repeats_also_where_layers_are_computed_anew(ranks: list
         assert plain["steps"][0]["grad_norm"] != pytest.approx(without["steps"][0]["grad_norm"], rel=RELATIVE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", OF_EXPERTS)
 def test_adapters_of_experts_train_alike_in_every_layout(ranks: list[dict[str, Any]], layout: str) -> None:
     (expected,) = reports(ranks, "experts/one_rank")

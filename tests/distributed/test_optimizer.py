@@ -1,28 +1,36 @@
 """Optimizers whose states lie on the host or are kept in bf16, and Muon: equal updates in every layout."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.cases_optimizer import EQUAL, EXPERT_LAYOUTS, LAYOUTS, OFFLOADED, SAVED
+from tests.distributed.cases_optimizer import EQUAL, EXPERT_LAYOUTS, LAYOUTS, OFFLOADED, QUICK, SAVED
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
 
 OTHER = [name for name, case in SAVED.items() if case.other is not None]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("optimizer")
-    arguments = {
-        "checkpoints": make_checkpoints(folder, ("qwen3",), num_hidden_layers=2),
-        "folder": str(folder),
-    }
+def quick_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("slow"), [name for name in (*EQUAL, *SAVED) if name not in QUICK])
+
+
+def world_of(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    checkpoints = make_checkpoints(folder, ("qwen3",), num_hidden_layers=2)
+    arguments = {"checkpoints": checkpoints, "folder": str(folder), "names": list(names)}
     return run_distributed("tests.distributed.cases_optimizer:places", 4, arguments, timeout_s=300)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", slow_but(EQUAL, *QUICK))
 def test_where_the_states_lie_changes_no_bit(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks[: len(EQUAL[name].grid.ranks)]:
         resident, offloaded, half = rank[name]
@@ -32,7 +40,7 @@ def test_where_the_states_lie_changes_no_bit(ranks: list[dict[str, Any]], name: 
             assert of_step == {kind: resident["digests"][kind] for kind in of_step}
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", slow_but(EQUAL, *QUICK))
 def test_what_is_offloaded_is_not_on_the_device(ranks: list[dict[str, Any]], name: str) -> None:
     resident, offloaded, half = (run["bytes"] for run in ranks[0][name])
     for part in ("master_weights", "optimizer"):
@@ -43,7 +51,7 @@ def test_what_is_offloaded_is_not_on_the_device(ranks: list[dict[str, Any]], nam
     assert resident["weights"] == offloaded["weights"] and resident["gradients"] == offloaded["gradients"]
 
 
-@pytest.mark.parametrize("name", [name for name in SAVED if name not in OTHER])
+@pytest.mark.parametrize("name", slow_but([name for name in SAVED if name not in OTHER], *QUICK))
 def test_it_goes_on_bit_for_bit(ranks: list[dict[str, Any]], name: str) -> None:
     reports = [rank[name] for rank in ranks if "resumed" in rank[name]]
     assert reports
@@ -51,13 +59,13 @@ def test_it_goes_on_bit_for_bit(ranks: list[dict[str, Any]], name: str) -> None:
         assert report["resumed"] == report["undisturbed"]
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", slow_but(SAVED, *QUICK))
 def test_the_state_is_the_same_in_another_place_and_layout(ranks: list[dict[str, Any]], name: str) -> None:
     assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
     assert min(ranks[0][name]["distinct_values"].values()) > 1000
 
 
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("name", slow_but(OTHER, *QUICK))
 def test_it_goes_on_with_states_elsewhere(ranks: list[dict[str, Any]], name: str) -> None:
     tolerance = 1e-3 if name.startswith("bf16_moments") else 1e-5
     expected = ranks[0][name]["undisturbed"]["updates"]
@@ -102,6 +110,7 @@ def test_muon_moves_experts_and_latent_attention_alike_in_every_layout(tmp_path:
     check_layouts(muon(tmp_path, "deepseek_v3", experts=True), EXPERT_LAYOUTS)
 
 
+@pytest.mark.slow
 def test_activations_on_the_host_change_no_bit(tmp_path: Path) -> None:
     arguments = {"checkpoints": make_checkpoints(tmp_path, ("qwen2_tied",))}
     ranks = run_distributed("tests.distributed.cases_optimizer:activations", 4, arguments, timeout_s=300)

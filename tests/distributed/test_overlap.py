@@ -17,7 +17,7 @@ from tests.distributed.torchrun import run_distributed
 
 Seen = Callable[[str], list[dict[str, Any]]]
 
-USUAL = ["dp2/plain", "dp4", "pp2_dp2/tied"]
+USUAL = ["dp2/plain", "pp2_dp2/tied"]
 SLOW = [way for way in WAYS if way not in USUAL]
 EVERY = [*USUAL, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)]
 

@@ -1,28 +1,47 @@
 """One model trained in many parallel layouts gives the same numbers, and those of transformers."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.cases_training import CHUNKED_LOGITS, ONE_MICRO_BATCH, RECOMPUTED, SEVERAL_MICRO_BATCHES
+from tests.distributed.cases_training import (
+    CHUNKED_LOGITS,
+    ONE_MICRO_BATCH,
+    QUICK_LAYOUTS,
+    RECOMPUTED,
+    SEVERAL_MICRO_BATCHES,
+    SLOW_LAYOUTS,
+)
 from tests.distributed.tiny_checkpoints import CHECKPOINTS, make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
 
-LAYOUTS = ["tp2", "tp2_sp", "pp2", "dp2", "tp2_dp2", "tp2_dp2_sp", "tp4", "tp4_sp", "tp2_pp2", "pp2_dp2"]
-TRAINED_MOST = "qwen3"
-"""Has two layers; the others have four, of which stages of pipelines hold two."""
+TRAINED_MOST, TIED = "qwen3", "qwen2_tied"
+"""The first has two layers; the others have four, of which stages of pipelines hold two."""
+BASE, *QUICK = QUICK_LAYOUTS[TRAINED_MOST]
+LAYOUTS = [*QUICK, *(layout for layout in SLOW_LAYOUTS[TRAINED_MOST] if layout != BASE)]
 BASELINE = f"{TRAINED_MOST}/tp1/{ONE_MICRO_BATCH}"
 RELATIVE = 1e-4
 
 
+def world_of(folder: Path, checkpoints: Iterable[str], *, slow: bool) -> list[dict[str, Any]]:
+    made = make_checkpoints(folder, [name for name in checkpoints if name != TRAINED_MOST])
+    made |= make_checkpoints(folder, [TRAINED_MOST], num_hidden_layers=2)
+    arguments = {"checkpoints": made, "slow": slow}
+    return run_distributed("tests.distributed.cases_training:all_cases", 4, arguments, timeout_s=300)
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("checkpoints")
-    checkpoints = make_checkpoints(folder, CHECKPOINTS.keys() - {TRAINED_MOST})
-    checkpoints |= make_checkpoints(folder, [TRAINED_MOST], num_hidden_layers=2)
-    return run_distributed("tests.distributed.cases_training:all_cases", 4, {"checkpoints": checkpoints}, timeout_s=300)
+def quick_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("checkpoints"), [TRAINED_MOST, TIED, "llama3"], slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("checkpoints"), CHECKPOINTS, slow=True)
 
 
 def reports(ranks: list[dict[str, Any]], name: str) -> list[Any]:
@@ -38,12 +57,12 @@ def assert_same_training(ranks: list[dict[str, Any]], name: str, baseline: str, 
             assert values == pytest.approx(wanted, rel=relative), f"{name}, step {step}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, *QUICK))
 def test_loss_gradient_norm_and_metrics_do_not_depend_on_the_layout(ranks: list[dict[str, Any]], layout: str) -> None:
     assert_same_training(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}", BASELINE)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", slow_but(["tp1", "tp2", "pp2"], "tp1", "pp2"))
 def test_micro_batches_do_not_change_the_result(ranks: list[dict[str, Any]], layout: str) -> None:
     for max_tokens in (ONE_MICRO_BATCH, SEVERAL_MICRO_BATCHES):
         assert_same_training(ranks, f"qwen3/{layout}/{max_tokens}", BASELINE)
@@ -56,11 +75,12 @@ def test_first_loss_and_gradient_norm_equal_those_of_transformers(ranks: list[di
     assert report["steps"][0]["grad_norm"] == pytest.approx(report["expected_grad_norm"], rel=RELATIVE)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2_pp2", "pp2_vpp2", "pp3", "pp3_vpp2"])
+@pytest.mark.parametrize("layout", slow_but(["pp2", "tp2_pp2", "pp2_vpp2", "pp3", "pp3_vpp2"], "pp3_vpp2"))
 def test_tied_embeddings_train_alike_on_both_ends_of_a_pipeline(ranks: list[dict[str, Any]], layout: str) -> None:
     assert_same_training(ranks, f"qwen2_tied/{layout}/{SEVERAL_MICRO_BATCHES}", f"qwen2_tied/tp1/{ONE_MICRO_BATCH}")
 
 
+@pytest.mark.slow
 def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_few(
     ranks: list[dict[str, Any]],
 ) -> None:
@@ -69,11 +89,13 @@ def test_interleaved_stages_have_micro_batches_of_padding_where_samples_are_too_
         assert metrics == pytest.approx(expected, rel=RELATIVE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain_optimizer", *(f"recompute_{name}" for name in RECOMPUTED)])
 def test_ways_of_computing_do_not_change_the_result(ranks: list[dict[str, Any]], variant: str) -> None:
     assert_same_training(ranks, variant, BASELINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpoint", "layout"), CHUNKED_LOGITS)
 def test_logits_that_are_never_whole_do_not_change_the_result(
     ranks: list[dict[str, Any]], checkpoint: str, layout: str
@@ -83,7 +105,7 @@ def test_logits_that_are_never_whole_do_not_change_the_result(
 
 
 def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str, Any]]) -> None:
-    for layout in LAYOUTS:
+    for layout in QUICK:
         first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["steps"] == first["steps"] for other in others), layout
         losses = [step["loss"] for step in first["steps"]]
@@ -94,26 +116,28 @@ def test_metrics_are_equal_on_all_ranks_and_training_learns(ranks: list[dict[str
         assert [step["lr"] for step in first["steps"]] == pytest.approx([0.005, 0.01, 0.01])
 
 
-@pytest.mark.parametrize("layout", ["tp1", *LAYOUTS])
+@pytest.mark.parametrize("layout", slow_but([BASE, *LAYOUTS], BASE, *QUICK))
 def test_logprobs_equal_those_of_transformers_on_every_rank(ranks: list[dict[str, Any]], layout: str) -> None:
     for report in reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}"):
         assert report["start_difference"] < 1e-4
 
 
 def test_logprobs_after_training_are_equal_across_the_replica(ranks: list[dict[str, Any]]) -> None:
-    for layout in ("tp2", "pp2", "tp4", "tp2_pp2"):
+    for layout in ("pp2", "tp4", "tp2_pp2"):
         first, *others = reports(ranks, f"qwen3/{layout}/{SEVERAL_MICRO_BATCHES}")
         assert all(other["end_logprobs"] == first["end_logprobs"] for other in others)
         (single,) = reports(ranks, BASELINE)
         assert first["end_logprobs"] == pytest.approx(single["end_logprobs"], abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))
 def test_logits_equal_those_of_transformers_packed_or_not(ranks: list[dict[str, Any]], name: str) -> None:
     (differences,) = reports(ranks, f"family/{name}")
     assert max(differences.values()) < 1e-4, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "largest"), [("float32", 5e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))
 def test_fused_layers_give_the_logits_and_gradients_of_plain_ones(
@@ -124,6 +148,7 @@ def test_fused_layers_give_the_logits_and_gradients_of_plain_ones(
     assert max(differences.values()) < largest, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["tp2_dp2", "tp2_pp2", "plain_optimizer", "wide_tp2_dp2_sp", "wide_tp2_pp2"])
 def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant: str) -> None:
     (single,) = reports(ranks, BASELINE)
@@ -134,6 +159,7 @@ def test_bfloat16_training_follows_float32(ranks: list[dict[str, Any]], variant:
             assert values["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_float16_training_follows_float32(ranks: list[dict[str, Any]]) -> None:
     (single,) = reports(ranks, BASELINE)
     for report in reports(ranks, "float16/tp2_pp2"):

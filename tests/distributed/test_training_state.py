@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, WITH_EXPERTS, WORLD_SIZE
+from tests.distributed.cases_training_state import AFTER, BEFORE, CASES, QUICK, WITH_EXPERTS, WORLD_SIZE
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.marks import slow_but
 
 SAME = [name for name, case in CASES.items() if case.other is None]
 OTHER = [name for name, case in CASES.items() if case.other is not None]
@@ -15,14 +16,23 @@ ONE_TYPE = [name for name in OTHER if {CASES[name].way.dtype, CASES[name].goes_o
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("training_state")
+def quick_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return world_of(tmp_path_factory.mktemp("quick"), "quick_cases")
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = [name for name in CASES if name not in QUICK]
+    return world_of(tmp_path_factory.mktemp("slow"), "some_cases", names=names)
+
+
+def world_of(folder: Path, case: str, **options: Any) -> list[dict[str, Any]]:
     checkpoints = make_checkpoints(folder, ("qwen3", "qwen2_tied"), num_hidden_layers=2)
-    arguments = {"checkpoints": checkpoints, "folder": str(folder)}
-    return run_distributed("tests.distributed.cases_training_state:all_cases", WORLD_SIZE, arguments, timeout_s=300)
+    arguments = {"checkpoints": checkpoints, "folder": str(folder), **options}
+    return run_distributed(f"tests.distributed.cases_training_state:{case}", WORLD_SIZE, arguments, timeout_s=300)
 
 
-@pytest.mark.parametrize("name", [*SAME, "at_the_start"])
+@pytest.mark.parametrize("name", slow_but([*SAME, "at_the_start"], *QUICK, "at_the_start"))
 def test_it_goes_on_bit_for_bit_in_the_same_layout(ranks: list[dict[str, Any]], name: str) -> None:
     reports = [rank[name] for rank in ranks if "resumed" in rank[name]]
     assert reports
@@ -30,7 +40,7 @@ def test_it_goes_on_bit_for_bit_in_the_same_layout(ranks: list[dict[str, Any]], 
         assert report["resumed"] == report["undisturbed"]
 
 
-@pytest.mark.parametrize("name", ONE_TYPE)
+@pytest.mark.parametrize("name", slow_but(ONE_TYPE, *QUICK))
 def test_it_goes_on_in_another_layout(ranks: list[dict[str, Any]], name: str) -> None:
     expected = ranks[0][name]["undisturbed"]["updates"]
     for rank in range(len(CASES[name].goes_on.grid.ranks)):
@@ -40,14 +50,14 @@ def test_it_goes_on_in_another_layout(ranks: list[dict[str, Any]], name: str) ->
             assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_nothing_of_the_state_changes_on_the_way(ranks: list[dict[str, Any]], name: str) -> None:
     """Saved again from the other layout it is what it was."""
     assert ranks[0][name]["equal_states"] == {"master": True, "exp_avg": True, "exp_avg_sq": True}
     assert min(ranks[0][name]["distinct_values"].values()) > 10_000
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_updates_are_counted_on(ranks: list[dict[str, Any]], name: str) -> None:
     reports = [rank[name] for rank in ranks if "resumed" in rank[name]]
     assert {report["num_updates"] for report in reports} == {BEFORE}

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.sums_agent import RECORDS
+from tests.marks import slow_but
 
 ENVIRONMENT = ["env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}"]
 SETTINGS = [
@@ -34,11 +34,6 @@ OVERRIDES = {
     "everything on one rank": ["env.offload=true", "env.overlap=false"],
     "with an engine of two ranks": ["rollout.parallel.tp=2", "env.batch_size=2"],
 }
-
-
-def slow_but(cases: Iterable[str], *quick: str) -> list[object]:
-    """Cases of which some alone belong to the default suite."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize("name", slow_but(PLACEMENTS, "everything on one rank", "with an engine of two ranks"))

@@ -1,12 +1,12 @@
-"""How property tests run: without a limit of time per example, which a shared machine breaks at random, and with half
-of the examples that are usual. And fixtures of several files, which import what they need when they are asked for."""
+"""How property tests run: without a limit of time per example, which a shared machine breaks at random, and with fewer
+examples than is usual. And fixtures of several files, which import what they need when they are asked for."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=50)
+settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=30)
 settings.load_profile("shared machine")
 
 SPARSE_FAMILIES = (

@@ -84,7 +84,7 @@ def test_a_tight_budget_gives_what_none_gives(qwen3: Path, sampling: SamplingPar
     expected = load_engine(qwen3, max_context_tokens=CONTEXT)[0].generate(samples, sampling)
     assert len({len(done.tokens) for done in expected}) > 1 or not sampling.stop_token_ids
     preemptions = []
-    for num_tokens in (64, 100, 200, 4000):
+    for num_tokens in (64, 100, 4000):
         engine, _ = load_engine(qwen3, max_context_tokens=CONTEXT, kv_tokens=num_tokens)
         assert_same(engine.generate(samples, sampling), expected)
         assert_same(engine.generate(samples, sampling), expected)

@@ -29,7 +29,7 @@ def sizes(layout: Layout, rank: int) -> list[int]:
     return [count * int(ITEM_BYTES[kind]) for count, kind in zip(elements, types, strict=True)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_parts_together_are_the_layout_and_each_can_be_planned_and_executed_alone(data: st.DataObject) -> None:
     architecture = data.draw(architectures())

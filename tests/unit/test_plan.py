@@ -230,7 +230,7 @@ def test_different_models_are_refused() -> None:
 @pytest.mark.parametrize(
     ("case", "most_s"),
     [
-        ("deepseek-v3, 512 ranks tp4 pp8 ep16 etp4 -> 256 ranks tp32", 5.0),
+        pytest.param("deepseek-v3, 512 ranks tp4 pp8 ep16 etp4 -> 256 ranks tp32", 5.0, marks=pytest.mark.slow),
         ("qwen3-30b-a3b, 64 ranks tp4 pp2 ep8 -> the same ranks tp8", 1.0),
     ],
 )
