@@ -149,6 +149,7 @@ def test_a_model_of_full_vocabulary_is_trained_and_checkpointed_for_its_size() -
     assert found["cases"]["checkpoint"]["checkpoint_bytes"] == pytest.approx(12 * found["num_parameters"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_gpu_check_refuses_without_a_gpu(tmp_path: Path) -> None:
     script, output = str(REPOSITORY / "tools/gpu_check.sh"), tmp_path / "out"
     done = run(["bash", script, str(output)], RLTRAIN_PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
@@ -198,6 +199,7 @@ ORDER = ["versions", "build", "graphs", "kernels", "residency", "one_gpu", "trai
 BANDWIDTHS = ["reshard_kernel", "weight_sync", "plan"]
 
 
+@pytest.mark.slow
 def test_gpu_check_goes_on_after_a_step_that_fails(tmp_path: Path, fake_python: Callable[..., Path]) -> None:
     output = tmp_path / "out"
     done = gpu_check(fake_python(), str(output))

@@ -133,6 +133,7 @@ def test_fused_layers_equal_their_formulas(name: str) -> None:
         torch.testing.assert_close(mine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases())
 def test_gradients_are_those_of_small_differences(name: str) -> None:
     function, _, inputs = cases()[name]

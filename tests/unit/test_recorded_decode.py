@@ -16,6 +16,7 @@ from rltrain.rollout.embedded.model import EngineModel
 from rltrain.rollout.embedded.recording import Recordings, recorder
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.sample import Sample
+from tests.marks import slow_but
 from tests.rollout_models import load_engine, ragged_requests, write_checkpoint
 from tests.unit.recorded_steps import Recorder
 
@@ -43,7 +44,7 @@ def assert_same(left: list[Sample], right: list[Sample]) -> None:
 
 @pytest.mark.parametrize(
     ("sampling", "max_running_requests"),
-    [(SAMPLED, 1), (SAMPLED, 5), (SAMPLED, 64), (GREEDY, 5), (TRUNCATED, 64)],
+    slow_but([(SAMPLED, 1), (SAMPLED, 5), (SAMPLED, 64), (GREEDY, 5), (TRUNCATED, 64)], (SAMPLED, 5), (TRUNCATED, 64)),
 )
 def test_replayed_steps_draw_what_steps_draw(qwen3: Path, sampling: SamplingParams, max_running_requests: int) -> None:
     requests = ragged_requests(min(12, 3 * max_running_requests))
