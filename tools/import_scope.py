@@ -19,7 +19,7 @@ BACKENDS = re.compile(r"veomni|torchtitan|automodel|megatron_lite|mlite|mindspee
 """verl's trainers other than FSDP and Megatron."""
 FOR_NPUS = re.compile(r"^export \w*ASCEND", re.MULTILINE)
 """Set whatever a variable says of the device."""
-OWN_GENERATOR = re.compile(r"def (get_generator|_setup_generator)\b")
+OWN_GENERATOR = re.compile(r"def get_generator\b")
 """SkyRL's method that makes the generator, in a program that has its own."""
 
 Keys = Mapping[str, Any]

@@ -38,6 +38,8 @@ REASONS = {
     "model family whose model in transformers is refused": ": the family ",
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
+    "experts over more ranks than there are": "shares out experts over",
+    "fewer prompts than replicas": "prompts to share out",
     "model of unknown shape": NO_SHAPE,
 }
 
@@ -70,8 +72,10 @@ def main() -> int:
     print_counted("not counted", left_out)
     print_counted("as they are, or why not", Counter(one.reason or "pass" for one in outcomes))
     print_counted("with --allow-differences", Counter(one.reason_allowing or "pass" for one in outcomes))
-    own = [one for one in outcomes if one.own_generator]
-    print_counted("of these by a generator of the script's own", Counter(one.reason or "pass" for one in own))
+    trained = [one for one in outcomes if "model family" not in (one.reason_allowing or "")]
+    print_counted("of a model family that is trained here", Counter(one.reason or "pass" for one in trained))
+    usual = [one for one in trained if not one.own_generator]
+    print_counted("and by the framework's generator", Counter(one.reason or "pass" for one in usual))
     return 0
 
 

@@ -3,15 +3,20 @@
 from rltrain.importing.conversions import real, truth
 from rltrain.importing.translation import SourceKeys, Translation
 
-APART = "what they learn stays in them there, and here they stay as the checkpoint has them"
+APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
+OF_NORM = "; their gradients count in the norm that gradients are clipped by there, and not here"
 
 
-def leave_prediction_layers(keys: SourceKeys, out: Translation, key: str, prefix: str) -> None:
+def leave_prediction_layers(
+    keys: SourceKeys, out: Translation, key: str, prefix: str, clipped_apart: bool = False
+) -> None:
     """Of layers whose loss reaches no other parameter: a note, as they draft alone. `key` turns their training on;
-    what begins with `prefix` says how."""
+    what begins with `prefix` says how. `clipped_apart`: their gradients have a norm of their own."""
     if not truth(keys.get(key, False)):
         return
-    out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART} (docs/families.md)")
+    out.notes.append(
+        f"{key}: layers that predict further tokens draft alone; {APART}{'' if clipped_apart else OF_NORM}"
+    )
     for name, value in keys.under(prefix).items():
         out.leave(prefix + name, value, "of layers that draft alone")
 

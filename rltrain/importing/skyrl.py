@@ -225,7 +225,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_lora(keys, out, T + "policy.model.lora.", kind)
     set_critic_lora(keys, out)
     set_router_replay(keys, out)
-    leave_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.")
+    leave_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.", clipped_apart=True)
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."
         set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)

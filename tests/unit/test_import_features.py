@@ -220,7 +220,8 @@ DETACHED += "actor_rollout_ref.model.mtp.detach_encoder=DETACH actor_rollout_ref
 )
 def test_prediction_layers_that_learn_apart_stay_as_they_are(framework: str, keys: str) -> None:
     found = found_of(framework, keys)
-    assert not found.differences and any("here they stay as the checkpoint has them" in note for note in found.notes)
+    note = next(note for note in found.notes if "here they stay as the checkpoint has them" in note)
+    assert not found.differences and ("count in the norm" in note) == (framework != "skyrl")
     assert not any("predict further tokens" in note for note in found_of(framework, "").notes)
 
 
