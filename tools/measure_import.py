@@ -2,20 +2,20 @@
 
 python tools/measure_import.py --from slime [--gpu h100] [--rows N] SCRIPT ...
 
-Each is imported as it is; where keys without a counterpart or a GPU's memory refuse it, once more with
---allow-differences or --gpu.
-The named model's config.json is a stand-in (tools/stand_in_models.py): no weights and no data are needed.
+What trains no text model, or by a trainer that is not asked about, is told apart and not counted (import_scope.py).
+Each other script is imported as it is; where keys without a counterpart refuse it, once more with --allow-differences.
+The named model's config.json is a stand-in (stand_in_models.py): no weights and no data are needed.
 """
 
 import argparse
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+from import_scope import generates_by_its_own, outside
 from stand_in_models import shape_of, write_stand_in
 
 from rltrain.dry_run.description import describe_job
@@ -23,23 +23,25 @@ from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import UserError
 from rltrain.importing import model_file
 from rltrain.importing.command import imported
+from rltrain.importing.fitting import KEEP
 from rltrain.importing.sources import FRAMEWORKS
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
 
+NO_SHAPE = "the name says no shape"
 REASONS = {
     "no launch": "starts nothing that is known",
     "keys without a counterpart": "change what is computed",
     "model family": "config.json: model_type",
     "model family of which transformers builds none": "transformers builds no causal",
+    "model family whose model in transformers is refused": ": the family ",
     "model family without an engine": "no engine of rltrain serves",
     "memory": "expected at most",
-    "model of unknown shape": "the name says no shape",
+    "experts over more ranks than there are": "shares out experts over",
+    "fewer prompts than replicas": "prompts to share out",
+    "model of unknown shape": NO_SHAPE,
 }
-NO_SHAPE = "the name says no shape"
-ALLOWING, FITTING = "--allow-differences", "--gpu"
-HELPING = {"keys without a counterpart": ALLOWING, "memory": FITTING}
 
 
 @dataclass(frozen=True)
@@ -47,71 +49,73 @@ class Outcome:
     script: str
     reason: str | None
     """Why it does not pass as it is; None: it does."""
-    detail: str
-    options: tuple[str, ...] | None
-    """Those of `rltrain import-config` with which it passes; None: with none of them."""
-    last: str = ""
-    """Why not, with all that help so far."""
-
-    @property
-    def verdict(self) -> str:
-        return "does not pass" if self.options is None else " ".join(["passes", *self.options])
+    detail: str = ""
+    reason_allowing: str | None = None
+    """Why not, with --allow-differences either."""
+    own_generator: bool = False
 
 
 def main() -> int:
     arguments = parsed()
+    framework = FRAMEWORKS[arguments.framework]
     outcomes = []
+    left_out: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for script in arguments.scripts:
-            found = tried(script, arguments, Path(folder))
-            outcomes.append(found)
-            row = (found.verdict, found.reason, found.script, first_lines(found.detail), found.last)
-            print("\t".join(map(str, row)), flush=True)
-    for what, counted in (
-        ("as they are, or why not", Counter(outcome.reason or "passes" for outcome in outcomes)),
-        ("with options", Counter(outcome.verdict for outcome in outcomes)),
-    ):
-        print(f"{what}:")
-        for name, number in counted.most_common():
-            print(f"{number:4d} of {len(outcomes)}  {name}")
+            reason = outside(framework, script, arguments.arguments)
+            if reason is not None:
+                left_out[reason] += 1
+                print("not counted", reason, script, sep="\t", flush=True)
+                continue
+            outcomes.append(tried(script, arguments, Path(folder)))
+            print(*row_of(outcomes[-1]), sep="\t", flush=True)
+    print_counted("not counted", left_out)
+    print_counted("as they are, or why not", Counter(one.reason or "pass" for one in outcomes))
+    print_counted("with --allow-differences", Counter(one.reason_allowing or "pass" for one in outcomes))
+    trained = [one for one in outcomes if "model family" not in (one.reason_allowing or "")]
+    print_counted("of a model family that is trained here", Counter(one.reason or "pass" for one in trained))
+    usual = [one for one in trained if not one.own_generator]
+    print_counted("and by the framework's generator", Counter(one.reason or "pass" for one in usual))
     return 0
 
 
+def row_of(outcome: Outcome) -> tuple[str, ...]:
+    verdict = "passes" if outcome.reason is None else "does not pass"
+    allowing = "" if outcome.reason is None else outcome.reason_allowing or "passes with --allow-differences"
+    return verdict, outcome.reason or "", outcome.script, first_lines(outcome.detail), allowing
+
+
+def print_counted(title: str, counted: Counter[str]) -> None:
+    print(f"{title}:")
+    for name, number in counted.most_common():
+        print(f"{number:4d} of {counted.total()}  {name}")
+
+
 def tried(script: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
-    """As it is; then with the options that its refusals name."""
-    options: list[str] = []
-    refusals: list[str] = []
-    while True:
+    """As it is; then with --allow-differences."""
+    found = []
+    for allowed in (False, True):
         try:
-            once(script, arguments, folder, options)
-            break
+            once(script, arguments, folder, allowed)
+            found.append("")
         except UserError as error:
-            refusals.append(str(error))
-            helping = HELPING.get(reason_of(refusals[-1]))
-            if helping is None or helping in options:
-                return Outcome(script, reason_of(refusals[0]), refusals[0], None, reason_of(refusals[-1]))
-            options.append(helping)
-    if not refusals:
-        return Outcome(script, None, "", ())
-    return Outcome(script, reason_of(refusals[0]), refusals[0], tuple(options))
+            found.append(str(error))
+        if not found[-1]:
+            break
+    own = generates_by_its_own(FRAMEWORKS[arguments.framework], script, arguments.arguments)
+    reasons = [reason_of(one) if one else None for one in found]
+    return Outcome(script, reasons[0], found[0], reasons[-1], own)
 
 
-def once(script: str, arguments: argparse.Namespace, folder: Path, options: Sequence[str]) -> None:
+def once(script: str, arguments: argparse.Namespace, folder: Path, allowed: bool) -> None:
     """UserError where it is refused on its way."""
     rows, source = Rows(rows=arguments.rows), [script, *arguments.arguments]
-    allowed = ALLOWING in options
     with patch.object(model_file, "model_config", lambda name: shape_of(str(name)) or {}):
-        found = imported(arguments.framework, source, rows=rows, allow_differences=allowed)
+        found = imported(arguments.framework, source, rows=rows, allow_differences=allowed, gpu=KEEP)
         settings = stand_ins(found, folder)
-        if FITTING in options:
-            found = imported(
-                arguments.framework,
-                source,
-                rows=rows,
-                settings=settings,
-                allow_differences=allowed,
-                gpu=arguments.gpu,
-            )
+        found = imported(
+            arguments.framework, source, rows=rows, settings=settings, allow_differences=allowed, gpu=arguments.gpu
+        )
     config = folder / "config.yaml"
     config.write_text(written(found, script), encoding="utf-8")
     run = DryRunOptions(world_size=found.world_size, ranks_per_node=found.ranks_per_node, gpu=arguments.gpu)
@@ -143,7 +147,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="framework", choices=[*FRAMEWORKS], required=True)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of the training files (default 100000)")
-    parser.add_argument("--gpu", default="h100", help="as of --dry-run")
+    parser.add_argument("--gpu", default="h100", help="that it is to fit (default h100)")
     parser.add_argument("--arguments", nargs="*", default=[], help="that every script is given")
     parser.add_argument("scripts", nargs="+")
     return parser.parse_args()

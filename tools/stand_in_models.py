@@ -242,7 +242,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 OTHERS = (
-    r"(qwen3\.\d|qwen3-next|qwen2-vl|glm-5|"
+    r"(qwen3\.\d|qwen3-next|qwen2(\.5)?-vl|glm-5|"
     r"gpt-?oss|nemotron|mimo-v2|minimax-(text|m1|m3|vl)|deepseek-v[24]|hy-?v?3)"
 )
 
@@ -252,7 +252,7 @@ def shape_of(name: str) -> dict[str, Any] | None:
     *folders, lower = [part for part in name.lower().replace("_", "-").split("/") if part]
     other = re.search(OTHERS, lower)
     if other:
-        return {"model_type": other[0]}
+        return {"model_type": re.sub(r"[-.]", "_", other[0])}
     own = next((shape for pattern, shape in SHAPES.items() if re.match(pattern, lower)), None)
     above = (shape for folder in reversed(folders) for pattern, shape in SHAPES.items() if re.search(pattern, folder))
     return own or next(above, None)

@@ -277,7 +277,7 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         (role, part): size for role, stage in stages.items() for part, size in resident_bytes(job, role, stage).items()
     }
     in_servers = {role for role in served_roles() if job.config.served(role).engine == "sglang"}
-    found = {"offloaded": sum(parts[role, part] for role, part in leaving if role not in in_servers)}
+    found = {"offloaded": sum(parts.get(key, 0) for key in leaving if key[0] not in in_servers)}
     found["offloaded"] += sum(
         parts[role, "weights"] // _equal_on_node(job, role) for role in stages if role in job.guests
     )

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rltrain.config.schema import Config
 from rltrain.config.source import Source
 from rltrain.errors import ConfigError, UserError
-from rltrain.importing.fitting import fit
+from rltrain.importing.fitting import KEEP, USUAL, fit_memory
 from rltrain.importing.sources import FRAMEWORKS, read, translated
 from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation, keys_of, refuse_differences
@@ -54,7 +54,7 @@ def imported(
     allow_differences: bool = False,
     gpu: str | None = None,
 ) -> Translation:
-    """What a config or a command of `framework` becomes, with settings of memory for a `gpu` if one is named.
+    """What a config or a command of `framework` becomes, with settings of memory for a `gpu` (see `fit_memory`).
     ConfigError where it cannot be read, where it changes what is computed by keys that have no counterpart, unless
     these are allowed, and where the result is no legal config."""
     named = FRAMEWORKS[framework]
@@ -74,8 +74,7 @@ def imported(
     except ValidationError as error:
         problems = "\n".join(f"  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigError(f"what it becomes is no config of rltrain:\n{problems}\n--set KEY=VALUE mends it") from None
-    if gpu is not None:
-        fit(out, gpu)
+    fit_memory(out, gpu)
     return out
 
 
@@ -91,7 +90,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--allow-differences", action="store_true", help="import although some keys that matter have no counterpart"
     )
-    made.add_argument("--gpu", help="choose settings of memory alone so that it fits: a100, h100, ..., or a YAML file")
+    made.add_argument(
+        "--gpu",
+        help=f"that settings of memory alone are chosen for, where it would not fit: a100, h100, ..., a YAML file, or "
+        f"{KEEP} (default {USUAL}, if the model's config.json is at hand)",
+    )
     made.add_argument("--output", type=Path, help="write to this file")
     made.add_argument(
         "source",

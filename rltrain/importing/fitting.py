@@ -28,18 +28,35 @@ MOST_CHANGES = 12
 TENSOR_PARALLEL = (2, 4, 8)
 """Tried where Megatron takes the place of a backend whose optimizer stays on the device."""
 
+USUAL = "h100"
+"""The GPU where none is named: 80 GB are what most launch scripts that name none were written for."""
+KEEP = "none"
+"""The name that leaves memory as the source has it."""
+
 Changed = Mapping[str, Any]
 """Values of config keys."""
 
 
-def fit(out: Translation, name: str) -> None:
-    """Change what costs least speed until the estimate fits the GPU of this name, or nothing helps any more; the dry
-    run then says what is missing. ConfigError where there is no config.json to take the model's shape from."""
-    if not Path(str(out.get("model.path")), "config.json").is_file():
+def fit_memory(out: Translation, name: str | None) -> None:
+    """Settings of memory for the GPU of this name; None: for the usual one, if the model's config.json is at hand.
+    ConfigError where a GPU is named, and there is no config.json to take the model's shape from."""
+    path = out.get("model.path")
+    if name == KEEP:
+        return
+    if Path(str(path), "config.json").is_file():
+        _fit(out, name or USUAL)
+    elif name is None:
+        out.notes.append(f"memory is as the source has it, since {path} has no config.json at hand (--gpu)")
+    else:
         raise ConfigError(
-            f"--gpu: {out.get('model.path')} has no config.json at hand, which tells the model's shape; expected a "
-            "checkpoint's folder, as by --set model.path=FOLDER"
+            f"--gpu: {path} has no config.json at hand, which tells the model's shape; expected a checkpoint's folder, "
+            "as by --set model.path=FOLDER"
         )
+
+
+def _fit(out: Translation, name: str) -> None:
+    """Change what costs least speed until the estimate fits, or nothing helps any more; the dry run then says what is
+    missing."""
     gpu = gpu_named(name)
     held = peak_bytes(out, {}, gpu)
     for _ in range(MOST_CHANGES):
@@ -94,6 +111,8 @@ def _changes(out: Translation, gpu: Gpu) -> Iterator[Changed]:
         for size in dict.fromkeys((tp, *TENSOR_PARALLEL)):
             cut = {"actor.parallel.tp": size, "actor.parallel.sequence_parallel": size > 1}
             yield {"actor.backend": "megatron", **cut, "actor.optimizer.cpu_offload": True}
+    if not sharded:
+        yield {"actor.parallel.ep": 2 * out.get("actor.parallel.ep")}
 
 
 def _placed(out: Translation) -> set[str]:

@@ -23,6 +23,7 @@ from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
+from rltrain.importing.prediction_head import leave_prediction_layers
 from rltrain.importing.skyrl_learning import (
     ALG,
     DECAYS,
@@ -43,6 +44,7 @@ from rltrain.importing.skyrl_model import (
     set_router_replay,
     slices_of,
 )
+from rltrain.importing.skyrl_servers import set_servers, started_by_the_job
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
@@ -167,15 +169,12 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
     out.ranks_per_node = count(
         keys.first(T + "placement.policy_num_gpus_per_node", T + "policy_num_gpus_per_node", default=1)[1]
     )
-    external = keys.get(ENGINE + "external_server_urls") or keys.get(ENGINE + "external_proxy_url")
-    if external not in NOTHING:
-        out.differs(ENGINE + "external_server_urls", external, "engines are started by the job here")
     others, together = (
         _roles(keys),
         truth(keys.first(T + "placement.colocate_all", T + "colocate_all", default=True)[1]),
     )
-    local = truth(keys.first(ENGINE + "run_engines_locally", G + "run_engines_locally", default=True)[1])
-    if together and local:
+    of_others = set_servers(keys, out, policy)
+    if together and started_by_the_job(keys):
         _all_together(keys, out, others, policy, rollout)
         return
     taken = policy
@@ -195,6 +194,9 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
             own = _gpus(keys, name)
             out.place([role], ranks(taken, own), f"{T}placement.{name}_num_*, behind the others")
             taken += own
+    if of_others:
+        out.world_size = taken
+        return
     out.place(["rollout", "reward"], ranks(taken, rollout), ENGINE + "num_engines x tensor_parallel_size, behind them")
     out.world_size = taken + rollout
 
@@ -223,6 +225,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_lora(keys, out, T + "policy.model.lora.", kind)
     set_critic_lora(keys, out)
     set_router_replay(keys, out)
+    leave_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.", clipped_apart=True)
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."
         set_megatron_optimizer(megatron_options(keys, prefix), out, prefix)
@@ -331,4 +334,8 @@ def _engine(keys: SourceKeys, out: Translation) -> None:
         )
     backend = str(keys.first(ENGINE + "backend", G + "backend", default="vllm")[1])
     ep = count(keys.get(ENGINE + "expert_parallel_size", 1))
+    if out.get("rollout.engine") == "http":
+        for name, value in arguments.items():
+            out.leave(name, value, "of how the servers were started")
+        return
     choose_engine(out, backend, min(ep, out.get("rollout.parallel.tp")), arguments, ENGINE + "*")

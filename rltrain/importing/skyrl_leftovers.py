@@ -52,6 +52,7 @@ HARMLESS = {
     "trainer.policy.megatron_config.moe_router_score_function": "config.json tells it",
     "trainer.policy.megatron_config.moe_router_enable_expert_bias": "config.json tells it",
     "trainer.policy.megatron_config.lora_config.merge_lora": "engines get merged weights always",
+    "trainer.policy.megatron_config.mtp_*": "of layers that draft alone",
     "trainer.policy.megatron_config.lora_config.*": "no adapters",
     "trainer.policy.megatron_config.*_async_*": "of checkpoint files",
     "trainer.policy.megatron_config.dist_ckpt_*": "of checkpoint files",

@@ -12,6 +12,7 @@ from rltrain.importing.conversions import NOTHING, count, interval, one_of, path
 from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.engine import choose_engine
 from rltrain.importing.fully_sharded import set_fully_sharded
+from rltrain.importing.prediction_head import leave_verls_prediction_layers
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, apply, sort_out
 from rltrain.importing.verl_correction import set_correction
@@ -121,14 +122,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     set_reward(keys, out)
     _engine(keys, out)
     _records(keys, out)
-    set_steps(
-        out,
-        rows,
-        keys.get("trainer.total_training_steps"),
-        keys.get("trainer.total_epochs", 30),
-        ("trainer.total_training_steps", "trainer.total_epochs"),
-        name="total_training_steps",
-    )
+    _steps(keys, out, rows)
     set_optimizer(keys, out, A + "optim.", "actor", 1e-6)
     if out.get("algorithm") == "ppo":
         set_critic(keys, out)
@@ -136,6 +130,18 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     sort_out(keys, HARMLESS, out)
 
 
+def _steps(keys: SourceKeys, out: Translation, rows: Rows) -> None:
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    most = keys.get(DRAWN)
+    if most in NOTHING:
+        set_steps(out, rows, keys.get(steps), keys.get(epochs, 30), (steps, epochs), name=steps)
+    else:
+        named = (f"{DRAWN} {most} // prompts per step", epochs)
+        set_steps(out, rows, count(most) // out.get("batch.prompts_per_step"), keys.get(epochs, 30), named)
+
+
+DRAWN = "rollout.total_rollout_steps"
+"""Prompts that a fully asynchronous run draws, at most those of its epochs."""
 CHUNKED = (
     A + "entropy_from_logits_with_chunking",
     A + "fsdp_config.entropy_from_logits_with_chunking",
@@ -204,6 +210,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     megatron = is_megatron(keys)
     set_lora(keys, out, "actor_rollout_ref.model.", megatron)
     set_router_replay(keys, out)
+    leave_verls_prediction_layers(keys, out, "actor_rollout_ref.model.")
     set_kind_of_optimizer(keys, out, A + "optim.")
     if megatron:
         apply(MEGATRON, keys, out)

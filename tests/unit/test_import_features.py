@@ -8,8 +8,11 @@ import pytest
 
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
+from rltrain.dry_run.description import describe_job
+from rltrain.dry_run.options import DryRunOptions
 from rltrain.errors import ConfigError
 from rltrain.importing.command import imported
+from rltrain.importing.steps import Rows
 from rltrain.importing.translation import Translation
 from rltrain.importing.writing import written
 
@@ -39,6 +42,16 @@ def config_of(found: Translation, folder: Path) -> Config:
     path = folder / "imported.yaml"
     path.write_text(written(found, "a test"))
     return load_config(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a small model's shape."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    kind = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**kind, **sizes, **more, "tie_word_embeddings": False}))
+    return tmp_path
 
 
 @pytest.fixture
@@ -188,3 +201,58 @@ def test_families_that_sglang_has_not_are_served_by_the_own_engine(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4"}))
     assert found_of("slime", "", tmp_path).get("rollout.engine") == "embedded"
     assert found_of("slime", "").get("rollout.engine") == "sglang"
+
+
+DETACHED = "actor_rollout_ref.model.mtp.enable=True actor_rollout_ref.model.mtp.enable_train=True "
+DETACHED += "actor_rollout_ref.model.mtp.detach_encoder=DETACH actor_rollout_ref.model.mtp.enable_rollout=True"
+
+
+@pytest.mark.parametrize(
+    ("framework", "keys"),
+    [
+        ("slime", "--enable-mtp-training --mtp-num-layers 1 --mtp-loss-scaling-factor 0.2"),
+        ("verl", DETACHED.replace("DETACH", "True") + " model_engine=megatron"),
+        (
+            "skyrl",
+            "trainer.mtp.enabled=true trainer.mtp.loss_weight=0.2 trainer.policy.megatron_config.mtp_loss_topk=8",
+        ),
+    ],
+)
+def test_prediction_layers_that_learn_apart_stay_as_they_are(framework: str, keys: str) -> None:
+    found = found_of(framework, keys)
+    note = next(note for note in found.notes if "here they stay as the checkpoint has them" in note)
+    assert not found.differences and ("count in the norm" in note) == (framework != "skyrl")
+    assert not any("predict further tokens" in note for note in found_of(framework, "").notes)
+
+
+def test_prediction_layers_whose_loss_reaches_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mtp.enable_train: True: their loss reaches the whole model"):
+        found_of("verl", DETACHED.replace("DETACH", "False") + " model_engine=megatron")
+
+
+SERVERS = "generator.inference_engine.external_server_urls=['http://10.0.0.5:8001','http://10.0.0.6:8001'] "
+SERVERS += "generator.inference_engine.external_proxy_url=http://10.0.0.5:8000 "
+SERVERS += "generator.inference_engine.tensor_parallel_size=4 trainer.placement.colocate_all=false"
+APART = " generator.inference_engine.run_engines_locally=false"
+
+
+def test_skyrls_external_servers_are_asked_by_ranks_without_devices(small: Path) -> None:
+    found = found_of("skyrl", SERVERS + APART, small)
+    config = config_of(found, small)
+    assert config.placement == {"actor, reference": "0-3", "rollout, reward": "0-1"} and found.world_size == 4
+    assert config.rollout.engine == "http" and config.rollout.parallel.tp == 1
+    assert config.rollout.urls == ("http://10.0.0.5:8001", "http://10.0.0.6:8001")
+    described = describe_job(small / "imported.yaml", [], DryRunOptions(world_size=4, gpu="h100"))
+    assert "Ranks: 4" in described
+    together = " trainer.placement.colocate_all=true generator.inference_engine.tensor_parallel_size=1"
+    for placed in ("", together):
+        with pytest.raises(ConfigError, match="external_server_urls: .*servers are named one by one"):
+            found_of("skyrl", SERVERS + placed)
+    assert found_of("skyrl", "trainer.placement.colocate_all=false " + APART).get("rollout.engine") == "sglang"
+
+
+def test_verls_prompts_of_a_fully_asynchronous_run_are_steps() -> None:
+    keys = "rollout.total_rollout_steps=6400 trainer.total_epochs=10"
+    text = VERL.replace("trainer.total_training_steps=9", keys).replace("MODEL", "/models/m").replace("MORE", "")
+    assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=7473)).get("steps") == 6400 // 64
+    assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=128)).get("steps") == 10 * 2

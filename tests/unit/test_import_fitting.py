@@ -49,7 +49,7 @@ def found_of(model: Path, gpu: str | None = None) -> Translation:
 def test_an_import_fits_by_settings_of_memory_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     gpu = gpu_named("h100")
-    plain, fitted = found_of(tmp_path), found_of(tmp_path, "h100")
+    plain, fitted = found_of(tmp_path, "none"), found_of(tmp_path, "h100")
     before, after = peak_bytes(plain, {}, gpu), peak_bytes(fitted, {}, gpu)
     assert before is not None and after is not None and after <= gpu.usable_bytes < before
     changed = {path for path in fitted.settings if fitted.settings[path] != plain.settings.get(path)}
@@ -57,8 +57,23 @@ def test_an_import_fits_by_settings_of_memory_alone(tmp_path: Path) -> None:
     assert all("--gpu h100: of memory alone" in fitted.settings[path].origin for path in changed)
     roomy = found_of(tmp_path, "b200")
     assert roomy.settings == plain.settings, "what fits stays as it is"
+    assert found_of(tmp_path).settings == fitted.settings, "where no GPU is named, an H100"
 
 
 def test_without_the_models_shape_nothing_can_be_chosen() -> None:
     with pytest.raises(ConfigError, match="/models/m has no config.json at hand"):
         found_of(Path("/models/m"), "h100")
+    assert any("memory is as the source has it" in note for note in found_of(Path("/models/m")).notes)
+
+
+def test_experts_are_dealt_out_over_more_ranks_where_nothing_else_helps(tmp_path: Path) -> None:
+    of_experts = {"model_type": "qwen3_moe", "num_experts": 256, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 12288, "norm_topk_prob": True, "mlp_only_layers": []}
+    shape = SHAPE | of_experts | sizes
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    text = COMMAND.replace("--actor-num-nodes 1", "--actor-num-nodes 4").replace("engine 2", "engine 16")
+    text = text.replace("MODEL", f"{tmp_path} --expert-model-parallel-size 4").replace("\n", " ")
+    fitted = imported("slime", [text])
+    assert fitted.get("actor.parallel.ep") > 4
+    held = peak_bytes(fitted, {}, gpu_named("h100"))
+    assert held is not None and held <= gpu_named("h100").usable_bytes
