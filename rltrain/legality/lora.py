@@ -20,11 +20,6 @@ def lora_problems(config: Config) -> Iterator[str]:
         )
     if config.model.lora is None:
         return
-    if config.algorithm == "reward_model":
-        yield (
-            "model.lora: got adapters with algorithm reward_model, whose head of scores would stay as it begins, at "
-            "zero; expected null"
-        )
     if config.model.moe.bias_update_rate:
         yield (
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "

@@ -123,10 +123,6 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        (
-            {"algorithm": "reward_model", "placement": {"actor": 0}},
-            "model.lora: got adapters with algorithm reward_model",
-        ),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
