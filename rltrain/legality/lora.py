@@ -34,6 +34,11 @@ def _apart_problems(config: Config) -> Iterator[str]:
     if config.model.lora is None:
         yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
         return
+    if config.rollout.engine == "http":
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers get weights merged; expected "
+            "merged, or rollout.engine: embedded or sglang"
+        )
     if config.weight_sync.delta is not None:
         yield (
             "weight_sync.delta: got a section with weight_sync.adapters apart, of which a sync sends the adapters "

@@ -127,6 +127,10 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
+            {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "http", "urls": ("http://a:1",)}},
+            "weight_sync.adapters: got apart with rollout.engine http",
+        ),
+        (
             {"weight_sync": {"adapters": "apart", "delta": {}}},
             "weight_sync.delta: got a section with weight_sync.adapters apart",
         ),
