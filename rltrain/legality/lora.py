@@ -75,7 +75,8 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
 def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:
     if config.rollout.engine != "sglang" or not config.keeps_adapters_apart("rollout") or model.moe is None:
         return
-    if any(row.parts for row in adapters_of(table_of(model), lora.targets).sparse.experts):
+    sparse = adapters_of(table_of(model), lora.targets).sparse
+    if sparse is not None and sparse.experts:
         yield (
             "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "
             "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "

@@ -40,6 +40,10 @@ def _without_pinning(allocate: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return allocate(*args, **kwargs | {"pin_memory": False})
 
 
+def _itself(tensor: Any, device: Any = None) -> Any:
+    return tensor
+
+
 class _WithoutPinning:
     """torch, for a module that would have memory registered with CUDA."""
 
@@ -85,7 +89,7 @@ def _add_adapters_without_gpu() -> None:
 
     for module in (layers, torch_backend):
         module.torch = _WithoutPinning(torch)
-    torch.Tensor.pin_memory = lambda tensor: tensor
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
 
 
 def _have_models_know_their_adapters() -> None:
