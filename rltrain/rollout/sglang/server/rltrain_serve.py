@@ -89,7 +89,7 @@ def _add_adapters_without_gpu() -> None:
 
     for module in (layers, torch_backend):
         module.torch = _WithoutPinning(torch)
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign, assignment]
 
 
 def _have_models_know_their_adapters() -> None:

@@ -135,7 +135,9 @@ _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
 def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """By the names that they have where nothing has adapters: SGLang puts another layer around one that has. After
     them an adapter's A and B, each in the place that the one adapter of this server has among its like."""
-    parameters = {name.replace(".base_layer.", "."): one for name, one in model.named_parameters()}
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameters[name.replace(".base_layer.", ".")] = parameter
     manager: Any = getattr(model, "rltrain_adapters", None)
     if manager is None:
         return parameters
