@@ -18,7 +18,7 @@ from rltrain.config.lora import Lora
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture
 from rltrain.models.canonical_tensors import CanonicalTensors
-from rltrain.models.lora import target_of
+from rltrain.models.lora import PEFT_PREFIX, WEIGHT, A, B, target_of
 from rltrain.reshard.execute.resharding import execute
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
@@ -41,27 +41,31 @@ PLAIN: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": ([], None),
 }
 """What adapters are here, in PEFT's terms: other values mean another computation. A key that is missing is None."""
+SAVED_WHOLE = "modules_to_save"
+"""PEFT's key for layers that are learned beside adapters: the head of a model that scores."""
 
 
 @torch.no_grad()
 def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str, Tensor], settings: Lora) -> None:
     """Fill `parameters`, those of `rank` in the adapters' `layout`, from PEFT's files in the folder `path`; what is not
-    adapted, `settings` say, with zeros.
+    adapted, `settings` say, with zeros. A head of scores stays as it is where the files have none.
 
     CheckpointError where a file is missing or damaged, where it says or has other adapters than `settings`.
     """
-    names = _adapted(layout.tensors, settings)
-    _check_config(path, {target_of(name) for name in names}, settings)
+    names, heads = _adapted(layout.tensors, settings), _heads(layout.tensors)
+    _check_config(path, {target_of(name) for name in names}, heads, settings)
     mine = layout.on(rank)
     flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
-    for flat in flats:
-        flat.zero_()
     try:
         with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
+            names |= {head for head in heads if _stored_name(head) in opened.keys()}  # noqa: SIM118
             _check_tensors(path, opened, layout.tensors, names)
             for piece in mine.pieces:
+                if layout.tensors.names[piece["tensor"]] not in heads:
+                    flats[piece["parameter"]].zero_()
+            for piece in mine.pieces:
                 if (name := layout.tensors.names[piece["tensor"]]) in names:
-                    write_piece(flats, piece, opened.get_slice(name)[within(piece)])
+                    write_piece(flats, piece, opened.get_slice(_stored_name(name))[within(piece)])
     except FileNotFoundError:
         raise CheckpointError(f"{path / WEIGHTS_FILE} does not exist ({CONFIG_KEY})") from None
     except (SafetensorError, OSError) as problem:
@@ -70,10 +74,21 @@ def load_adapters(path: Path, layout: Layout, rank: int, parameters: Mapping[str
 
 def _adapted(tensors: CanonicalTensors, settings: Lora) -> set[str]:
     """Names of the adapters that are trained."""
-    return {name for name in tensors.names if settings.targets is None or target_of(name) in settings.targets}
+    adapters = {name for name in tensors.names if name.endswith((A, B))}
+    return {name for name in adapters if settings.targets is None or target_of(name) in settings.targets}
 
 
-def _check_config(path: Path, targets: set[str], settings: Lora) -> None:
+def _heads(tensors: CanonicalTensors) -> set[str]:
+    """Names of what is trained whole beside adapters: a head of scores, where a model has one."""
+    return {name for name in tensors.names if not name.endswith((A, B))}
+
+
+def _stored_name(name: str) -> str:
+    """In PEFT's files, of a tensor of an adapters' layout."""
+    return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
+
+
+def _check_config(path: Path, targets: set[str], heads: set[str], settings: Lora) -> None:
     file = path / CONFIG_FILE
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -81,6 +96,8 @@ def _check_config(path: Path, targets: set[str], settings: Lora) -> None:
         raise CheckpointError(f"{file} does not exist; expected a folder of PEFT's ({CONFIG_KEY})") from None
     except (ValueError, OSError) as problem:
         raise CheckpointError(f"{file} cannot be read: {problem} ({CONFIG_KEY})") from None
+    if found.get(SAVED_WHOLE) == _saved_whole(heads):
+        found |= {SAVED_WHOLE: None}
     problems = list(_differences(found, targets, settings))
     if problems:
         raise CheckpointError(f"{file}: {'; '.join(problems)} ({CONFIG_KEY})")
@@ -100,7 +117,7 @@ def _differences(found: Mapping[str, Any], targets: set[str], settings: Lora) ->
 
 def _check_tensors(path: Path, opened: Any, tensors: CanonicalTensors, names: set[str]) -> None:
     shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
-    expected = {name: tensors.shapes[tensors.numbers[name]] for name in names}
+    expected = {_stored_name(name): tensors.shapes[tensors.numbers[name]] for name in names}
     differing = sorted({name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)})
     if differing:
         first = differing[0]
@@ -137,19 +154,24 @@ def save_adapters(
     sync = plan(source_layout, target, rank, max(source_layout.ranks) + 1)
     execute(sync, source_tensors, whole, group=group, cpu_group=cpu_group, bucket_bytes=BUCKET_BYTES)
     if whole is not None:
-        kept = {name: whole[name].cpu() for name in sorted(_adapted(target.tensors, settings))}
-        _write(directory, kept, settings, base)
+        heads = _heads(target.tensors)
+        names = sorted(_adapted(target.tensors, settings) | heads)
+        _write(directory, {_stored_name(name): whole[name].cpu() for name in names}, heads, settings, base)
     if group is not None:
         dist.barrier(group)
 
 
-def _write(directory: Path, tensors: Mapping[str, Tensor], settings: Lora, base: str) -> None:
-    targets = sorted({target_of(name) for name in tensors})
+def _saved_whole(heads: set[str]) -> list[str]:
+    return sorted(name.removesuffix(WEIGHT) for name in heads)
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], heads: set[str], settings: Lora, base: str) -> None:
+    targets = sorted({target_of(name) for name in tensors if name.endswith((A, B))})
     plain = {key: values[-1] if values[0] in ({}, []) else values[0] for key, values in PLAIN.items()}
     config = {
         **plain,
         "base_model_name_or_path": base,
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
@@ -157,6 +179,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], settings: Lora, base:
         "target_modules": targets,
         "rank_pattern": {},
         "alpha_pattern": {},
+        **({SAVED_WHOLE: _saved_whole(heads)} if heads else {}),
     }
     partial = directory.with_name(f".{directory.name}.partial")
     try:

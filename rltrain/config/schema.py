@@ -76,8 +76,8 @@ class WeightSync(Section):
     delta: WeightDelta | None = None
     """null: every sync sends everything."""
     adapters: Literal["merged", "apart"] = "merged"
-    """With model.lora: engines get weights with the adapters merged. apart: the rollout's engines, embedded ones, keep
-    the base, which the first sync brings, and the adapters, which every sync brings, beside each other."""
+    """With model.lora: engines get weights with the adapters merged. apart: the rollout's engines keep the base, which
+    the first sync brings, and the adapters, which every sync brings, beside each other."""
 
 
 class Schedule(Section):

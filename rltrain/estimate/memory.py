@@ -295,7 +295,9 @@ def host_bytes(job: PlannedJob, stages: Mapping[str, int], leaving: frozenset[Ke
         )
     if "rollout" in in_servers & stages.keys() and job.shape.replays_rollout and job.architectures["rollout"].moe:
         found["server's routed experts"] = _recorded_by_server(job, parts["rollout", "kv_cache"])
-    found["engine"] = sum(parts[role, "weights"] // _equal_on_node(job, role) for role in kept)
+    found["engine"] = sum(
+        (parts[role, "weights"] + parts.get((role, "base"), 0)) // _equal_on_node(job, role) for role in kept
+    )
     if "evaluation" in stages:
         waiting = 1 + job.config.evaluation.max_waiting
         found["evaluations, not pinned"] = waiting * parts["evaluation", "weights"]

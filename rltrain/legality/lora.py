@@ -6,7 +6,7 @@ from rltrain.config.lora import Lora
 from rltrain.config.schema import Config
 from rltrain.models import Architecture
 from rltrain.models.canonical import table_of
-from rltrain.models.lora import targets_in
+from rltrain.models.lora import adapters_of, targets_in
 from rltrain.tasks.roles import trained_roles
 
 
@@ -20,11 +20,6 @@ def lora_problems(config: Config) -> Iterator[str]:
         )
     if config.model.lora is None:
         return
-    if config.algorithm == "reward_model":
-        yield (
-            "model.lora: got adapters with algorithm reward_model, whose head of scores would stay as it begins, at "
-            "zero; expected null"
-        )
     if config.model.moe.bias_update_rate:
         yield (
             f"model.moe.bias_update_rate: got {config.model.moe.bias_update_rate} with model.lora; expected 0: routers "
@@ -39,11 +34,10 @@ def _apart_problems(config: Config) -> Iterator[str]:
     if config.model.lora is None:
         yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
         return
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine == "http":
         yield (
-            "weight_sync.adapters: got apart with rollout.engine sglang, whose requests keep the adapter that they "
-            "begin with, so that responses under way could not go on with new weights; expected merged, or "
-            "rollout.engine: embedded"
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers get weights merged; expected "
+            "merged, or rollout.engine: embedded or sglang"
         )
     if config.weight_sync.delta is not None:
         yield (
@@ -62,6 +56,8 @@ def adapted_model_problems(config: Config, architectures: Mapping[str, Architect
     for role in trained_roles():
         if (lora := config.lora_of(role)) and role in architectures:
             yield from _problems_of_model(lora_key(role), lora, architectures[role])
+            if role == "actor":
+                yield from _served_expert_problems(config, lora, architectures[role])
 
 
 def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[str]:
@@ -74,3 +70,15 @@ def _problems_of_model(key: str, lora: Lora, model: Architecture) -> Iterator[st
     known = targets_in(table_of(model))
     if lora.targets is not None and (not lora.targets or set(lora.targets) - set(known)):
         yield f"{key}.targets: got {[*lora.targets]}; expected null, or some of {', '.join(known)}"
+
+
+def _served_expert_problems(config: Config, lora: Lora, model: Architecture) -> Iterator[str]:
+    if config.rollout.engine != "sglang" or not config.keeps_adapters_apart("rollout") or model.moe is None:
+        return
+    sparse = adapters_of(table_of(model), lora.targets).sparse
+    if sparse is not None and sparse.experts:
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine sglang and adapters of experts, which SGLang adds by "
+            "kernels that this was not tried with; expected merged, rollout.engine: embedded, or model.lora.targets "
+            "of attention alone"
+        )

@@ -107,12 +107,12 @@ def adapters_of_engine(config: Config, architecture: Architecture, grid: Grid, r
 
 def engine_parts(config: Config, architecture: Architecture, grid: Grid, role: str = "rollout") -> list[EnginePart]:
     """`whole_engine`, cut into what an engine can receive at a time. Equal on all ranks."""
-    whole, served = whole_engine(config, architecture, grid, role), config.served(role)
+    wholes, served = [whole_engine(config, architecture, grid, role)], config.served(role)
     if config.keeps_adapters_apart(role):
-        return [replace(whole, content="base"), adapters_of_engine(config, architecture, grid, role)]
+        wholes = [replace(wholes[0], content="base"), adapters_of_engine(config, architecture, grid, role)]
     if served.engine == "embedded":
-        return [whole]  # its parameters are this process's own: there is nothing to bound
-    return in_parts(whole, staging_bytes(served))
+        return wholes  # its parameters are this process's own: there is nothing to bound
+    return [part for whole in wholes for part in in_parts(whole, staging_bytes(served))]
 
 
 def staging_bytes(served: Served) -> int:
@@ -125,7 +125,10 @@ def in_parts(whole: EnginePart, max_bytes: int) -> list[EnginePart]:
     """Of whole parameters, as many in each as `max_bytes` hold. Equal on all ranks."""
     as_held = np.where(whole.quantized, ElementType.FLOAT8_E4M3, whole.plain.types).astype(np.uint8)
     parts = split(replace(whole.plain, types=as_held), max_bytes)
-    return [EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part)) for part in parts]
+    return [
+        EnginePart(replace(part, types=whole.plain.types), whole.quantized & _holds(part), whole.content)
+        for part in parts
+    ]
 
 
 def _holds(layout: Layout) -> BoolArray:

@@ -48,24 +48,50 @@ def test_ppo_follows_a_reward_model(
 def test_a_reward_model_tells_right_sums_from_wrong_ones_and_transformers_scores_alike(
     reward_model: tuple[Path, list[dict[str, Any]]], quickstart_files: Path
 ) -> None:
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     folder, records = reward_model
     accuracy = column(records, "eval/accuracy")
     assert accuracy[0] == 0.0 and accuracy[-1] >= 0.95, "its head starts at zero, and so do all scores"
+    margins = margins_of(AutoModelForSequenceClassification.from_pretrained(folder), folder, quickstart_files)
+    assert (margins > 0).float().mean().item() == pytest.approx(accuracy[-1], abs=1 / len(margins))
+    assert margins.mean().item() == pytest.approx(column(records, "eval/margin")[-1], rel=1e-4)
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = [json.loads(line) for line in (quickstart_files / "eval_pairs.jsonl").read_text().splitlines()]
-    scores = []
-    for side in ("chosen", "rejected"):
-        texts = [row["prompt"] + row[side] + tokenizer.eos_token for row in rows]
-        batch = tokenizer(texts, return_tensors="pt", padding=True)
-        with torch.no_grad():
-            scores.append(model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0])
-    assert (scores[0] > scores[1]).float().mean().item() == pytest.approx(accuracy[-1], abs=1 / len(rows))
-    assert (scores[0] - scores[1]).mean().item() == pytest.approx(column(records, "eval/margin")[-1], rel=1e-4)
+
+@pytest.mark.slow
+def test_adapters_learn_to_score(pairs: list[str], quickstart_files: Path, tmp_path: Path) -> None:
+    """With the head, the same on each backend; PEFT, and transformers with them merged, score as training does."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    small = ["placement={actor: 0-1}", "steps=8", "model.lora={rank: 4, alpha: 8}", "data.eval.max_rows=64"]
+    small += ["actor.optimizer={lr: 1e-2, warmup_steps: 0, decay: constant}", "evaluation={interval: 8}"]
+    backends = [["actor.parallel.tp=2"], ["actor.backend=fsdp", "actor.parallel.tp=1"]]
+    jobs = train_each(REWARD_MODEL, [[*pairs, *small, *chosen] for chosen in backends], tmp_path, 2)
+    first, second = ([step["train/loss"] for step in found if "train/loss" in step] for found in jobs)
+    assert first == pytest.approx(second, rel=2e-2) and first[-1] < 0.9 * first[0]
+
+    margin, start = jobs[0][-1]["eval/margin"], pairs[0].partition("=")[2]
+    base = AutoModelForSequenceClassification.from_pretrained(start, num_labels=1)
+    apart = PeftModel.from_pretrained(base, tmp_path / "0/hf_adapter")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "0/hf")
+    for model in (apart, merged):
+        assert margins_of(model, start, quickstart_files, 64).mean().item() == pytest.approx(margin, rel=1e-3)
+
+
+def margins_of(model: Any, tokenizer_folder: Path | str, quickstart_files: Path, num_pairs: int | None = None) -> Any:
+    """[pairs]: by how much `model`, a classifier, scores the preferred responses of the held-out pairs higher."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    rows = [json.loads(line) for line in (quickstart_files / "eval_pairs.jsonl").read_text().splitlines()[:num_pairs]]
+    texts = [row["prompt"] + row[side] + tokenizer.eos_token for side in ("chosen", "rejected") for row in rows]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        scores = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    chosen, rejected = scores.chunk(2)
+    return chosen - rejected
 
 
 @pytest.mark.slow
@@ -101,16 +127,22 @@ def test_dpo_is_the_same_on_any_placement(pairs: list[str], tmp_path: Path) -> N
         "data.eval.max_rows=5",
         "checkpoint.save_hf=false",
     ]
-    jobs = [[*pairs, *small, *where, f"output_dir={tmp_path}/{i}"] for i, where in enumerate(PLACEMENTS.values())]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = run([*torchrun, "tests/end_to_end/consecutive_jobs.py", str(DPO), str(tmp_path / "jobs.json")], 200)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    first, *others = (reported(tmp_path / str(i)) for i in range(len(jobs)))
+    jobs = [[*pairs, *small, *where] for where in PLACEMENTS.values()]
+    first, *others = train_each(DPO, jobs, tmp_path, num_ranks=4)
     assert [step["train/margin"] for step in first[:2]] != [0, 0] and "eval/margin" in first[2]
     for records in others:
         for found, expected in zip(records, first, strict=True):
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def train_each(config: Path, jobs: list[list[str]], folder: Path, num_ranks: int) -> list[list[dict[str, Any]]]:
+    """What each reported, into folders called by their numbers. The processes go from one to the next."""
+    overrides = [[*job, f"output_dir={folder}/{number}"] for number, job in enumerate(jobs)]
+    (folder / "jobs.json").write_text(json.dumps(overrides))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = run([*torchrun, "tests/end_to_end/consecutive_jobs.py", str(config), str(folder / "jobs.json")], 200)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return [reported(folder / str(number)) for number in range(len(jobs))]
 
 
 def reported(output: Path) -> list[dict[str, Any]]:

@@ -65,6 +65,35 @@ def test_what_changed_of_the_weights_comes_in_flight(overrides, tmp_path):
     assert max(column(records, "train/train_rollout_logprob_abs_diff")) < 0.1
 
 
+def test_adapters_come_alone_after_the_base(overrides, tmp_path):
+    """The engine's log-probs are the actor's while its adapters learn. A resumed run brings the base once more, and
+    adapters while responses run."""
+    common = [
+        *overrides,
+        *IN_MANY_PARTS,
+        "model.lora={rank: 8, alpha: 16}",
+        "weight_sync.adapters=apart",
+        *("loss.entropy_coef=1.0", "actor.optimizer={lr: 3.0e-3, warmup_steps: 0}"),  # no reward tells samples apart
+        "checkpoint={save_interval: 2, keep: 0}",
+    ]
+    begun = [*common, "placement={'actor, reference, rollout, reward': 0}", "steps=3", f"output_dir={tmp_path}/begun"]
+    resumed = [
+        *common,
+        "placement={'actor, reference': 0, 'rollout, reward': 1}",
+        "schedule={mode: asynchronous, max_staleness: 1}",
+        f"checkpoint.resume={tmp_path}/begun/checkpoints/step_0000002",
+        *("steps=5", f"output_dir={tmp_path}/resumed"),
+    ]
+    records = train(REPOSITORY / "configs/quickstart.yaml", *begun, num_ranks=1, timeout_s=TIMEOUT_S)
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) <= 1e-4
+    assert column(records, "train/reference_kl")[-1] > 1e-3, "what the adapters add is no rounding"
+    later = train(REPOSITORY / "configs/quickstart.yaml", *resumed, num_ranks=2, timeout_s=TIMEOUT_S)
+    assert len(column(later, "train/loss")) == 3
+    for found in (column(records, "perf/weight_sync_local_bytes"), column(later, "perf/weight_sync_bytes")):
+        with_base, *alone = found
+        assert alone and len({*alone}) == 1 and 0 < alone[0] < with_base / 4
+
+
 def test_weights_change_while_responses_run(overrides, tmp_path):
     """Every token says which version drew it, within the limit, and no sample is lost or used twice."""
     steps = 6

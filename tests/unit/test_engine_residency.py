@@ -66,6 +66,12 @@ def test_a_server_that_kept_its_memory_is_given_nothing_again(
     assert [move for move in moves(server) if move in ("resume weights", "sync")] == expected
 
 
+def test_adapters_stay_where_they_are_when_the_base_leaves(engine: SGLangEngine) -> None:
+    parts = parts_of_server(engine, engine.delivery, lambda: None, leaves=True, has_adapters=True)
+    assert parts["weights"].size_bytes == 0 and parts["base"].size_bytes == engine.delivery.num_bytes
+    assert [*parts] == ["kv_cache", "base", "weights"]
+
+
 def test_what_is_kept_for_a_server_counts_as_memory_of_the_host(engine: SGLangEngine) -> None:
     residency, _ = residency_of(engine, ("weight_sync", "generate", "update"))
     on_host = residency.metrics()["memory/host_bytes"]

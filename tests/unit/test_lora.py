@@ -20,6 +20,7 @@ from rltrain.estimate.planned import PlannedJob, plan_job
 from rltrain.estimate.sync_time import PlannedSync
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
+from rltrain.legality.lora import adapted_model_problems
 from rltrain.models import canonical_tensors
 from rltrain.models.architecture import Architecture
 from rltrain.models.canonical import table_of
@@ -123,15 +124,11 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        (
-            {"algorithm": "reward_model", "placement": {"actor": 0}},
-            "model.lora: got adapters with algorithm reward_model",
-        ),
         ({"model": {"moe": {"bias_update_rate": 0.1}}}, "model.moe.bias_update_rate: got 0.1 with model.lora"),
         ({"critic": {"lora": {"path": "peft"}}}, "critic.lora.path: got peft; expected null"),
         (
-            {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "sglang"}},
-            "weight_sync.adapters: got apart with rollout.engine sglang",
+            {"weight_sync": {"adapters": "apart"}, "rollout": {"engine": "http", "urls": ("http://a:1",)}},
+            "weight_sync.adapters: got apart with rollout.engine http",
         ),
         (
             {"weight_sync": {"adapters": "apart", "delta": {}}},
@@ -142,6 +139,15 @@ def make_config(lora: dict[str, Any], model: dict[str, Any] | None = None, **sec
 def test_what_adapters_are_refused_with(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_config(make_config({}, **sections))
+
+
+def test_experts_in_sglang_have_no_adapters_apart() -> None:
+    apart = make_config({}, weight_sync={"adapters": "apart"}, rollout={"engine": "sglang"})
+    refused = [*adapted_model_problems(apart, {"actor": tiny_architecture("qwen3_moe")})]
+    assert len(refused) == 1 and "apart with rollout.engine sglang and adapters of experts" in refused[0]
+    attention = make_config({"targets": ["q_proj"]}, weight_sync={"adapters": "apart"}, rollout={"engine": "sglang"})
+    assert not [*adapted_model_problems(attention, {"actor": tiny_architecture("qwen3_moe")})]
+    assert not [*adapted_model_problems(apart, {"actor": tiny_architecture()})]
 
 
 def test_there_is_nothing_to_keep_apart_without_adapters() -> None:

@@ -18,7 +18,7 @@ import torch
 from rltrain.errors import ConfigError
 from rltrain.rollout.sglang.arguments import MIN_VERSION, check_arguments, server_arguments
 from rltrain.rollout.sglang.build import build_sglang
-from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, server_environment
+from rltrain.rollout.sglang.spec import SERVER_FOLDER, AdapterSpec, ServerSpec, server_environment
 from tests.unit.schedule_configs import make_config
 from tests.unit.test_sglang_process import make_spec
 
@@ -130,6 +130,15 @@ def test_what_rltrain_sets_and_what_it_proposes(tmp_path: Path) -> None:
     assert 10**5 < server_arguments(big, 1, 2)["defaults"]["max_total_tokens"] < 10**6
     on_gpu = server_arguments(replace(big, device="cuda", gpus=("3",)), 1, 2)["defaults"]
     assert on_gpu.keys() == {"load_format", "log_level_http", "disable_overlap_schedule"}
+
+
+def test_adapters_have_room_beside_the_base(tmp_path: Path) -> None:
+    plain = make_spec(tmp_path)
+    assert "enable_lora" not in server_arguments(plain, 1, 2)["own"]
+    adapted = replace(plain, adapter=AdapterSpec(rank=4, alpha=8.0, targets=("o_proj", "q_proj")))
+    own = server_arguments(adapted, 1, 2)["own"]
+    assert own["enable_lora"] and own["max_lora_rank"] == 4 and own["max_loras_per_batch"] == 2
+    assert own["lora_target_modules"] == ["o_proj", "q_proj"]
 
 
 def test_weights_in_fp8_are_announced_as_a_checkpoint_of_them_announces_itself(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rltrain.config.roles import nearest
 from rltrain.errors import ConfigError
 from rltrain.reshard.kernels.slices import BLOCK
-from rltrain.rollout.sglang.spec import SERVER_FOLDER, ServerSpec, clean_environment
+from rltrain.rollout.sglang.spec import SERVER_FOLDER, AdapterSpec, ServerSpec, clean_environment
 
 MIN_VERSION = "0.5.23"
 """Older ones lack update sessions or report one weight version per response instead of one per token."""
@@ -63,7 +63,11 @@ NOT_FOR_CONFIGS = {
         ("enable_eplb", "init_expert_location", "ep_num_redundant_experts"),
         "experts would lie elsewhere than weight syncs write them",
     ),
-    **dict.fromkeys(("enable_lora", "lora_paths"), "adapters would be added to the weights that are trained"),
+    **dict.fromkeys(
+        ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch"),
+        "it follows from model.lora and weight_sync.adapters",
+    ),
+    "lora_paths": "adapters would be added to the weights that are trained",
     **dict.fromkeys(
         ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_mode"),
         "weight syncs write to the device",
@@ -157,6 +161,7 @@ def server_arguments(spec: ServerSpec, port: int, rendezvous_port: int) -> dict[
             **({"enable_fp32_lm_head": True} if spec.wide_head else {}),
             **({"enable_return_routed_experts": True} if spec.returns_routing else {}),
             **(_fp8(spec) if spec.fp8 else {}),
+            **(_adapters(spec.adapter) if spec.adapter else {}),
         },
     }
 
@@ -165,6 +170,15 @@ def _fp8(spec: ServerSpec) -> dict[str, Any]:
     """What a checkpoint in FP8 says of itself: its folder is not one, but its weights come as of one."""
     overrides = json.loads(spec.args.get(MODEL_OVERRIDES, "{}"))
     return {MODEL_OVERRIDES: json.dumps({**overrides, "quantization_config": FP8_CHECKPOINT})}
+
+
+def _adapters(adapter: AdapterSpec) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": [*adapter.targets],
+        "max_loras_per_batch": 2,  # the base counts as one: with room for both neither makes place for the other
+    }
 
 
 def _proposed(spec: ServerSpec) -> dict[str, Any]:
@@ -180,6 +194,7 @@ def _proposed(spec: ServerSpec) -> dict[str, Any]:
     longest = spec.max_context_tokens + CONTEXT_SLACK_TOKENS
     return common | {
         "attention_backend": "torch_native",
+        "lora_backend": "torch_native",
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from rltrain.errors import ConfigError
+from rltrain.models import canonical_tensors
+from rltrain.models.lora import target_of
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.node_copy import NodeCopy
 from rltrain.residency.remote_part import RemotePart
@@ -18,8 +20,9 @@ from rltrain.rollout.layout import engine_parts
 from rltrain.rollout.sglang.arguments import check_arguments
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
-from rltrain.rollout.sglang.process import Server, ServerSpec
+from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.returned_routing import ServerRouting
+from rltrain.rollout.sglang.spec import AdapterSpec, ServerSpec
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.site import EngineSite, HostedEngine
 
@@ -59,13 +62,23 @@ def build_sglang(site: EngineSite, leave: Callable[[], None]) -> HostedEngine:
         verify=site.config.weight_sync.verify,
         role=site.role,
         routing=ServerRouting.of(site.architecture) if _records_routing(site) else None,
+        adapter=_adapter(site),
     )
     engine.start()
-    return HostedEngine(engine, parts_of_server(engine, delivery, leave, leaves))
+    of_server = parts_of_server(engine, delivery, leave, leaves, has_adapters=_adapter(site) is not None)
+    return HostedEngine(engine, of_server)
 
 
 def _records_routing(site: EngineSite) -> bool:
     return site.role == "rollout" and site.config.model.router_replay == "rollout" and site.architecture.moe is not None
+
+
+def _adapter(site: EngineSite) -> AdapterSpec | None:
+    lora = site.config.model.lora
+    if lora is None or not site.config.keeps_adapters_apart(site.role):
+        return None
+    named = {target_of(name) for name in canonical_tensors(site.architecture.adapted(lora.rank, lora.targets)).names}
+    return AdapterSpec(lora.rank, lora.alpha, tuple(sorted(named)))
 
 
 def _delivery(site: EngineSite, group: dist.ProcessGroup | None, client: Client | None) -> Delivery:
@@ -97,9 +110,10 @@ def _warn_of_seeds(site: EngineSite) -> None:
 
 
 def parts_of_server(
-    engine: SGLangEngine, delivery: Delivery, leave: Callable[[], None], leaves: bool
+    engine: SGLangEngine, delivery: Delivery, leave: Callable[[], None], leaves: bool, *, has_adapters: bool = False
 ) -> Mapping[str, MemoryPart]:
-    """Without a GPU the server keeps its memory, which is the host's, and only forgets what lies in it."""
+    """Without a GPU the server keeps its memory, which is the host's, and only forgets what lies in it. Adapters never
+    leave the device: SGLang has them outside of what it releases."""
 
     def release(*tags: str) -> None:
         if leaves:
@@ -126,7 +140,8 @@ def parts_of_server(
         num_bytes=lambda: 0,  # the server's, which takes what it finds free
         forget=leave,
     )
-    return {"kv_cache": kv_cache, "weights": weights}  # nothing runs any more when the weights leave
+    of_weights = {"base": weights, "weights": MemoryPart(tuple)} if has_adapters else {"weights": weights}
+    return {"kv_cache": kv_cache, **of_weights}  # nothing runs any more when the weights leave
 
 
 def _check_device(site: EngineSite) -> None:
@@ -170,6 +185,7 @@ def _server_spec(site: EngineSite, on_node: list[int], rendezvous: str | None, l
         num_nodes=site.num_nodes,
         rendezvous=rendezvous,
         returns_routing=_records_routing(site),
+        adapter=_adapter(site),
     )
 
 

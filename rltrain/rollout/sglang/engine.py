@@ -12,11 +12,13 @@ from rltrain.errors import DivergenceError, EngineError, EngineLost, SyncError
 from rltrain.rollout.engine import START_FRACTION, SamplingParams
 from rltrain.rollout.refusals import check_samples, expect_idle, served_version
 from rltrain.rollout.sample import Sample
+from rltrain.rollout.sglang.adapter import ADAPTER, first_load
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine_broadcast import EngineBroadcast
 from rltrain.rollout.sglang.process import Server
 from rltrain.rollout.sglang.returned_routing import ServerRouting
 from rltrain.rollout.sglang.session import Session
+from rltrain.rollout.sglang.spec import AdapterSpec
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from rltrain.rollout.stop_strings import Tokenizer, stop_strings
 
@@ -38,6 +40,7 @@ class SGLangEngine:
     their seeds, which a server heeds that was started for deterministic inference. With `verify` the server compares
     checksums of the weights that it has copied; one that has others is replaced too. `role` is the config section that
     `settings` are of. With `routing`, on the first rank alone, samples come back with the experts that they visited.
+    `adapter` is what the server has beside its weights.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class SGLangEngine:
         verify: bool = False,
         role: str = "rollout",
         routing: ServerRouting | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         self.policy_version: int | None = None
         self.delivery = delivery
@@ -65,6 +69,8 @@ class SGLangEngine:
         self._settings, self._role = settings, role
         self._advance, self._tokenizer, self._verify = advance, tokenizer, verify
         self._sharing = EngineBroadcast(group)
+        num_ranks = dist.get_world_size(group) if group is not None else 1
+        self._adapter_load = first_load(adapter, num_ranks) if adapter else None
         self._unfinished: dict[int, Sample] = {}
         self._sampling: SamplingParams | None = None
         self._lost: str | None = None
@@ -79,6 +85,7 @@ class SGLangEngine:
                 hang_timeout_s=settings.hang_timeout_s,
                 seeded=seeded,
                 routing=routing,
+                adapter=ADAPTER if adapter else None,
             )
 
     @property
@@ -286,6 +293,8 @@ class SGLangEngine:
         assert self._server is not None and self._client is not None
         self._server.wait_until_ready(self._settings.start_timeout_s, advance)
         self._client.connect(self._server.url, self._server.token)
+        if self._adapter_load is not None:
+            self._client.call(*self._adapter_load)
 
     def _step(self) -> list[Sample]:
         assert self._session is not None and self._server is not None

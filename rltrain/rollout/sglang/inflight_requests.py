@@ -148,9 +148,15 @@ def sampling_fields(sample: Sample, limit: int, sampling: SamplingParams, *, see
 
 
 def generate_body(
-    flights: Mapping[str, InflightRequest], sampling: SamplingParams, *, cache_key: str, seeded: bool
+    flights: Mapping[str, InflightRequest],
+    sampling: SamplingParams,
+    *,
+    cache_key: str,
+    seeded: bool,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Of one /generate for `flights`, by the names that its events call them. All ask for the same of their routing."""
+    """Of one /generate for `flights`, by the names that its events call them. All ask for the same of their routing.
+    `adapter` is the name of the server's adapters; None: it has none."""
     routing = next(iter(flights.values())).routing
     return {
         "rid": [*flights],
@@ -162,6 +168,7 @@ def generate_body(
         "return_logprob": True,
         "stream": True,
         **(routing.fields if routing else {}),
+        **({"lora_path": adapter} if adapter else {}),
     }
 
 

@@ -27,7 +27,8 @@ class Session:
     """No more is sent than the server runs at once: so what waits here, and only that, gets the newest weights.
 
     `begin_version` tells the weights that samples are sent to from now on. The server reuses keys and values only
-    among samples sent to the same weights. With `routing` samples come back with the experts that they visited.
+    among samples sent to the same weights. With `routing` samples come back with the experts that they visited; all
+    ask for the `adapter` of this name.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class Session:
         hang_timeout_s: float,
         seeded: bool,
         routing: ServerRouting | None = None,
+        adapter: str | None = None,
     ) -> None:
-        self._client, self._routing = client, routing
+        self._client, self._routing, self._adapter = client, routing, adapter
         self._num_slots, self._max_context_tokens = num_slots, max_context_tokens
         self._hang_timeout_s, self._seeded = hang_timeout_s, seeded
         self._sampling: SamplingParams | None = None
@@ -99,8 +101,9 @@ class Session:
             if not self._flights:
                 self._alive_s = time.monotonic()
             self._flights |= flights
+            key, adapter = str(self._epoch), self._adapter
             self._client.generate(
-                generate_body(flights, self._sampling, cache_key=str(self._epoch), seeded=self._seeded)
+                generate_body(flights, self._sampling, cache_key=key, seeded=self._seeded, adapter=adapter)
             )
             num_free -= len(samples)
 

@@ -15,6 +15,16 @@ FOR_THE_RANK_EXACTLY = {"RANK", "WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "VI
 
 
 @dataclass(frozen=True)
+class AdapterSpec:
+    """Low-rank adapters that a server has beside the weights, one set for all requests: alpha / rank x B A."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The matrices that have one, as PEFT calls them."""
+
+
+@dataclass(frozen=True)
 class ServerSpec:
     """One engine's server, or one node's part of it."""
 
@@ -51,6 +61,8 @@ class ServerSpec:
     num_nodes: int = 1
     returns_routing: bool = False
     """Whether it tells which experts tokens have visited."""
+    adapter: AdapterSpec | None = None
+    """None: it has weights alone."""
     rendezvous: str | None = None
     """HOST:PORT at which the nodes of an engine meet; None where it has one node."""
 

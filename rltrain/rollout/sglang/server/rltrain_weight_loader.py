@@ -73,7 +73,7 @@ def _describe(model: torch.nn.Module, message: Message) -> Reply:
     own = _own_parameters(model)
     parameters = [
         [name, _dtype(parameter), list(parameter.shape), list(parameter.stride()), parameter.device.type]
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters_of(model).items()
         if name not in own
     ]
     return {"parameters": parameters, "refusals": refusals(model)}
@@ -98,7 +98,7 @@ def _read(model: torch.nn.Module, message: Message) -> Reply:
 def _fields(model: torch.nn.Module, message: Message) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
     """(name, parameter, its place in the memory of the other process, checksum) of each field of a message."""
     memory = _memory(message["memory"])
-    parameters = dict(model.named_parameters())
+    parameters = parameters_of(model)
     for name, dtype, shape, offset, checksum in message["fields"]:
         target = parameters.get(name)
         if target is None:
@@ -117,7 +117,7 @@ def _finish(model: torch.nn.Module, message: Message) -> Reply:
     post_load: Any = getattr(model, "post_load_weights", None)
     if post_load is not None:
         post_load()
-    parameters = dict(model.named_parameters())
+    parameters = parameters_of(model)
     for name, value in _own_parameters(model).items():
         parameters[name].data.fill_(value)
     _synchronize()
@@ -130,6 +130,25 @@ _OPERATIONS: dict[str, Callable[[torch.nn.Module, Message], Reply]] = {
     "read": _read,
     "finish": _finish,
 }
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By the names that they have where nothing has adapters: SGLang puts another layer around one that has. After
+    them an adapter's A and B, each in the place that the one adapter of this server has among its like."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameters[name.replace(".base_layer.", ".")] = parameter
+    manager: Any = getattr(model, "rltrain_adapters", None)
+    if manager is None:
+        return parameters
+    (adapter,) = manager.loras
+    manager.fetch_new_loras({adapter})  # else the first request would bring it, with the zeros that it was loaded with
+    place = manager.memory_pool.get_buffer_id(adapter)
+    for name, layer in model.named_modules():
+        for half in ("a", "b"):
+            if (stacked := getattr(layer, f"lora_{half}", None)) is not None:
+                parameters[f"{name}.weight.lora.{half}"] = stacked[place]
+    return parameters
 
 
 def refusals(model: torch.nn.Module) -> list[str]:

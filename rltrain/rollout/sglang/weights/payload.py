@@ -6,6 +6,9 @@ depends on how this or the server's torch pickles a tensor, and rltrain pickles 
 
 import base64
 
+NO_TENSORS = base64.b64encode(b"\x80\x03}.").decode()
+"""An empty dict, as /load_lora_adapter_from_tensors takes a rank's tensors by name: an adapter of zeros."""
+
 _BEFORE = b"\x80\x03](X"  # protocol 3; a list; a mark; a text whose length and bytes follow
 _AFTER = b"ctorch\nTensor\n)R\x86e."  # torch.Tensor(); both as a pair, appended to the list
 
