@@ -39,6 +39,11 @@ def _apart_problems(config: Config) -> Iterator[str]:
     if config.model.lora is None:
         yield "weight_sync.adapters: got apart without model.lora; expected merged, since there are no adapters"
         return
+    if config.rollout.engine == "http":
+        yield (
+            "weight_sync.adapters: got apart with rollout.engine http, whose servers are given whole tensors of the "
+            "model; expected merged, or rollout.engine: embedded"
+        )
     if config.rollout.engine == "sglang":
         yield (
             "weight_sync.adapters: got apart with rollout.engine sglang, whose requests keep the adapter that they "

@@ -2,17 +2,18 @@
 
 import time
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rltrain.checkpoint.hf_layout import hf_layout
 from rltrain.cluster.grid import Grid
+from rltrain.reshard.layout import Layout
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.group_weights import GroupWeights
-from rltrain.rollout.layout import EnginePart, in_parts
+from rltrain.rollout.layout import engine_parts
 from tests.model_shards import tiny_architecture
 from tests.unit.http_servers import LIMIT_S, StandInServer
+from tests.unit.schedule_configs import make_config
 from tests.unit.test_http_engine import LONG, SHORT, Rig, drawn_right, finish, rig, samples
 
 __all__ = ["rig"]
@@ -20,10 +21,16 @@ __all__ = ["rig"]
 PART_BYTES = 2_000
 
 
+def parts_on(*ranks: int) -> list[Layout]:
+    http = {"weights": "group", "staging_mb": PART_BYTES / 2**20}
+    rollout = {"engine": "http", "urls": [f"http://a:{rank}" for rank in ranks], "http": http}
+    config = make_config(rollout=rollout, model={"path": "m", "dtype": "bfloat16"})
+    return [part.plain for part in engine_parts(config, tiny_architecture("qwen3_moe"), Grid(ranks))]
+
+
 def start(rig: Rig, limit_s: float = LIMIT_S) -> tuple[HttpEngine, int]:
     """With weights by groups, and how many parts they have."""
-    whole = hf_layout(tiny_architecture("qwen3_moe"), Grid((0,)).ranks, dtype="bfloat16")
-    parts = [part.plain for part in in_parts(EnginePart(whole, np.zeros(len(whole.types), dtype=bool)), PART_BYTES)]
+    parts = parts_on(0)
     weights = GroupWeights(parts, 0, device=torch.device("cpu"), run="run", update_timeout_s=limit_s)
     return rig.start(weights=weights), len(parts)
 
@@ -44,6 +51,13 @@ def has(server: StandInServer, sent: dict[str, Tensor]) -> bool:
     received = server.broadcasts.received
     same = received.keys() == sent.keys() and all(torch.equal(received[name], sent[name]) for name in sent)
     return same and not server.broadcasts.is_open
+
+
+def test_every_rank_gets_all_tensors() -> None:
+    names = set(hf_layout(tiny_architecture("qwen3_moe"), (0,)).on(0).parameters)
+    for rank in (4, 5):
+        held = [parameter for part in parts_on(4, 5) for parameter in part.on(rank).parameters]
+        assert {*held} == names and len(held) == len(names)
 
 
 def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -> None:

@@ -36,6 +36,10 @@ GROUP = {"weights": "group"}
         ({"rollout": HTTP, "model": {"path": "m", "router_replay": "rollout"}}, "model.router_replay: got rollout"),
         ({"rollout": HTTP | {"protocol": "vllm", "http": GROUP}}, "rollout.http.weights: got group with"),
         ({"rollout": HTTP | {"http": GROUP | {"weights_dir": "w"}}}, "rollout.http.weights_dir: got w with"),
+        (
+            {"rollout": HTTP, "model": {"path": "m", "lora": {"rank": 4}}, "weight_sync": {"adapters": "apart"}},
+            "weight_sync.adapters: got apart with rollout.engine http",
+        ),
         ({"rollout": HTTP, "weight_sync": {"delta": {}}}, "weight_sync.delta: got a section with rollout.engine http"),
     ],
 )
