@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.http.calls import Calls, ServerBusy, ServerGone, ServerRefuses, words
-from rltrain.rollout.http.protocol import BroadcastProtocol, Receiver, ServerProtocol, TensorForm
+from rltrain.rollout.http.protocol import BroadcastProtocol, Receiver, ServerProtocol
 from rltrain.rollout.http.update_group import UpdateGroup
 from rltrain.rollout.http.weights import WeightsLater, forms_of
 from rltrain.system.threads import JobThread
@@ -28,7 +29,7 @@ class _Part:
 
     number: int
     flat: Tensor
-    forms: Sequence[TensorForm]
+    forms: Sequence[Entry]
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class GroupWeights:
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         # Wide elements come first, so that all are aligned.
         forms = sorted(forms_of(self._parts[part], self._rank), key=lambda form: -form.dtype.itemsize)
-        flat = torch.empty(sum(form.num_bytes for form in forms), dtype=torch.uint8, device=self._device)
+        flat = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self._device)
         self._written = _Part(part, flat, forms)
-        pieces = zip(forms, flat.split([form.num_bytes for form in forms]), strict=True)
+        pieces = zip(forms, flat.split([form.bytes for form in forms]), strict=True)
         return {form.name: piece.view(form.dtype).view(form.shape) for form, piece in pieces}
 
     def arrived(self, part: int) -> None:
@@ -115,7 +116,7 @@ class GroupWeights:
     def _drop(self, url: str) -> None:
         """This rank's end of a group, which may be in the middle of something."""
         if (joined := self._groups.pop(url, None)) is not None:
-            _beside(joined.group.close)
+            JobThread(target=joined.group.close, name="update group", daemon=True).start()
 
     async def _by_all(self, act: Callable[[Receiver], Awaitable[None]], what: str) -> None:
         """Where it fails for one, that one is left out from here on."""

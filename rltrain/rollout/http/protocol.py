@@ -1,12 +1,10 @@
 """What servers of a kind understand: samples to draw, and new weights."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
+from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.drawing import Drawing
@@ -24,19 +22,6 @@ class Described:
     """That would join an update group; None: it can have none."""
 
 
-@dataclass(frozen=True)
-class TensorForm:
-    """A tensor without what is in it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class BroadcastProtocol(Protocol):
     """How servers of a kind take weights over a process group. Raises as `Calls` does."""
 
@@ -48,7 +33,7 @@ class BroadcastProtocol(Protocol):
         """An update; one that somebody left open ends."""
         ...
 
-    async def receive(self, calls: Calls, group: str, forms: Sequence[TensorForm], limit_s: float) -> None:
+    async def receive(self, calls: Calls, group: str, forms: Sequence[Entry], limit_s: float) -> None:
         """Take one broadcast of bytes, of which `forms` lie one behind the other; answers once they are in use."""
         ...
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.rollout.http.calls import Calls, ServerBusy, ServerRefuses
-from rltrain.rollout.http.protocol import TensorForm
 from rltrain.rollout.http.update_group import GroupAddress
 
 JOIN = "/init_weights_update_group"
@@ -34,7 +34,7 @@ class SGLangBroadcasts:
             await calls.post(END, {})
             await calls.post(BEGIN, {"selector": "target"})
 
-    async def receive(self, calls: Calls, group: str, forms: Sequence[TensorForm], limit_s: float) -> None:
+    async def receive(self, calls: Calls, group: str, forms: Sequence[Entry], limit_s: float) -> None:
         body = {
             "names": [form.name for form in forms],
             "dtypes": [str(form.dtype).removeprefix("torch.") for form in forms],

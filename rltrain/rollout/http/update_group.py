@@ -5,6 +5,7 @@ stands here besides is how torch nests their prefixes.
 """
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
@@ -70,9 +71,10 @@ class UpdateGroup:
 
     def close(self) -> None:
         """The server's part of the group goes with its process, or by its own call for that."""
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            with suppress(RuntimeError):  # whatever state it is in
+                backend.abort()
 
     def _gloo(self, store: dist.Store) -> Backend:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -82,6 +84,6 @@ class UpdateGroup:
 
     def _nccl(self, store: dist.Store) -> Backend:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = 2 * self._timeout  # torch then ends this process: whoever waits closes the group before
         with torch.cuda.device(self._device):
             return dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self.address.size, options)

@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.liveness.job_store import JobStore
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
 from rltrain.rollout.http.calls import Calls
-from rltrain.rollout.http.protocol import Receiver, ServerProtocol, TensorForm
+from rltrain.rollout.http.protocol import Receiver, ServerProtocol
 
 
 class Weights(Protocol):
@@ -88,11 +89,11 @@ def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
     return str(job_store.get(key, waiting_for=f"the labels of role {role}'s weights"))
 
 
-def forms_of(part: Layout, rank: int) -> list[TensorForm]:
+def forms_of(part: Layout, rank: int) -> list[Entry]:
     """Of the parameters of a part on a rank."""
     types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
     return [
-        TensorForm(name, DTYPES[ElementType(kind)], tuple(shape))
+        Entry(name, DTYPES[ElementType(kind)], tuple(shape))
         for (name, shape), kind in zip(part.on(rank).parameters, types, strict=True)
     ]
 
