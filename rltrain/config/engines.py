@@ -49,9 +49,12 @@ class SGLang(Section):
 class Http(Section):
     """Engines are servers that somebody else runs, at `urls`."""
 
+    weights: Literal["folder", "group"] = "folder"
+    """How new weights reach them. folder: as a checkpoint on shared storage, which they load. group: by broadcasts over
+    a process group of a rank and a server, SGLang's update group; by NCCL on GPUs, else by gloo."""
     weights_dir: str | None = None
-    """They load new weights from a checkpoint in this folder, which they see under the same path; null:
-    <output_dir>/http_weights. It holds the present version, while a sync runs the next one too."""
+    """The folder of weights: folder, which they see under the same path; null: <output_dir>/http_weights. It holds the
+    present version, while a sync runs the next one too."""
     token_env: str | None = None
     """The environment variable with the token that servers ask for, as Authorization: Bearer."""
     token_file: str | None = None
@@ -61,7 +64,7 @@ class Http(Section):
     start_timeout_s: Positive = 600.0
     """For the first of them to answer."""
     update_timeout_s: Positive = 1800.0
-    """For one to load weights."""
+    """For one to load weights; those that come by a group, for each part of them."""
     hang_timeout_s: Positive = 300.0
     """Where nothing comes of a request for so long its server is given up, and the request goes to another."""
     max_retries: NonNegativeInt = 8
@@ -69,7 +72,7 @@ class Http(Section):
     reread_s: Positive = 2.0
     """Between two looks for servers that are new in the file, or are back."""
     staging_mb: Positive = 512.0
-    """Of weights that a rank holds at a time on their way, on its device."""
+    """Of weights that a rank holds at a time on their way, on its device; by way of a group twice as much."""
 
 
 class Served(Section):

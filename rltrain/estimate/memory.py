@@ -225,7 +225,8 @@ def _staging(job: PlannedJob, role: str) -> dict[str, int]:
     """What weights pass through on their way to a server."""
     served = job.config.served(role)
     if served.engine == "http":
-        return {"staging": int(served.http.staging_mb * MIB)}
+        num_parts = 2 if served.http.weights == "group" else 1
+        return {"staging": int(num_parts * served.http.staging_mb * MIB)}
     if served.engine != "sglang":
         return {}
     return {"staging": int(SGLANG_STAGING_SLOTS * served.sglang.staging_mb * MIB)}

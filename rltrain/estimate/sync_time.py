@@ -82,9 +82,10 @@ def least_sync_s(job: PlannedJob, role: str, gpu: Gpu) -> float:
 
 
 def received_bytes(job: PlannedJob, role: str) -> int:
-    """On the rank of the role that has most; of what passes through it to servers of somebody else's, its share."""
+    """On the rank of the role that has most; of what passes through it to servers of others, its share or all."""
     if job.runs_elsewhere(role):
-        return job.served_bytes_of(role) // len(job.grids[role].ranks)
+        is_shared = job.config.served(role).http.weights == "folder"
+        return job.served_bytes_of(role) // (len(job.grids[role].ranks) if is_shared else 1)
     return max(resident_bytes(job, role, stage)["weights"] for stage in range(job.grids[role].pp))
 
 

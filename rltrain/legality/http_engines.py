@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rltrain.config.engines import Served
 from rltrain.config.schema import Config
 from rltrain.tasks.roles import served_roles
 
@@ -29,6 +30,7 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
     num_ranks = parallel.tp * parallel.pp * parallel.cp * parallel.ep
     if not served.urls:
         yield f"{role}.urls: got none with {role}.engine http; expected URLs of servers, or a file with one a line"
+    yield from _group_problems(served, role)
     if num_ranks > 1:
         yield (
             f"{parallel_key}: got tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep} with "
@@ -47,6 +49,27 @@ def _settings_problems(config: Config, role: str) -> Iterator[str]:
         yield (
             "model.router_replay: got rollout with rollout.engine http, whose servers are not asked which experts "
             "tokens visit; expected recompute or off"
+        )
+
+
+def _group_problems(served: Served, role: str) -> Iterator[str]:
+    """Of weights that servers take over a process group."""
+    if served.http.weights != "group":
+        return
+    if role != "rollout":
+        yield (
+            f"{role}.http.weights: got group, by which syncs bring weights, and role {role} has those of its "
+            "checkpoint; expected folder"
+        )
+    if served.protocol not in ("auto", "sglang"):
+        yield (
+            f"{role}.http.weights: got group with {role}.protocol {served.protocol}; expected sglang or auto, since "
+            "SGLang's servers alone take weights so, or weights: folder"
+        )
+    if served.http.weights_dir is not None:
+        yield (
+            f"{role}.http.weights_dir: got {served.http.weights_dir} with {role}.http.weights group, by which nothing "
+            "is written; expected none, or weights: folder"
         )
 
 

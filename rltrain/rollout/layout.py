@@ -85,7 +85,10 @@ def whole_engine(config: Config, architecture: Architecture, grid: Grid, role: s
     """All that a role's engines hold; of those that somebody else runs, all that its ranks are given for them."""
     served = config.served(role)
     if served.engine == "http":
-        plain = hf_layout(architecture, grid.ranks, dtype=config.model.dtype)
+        is_shared = served.http.weights == "folder"
+        plain = hf_layout(architecture, grid.ranks if is_shared else grid.ranks[:1], dtype=config.model.dtype)
+        if not is_shared:
+            plain = replace(plain, ranks=grid.ranks, parts=(0,) * len(grid.ranks))
         return EnginePart(plain, np.zeros(len(plain.types), dtype=bool))
     return engine_of(architecture, grid, dtype=config.model.dtype, fp8=served.dtype == "fp8")
 

@@ -1,5 +1,6 @@
 """A job whose engines are launch/serve.py on other ports, of which one is killed and another takes its place."""
 
+import json
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from tests.end_to_end.jobs import column, read_records, sample_ids
 from tests.end_to_end.served import CHECKPOINT, served
 from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
+from tests.reward_models import make_judge_who_loves
 
 TOKEN = "of-the-engines"
 LIMIT_S = 300.0
@@ -85,20 +87,36 @@ def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], 
 
 
 @pytest.mark.slow
-def test_weights_come_while_responses_are_under_way(data_overrides: list[str], tmp_path: Path) -> None:
-    """Asynchronously, with partial rollouts and evaluations: one rank trains, the other asks two servers."""
-    urls, output = tmp_path / "urls", tmp_path / "run"
+def test_weights_come_while_conversations_are_under_way(data_overrides: list[str], tmp_path: Path) -> None:
+    """Asynchronously, with partial rollouts, evaluations, environments, adapters, and a judge at a server of its own:
+    one rank trains, the other asks three servers."""
+    urls, output, judge = tmp_path / "urls", tmp_path / "run", make_judge_who_loves("1", tmp_path / "judge")
     with ExitStack() as servers:
-        options = ("--token", TOKEN, "--max-context-tokens", "64")
+        options = ("--token", TOKEN, "--max-context-tokens", "128")
         started = [servers.enter_context(served(*options)) for _ in range(2)]
         urls.write_text("".join(f"{url}\n" for url, _, _ in started))
-        placed = ("placement={'actor, reference': 0, 'rollout, reward': 1}", f"steps={STEPS}", "evaluation.interval=2")
-        schedule = "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}"
-        with start_job(urls, output, *data_overrides, *placed, schedule, "data.eval.max_rows=32") as job:
+        judges, _, _ = servers.enter_context(served(*options, checkpoint=judge))
+        asked = f"engine: http, urls: ['{judges}'], http: {{token_env: ENGINES_TOKEN}}, max_context_tokens: 128"
+        told = (
+            "prompt: '{prompt} {response}', verdict: 'tests.reward_models:points', sampling: {max_response_tokens: 4}"
+        )
+        with start_job(
+            *(urls, output, *data_overrides, f"steps={STEPS}", "evaluation.interval=2", "data.eval.max_rows=8"),
+            "placement={'actor, reference, judge': 0, 'rollout, reward, env': 1}",
+            "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
+            "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
+            *("rollout.sampling.max_response_tokens=96", "rollout.max_context_tokens=112", "logging.samples=8"),
+            *("reward={function: environment}", f"judge={{path: {judge}, weight: 0.25, {asked}, {told}}}"),
+            *("model.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=3e-3"),
+        ) as job:
             stdout, stderr = job.communicate(timeout=LIMIT_S)
             assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
     records = read_records(output)
-    assert max(column(records, "train/fresh_logprob_abs_diff")) < 1e-4
+    assert max(column(records, "train/fresh_logprob_abs_diff")) < 1e-4, "engines have the adapters, merged"
     assert len(column(records, "eval/score")) >= 2 and column(records, "rollout/servers")[-1] == 2
+    assert all(1.5 < turns <= 2 for turns in column(records, "env/turns_mean"))
+    assert max(column(records, "rollout/reward_judge_errors")) == 0 and max(column(records, "rollout/reward_judge")) > 0
+    shown = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert all(sample["rewards"]["judge"] == sample["response"].endswith("1") for sample in shown)
     ids = [number for of_step in sample_ids(output).values() for number in of_step]
     assert len(ids) == len({*ids}) == STEPS * PROMPTS * SAMPLES

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.sglang.servers import FROM_DISK, call, running
 
 LIMIT_S = 900.0
-STEPS = 4
+STEPS = 6
 
 
 def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str) -> Popen:
@@ -37,31 +38,47 @@ def start_job(urls: Path, output: Path, model: Path, token: str, *overrides: str
 
 
 @pytest.mark.slow
-def test_servers_started_apart_roll_out_and_may_die(
+def test_servers_started_apart_roll_out_and_may_come_and_die(
     start_server: Callable[..., Server],
     warmed_up: Path,
     data_overrides: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two with one token; one is killed in the second step, and started anew at another port."""
+    """Two with one token, by either way that weights take: the second comes while the job runs, gets weights, and is
+    killed."""
     monkeypatch.setattr("secrets.token_urlsafe", lambda length: "a-token-of-both")
-    servers = [start_server(warmed_up, max_context_tokens=120, args=FROM_DISK) for _ in range(2)]
-    urls, output = tmp_path / "urls", tmp_path / "run"
-    urls.write_text("".join(f"{server.url}\n" for server in servers))
-    chosen = ("data.train.max_rows=1024", *data_overrides[:1])
-    with start_job(urls, output, warmed_up, servers[0].token, *chosen) as job:
-        deadline = time.monotonic() + LIMIT_S
-        while not (output / "metrics.jsonl").exists():
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        servers[1].kill()
-        running(servers[1])
-        urls.write_text("".join(f"{server.url}\n" for server in servers))
+    first, second = (start_server(warmed_up, max_context_tokens=120, args=FROM_DISK) for _ in range(2))
+    for weights in ("folder", "group"):
+        overrides = ("data.train.max_rows=1024", *data_overrides[:1], f"rollout.http.weights={weights}")
+        records = records_of_job(first, running(second), warmed_up, tmp_path / weights, *overrides)
+        assert [record["step"] for record in records] == [*range(STEPS)]
+        assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-3
+        assert max(column(records, "train/staleness_max")) == 0
+        assert weight_version(first).endswith(f".{STEPS - 1}")
+        assert not (tmp_path / weights / "http_weights").exists(), "what engines have loaded is removed"
+
+
+def records_of_job(first: Server, second: Server, model: Path, output: Path, *overrides: str) -> list[dict[str, Any]]:
+    urls, old = output.with_suffix(".urls"), weight_version(second)
+    urls.write_text(f"{first.url}\n")
+    in_parts = ("rollout.http.staging_mb=0.1", "rollout.http.reread_s=0.1")
+    with start_job(urls, output, model, first.token, *overrides, *in_parts) as job:
+        wait_until(lambda: (output / "metrics.jsonl").exists(), job)
+        urls.write_text(f"{first.url}\n{second.url}\n")
+        wait_until(lambda: weight_version(second) != old, job)
+        second.kill()
         stdout, stderr = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0, f"{stdout[-3000:]}\n{stderr[-6000:]}"
-    records = read_records(output)
-    assert [record["step"] for record in records] == [*range(STEPS)]
-    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-3
-    assert max(column(records, "train/staleness_max")) == 0
-    assert str(call(servers[0], "/model_info")["weight_version"]).endswith(f".{STEPS - 1}")
+    return read_records(output)
+
+
+def weight_version(server: Server) -> str:
+    return str(call(server, "/model_info")["weight_version"])
+
+
+def wait_until(met: Callable[[], bool], job: Popen) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not met():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)

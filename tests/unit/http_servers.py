@@ -15,10 +15,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.unit.fake_sglang import logprob_of, next_token
+from tests.unit.http_broadcasts import StandInBroadcasts
 
 TOKEN = "secret"
 STARTED_WITH = "default"
 LIMIT_S = 60.0
+SIZES = ("tp_size", "pp_size", "dp_size")
 ASKED = ("/v1/models", "/server_info", "/model_info", "/weight_info")
 """By GET."""
 
@@ -54,6 +56,7 @@ class StandInServer:
         self.num_running = self.num_starts = self.port = 0
         self.hangs = self.is_paused = self.is_updating = False
         self.broken: list[str] = []
+        self.broadcasts = StandInBroadcasts(self)
         self.start()
 
     @property
@@ -66,6 +69,7 @@ class StandInServer:
         self.label, self.num_running = STARTED_WITH, 0
         self.hangs = self.is_paused = self.is_updating = False
         self._aborted: set[str] = set()
+        self.broadcasts.start()
         config = uvicorn.Config(self._app(), port=self.port, log_level="critical", lifespan="off", access_log=False)
         if self.certificate is not None:
             config.ssl_certfile, config.ssl_keyfile = self.certificate
@@ -80,8 +84,12 @@ class StandInServer:
 
     def die(self) -> None:
         """Cut all connections."""
-        self._server.force_exit = self._server.should_exit = True
+        self.end()
         self._thread.join(LIMIT_S)
+
+    def end(self) -> None:
+        """As `die`, not waiting for it."""
+        self._server.force_exit = self._server.should_exit = True
 
     def _app(self) -> Starlette:
         def route(path: str, answer: Any) -> Route:
@@ -111,8 +119,10 @@ class StandInServer:
         return {"/generate": self._generate, "/abort_request": self._abort, **told}
 
     def _control(self) -> dict[str, Any]:
-        if self.kind != "vllm":
+        if self.kind == "rltrain":
             return {"/update_weights_from_disk": self._from_disk}
+        if self.kind == "sglang":
+            return {"/update_weights_from_disk": self._from_disk, **self.broadcasts.routes()}
         return {
             "/weight_info": self._info,
             "/init_weight_transfer_engine": self._nothing,
@@ -127,7 +137,7 @@ class StandInServer:
         return JSONResponse({"data": [{"id": "tiny", "owned_by": self.kind, "max_model_len": self.context}]})
 
     async def _info(self, body: Any, query: Any) -> Response:
-        told = {"model_path": "tiny", "context_length": self.context, "tp_size": 1}
+        told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
         return JSONResponse({**told, "weight_version": self.label})
 
     async def _nothing(self, body: Any, query: Any) -> Response:
@@ -136,7 +146,7 @@ class StandInServer:
     async def _from_disk(self, body: Any, query: Any) -> Response:
         if "model_path" not in body:
             return JSONResponse({"message": "model_path is missing"}, 422)
-        self._idle("weights from disk")
+        self.idle("weights from disk")
         self._load(body["model_path"])
         self.label = body["weight_version"]
         return JSONResponse({"success": True})
@@ -153,7 +163,7 @@ class StandInServer:
     async def _start_update(self, body: Any, query: Any) -> Response:
         if not self.is_paused or self.is_updating:
             self.broken.append("an update was started twice, or while it was not paused")
-        self._idle("the start of an update")
+        self.idle("the start of an update")
         self.is_updating = True
         return JSONResponse({})
 
@@ -167,7 +177,7 @@ class StandInServer:
         self.label, self.is_updating = body["weight_version"], False
         return JSONResponse({})
 
-    def _idle(self, what: str) -> None:
+    def idle(self, what: str) -> None:
         if self.num_running:
             self.broken.append(f"{what} while {self.num_running} requests ran")
 

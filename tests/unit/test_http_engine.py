@@ -16,9 +16,11 @@ from rltrain.errors import EngineError
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.addresses import Addresses, dealt_out
 from rltrain.rollout.http.calls import Access, Calls
+from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.fleet import Fleet
 from rltrain.rollout.http.protocol import ServerProtocol
+from rltrain.rollout.http.weights import Weights, WholeUpdates
 from rltrain.rollout.sample import Sample, Status
 from tests.unit.fake_sglang import expected_tokens, logprob_of, next_token
 from tests.unit.http_servers import LIMIT_S, TOKEN, StandInServer
@@ -28,10 +30,10 @@ KINDS = ("sglang", "vllm", "rltrain")
 SHORT, LONG = SamplingParams(1.0, 1.0, 0, 12, (3,)), SamplingParams(1.0, 1.0, 0, 60, ())
 
 
-class Folders:
+class Folders(WholeUpdates):
     """Stands in for `DiskWeights`: versions without files."""
 
-    way = "disk"
+    way = "folder"
 
     def __init__(self) -> None:
         self.label: str | None = None
@@ -49,8 +51,6 @@ class Folders:
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
         assert self.label is not None
         await protocol.load_from_disk(calls, f"/weights/{self.label}", self.label, LIMIT_S)
-
-    async def forget(self, calls: Calls) -> None: ...
 
     def close(self) -> None: ...
 
@@ -70,7 +70,13 @@ class Rig:
         self.file.write_text("# one a line\n" + "".join(f"{server.url}/\n" for server in servers))
 
     def start(
-        self, *, access: Access = ACCESS, needs_weights: bool = True, slots: int = 4, **settings: Any
+        self,
+        *,
+        access: Access = ACCESS,
+        needs_weights: bool = True,
+        slots: int = 4,
+        weights: Weights | None = None,
+        **settings: Any,
     ) -> HttpEngine:
         if not self.file.exists():
             self.names(*self.servers)
@@ -81,7 +87,7 @@ class Rig:
             "update_timeout_s": LIMIT_S,
             **settings,
         }
-        weights = Folders()
+        weights = weights or Folders()
         fleet = Fleet(
             Addresses(str(self.file), "rollout.urls", None, "rollout", 0, 1),  # type: ignore[arg-type]
             access,
@@ -200,6 +206,15 @@ def test_nothing_is_lost_with_a_server(rig: Rig, kind: str) -> None:
     assert sorted(one.id for one in done) == [one.id for one in samples(16)] and drawn_right(done)
     assert {v for server in rig.servers for v in server.versions_drawn} <= {0, 1}, "none drew by weights of its own"
     assert second.label.endswith(".0") and third.label.endswith(".1"), "one that left is left alone"
+
+
+def test_what_is_taken_back_has_something_left_to_draw() -> None:
+    """Though all of it is certain, and its server is lost before the sample is told."""
+    for end, num_kept in ((None, 2), ("stop", 2), ("length", 2)):
+        drawing = Drawing(samples(1)[0], 5 if end == "stop" else 3)
+        drawing.add([4, 5, 3], [-1.0] * 3)
+        drawing.num_certain, drawing.end = 3, end
+        assert drawing.known().tokens == (4, 5, 3)[:num_kept] and not drawing.known().is_finished
 
 
 def test_a_server_that_is_started_anew_in_silence_is_found_out(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from tools.benchmarks.model_shapes import qwen3_8b
 
 URLS = ("http://a:1", "http://b:1")
 HTTP = {"engine": "http", "urls": URLS}
+GROUP = {"weights": "group"}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ HTTP = {"engine": "http", "urls": URLS}
         ({"rollout": HTTP | {"dtype": "fp8"}}, "rollout.dtype: got fp8 with rollout.engine http"),
         ({"rollout": HTTP | {"kv_cache_gb": 3}}, "rollout.kv_cache_gb: got 3.0 with rollout.engine http"),
         ({"rollout": HTTP, "model": {"path": "m", "router_replay": "rollout"}}, "model.router_replay: got rollout"),
+        ({"rollout": HTTP | {"protocol": "vllm", "http": GROUP}}, "rollout.http.weights: got group with"),
+        ({"rollout": HTTP | {"http": GROUP | {"weights_dir": "w"}}}, "rollout.http.weights_dir: got w with"),
+        (
+            {"rollout": HTTP, "model": {"path": "m", "lora": {"rank": 4}}, "weight_sync": {"adapters": "apart"}},
+            "weight_sync.adapters: got apart with rollout.engine http",
+        ),
         ({"rollout": HTTP, "weight_sync": {"delta": {}}}, "weight_sync.delta: got a section with rollout.engine http"),
     ],
 )
@@ -64,6 +71,9 @@ def test_ranks_that_ask_need_no_memory_but_what_weights_pass_through() -> None:
     assert asking.peak.total < 5e9
     assert working_bytes(job, "weight_sync", {"rollout": 0})["staging"] == 512 * 2**20
     assert received_bytes(job, "rollout") > 16e9 and least_sync_s(job, "rollout", GPUS["h100"]) > 0
+    grouped = job_of(qwen3_8b(), {"actor": "0-7", "rollout, reward": "8-9"}, 10, rollout=HTTP | {"http": GROUP})
+    assert working_bytes(grouped, "weight_sync", {"rollout": 0})["staging"] == 2 * 512 * 2**20
+    assert received_bytes(grouped, "rollout") == received_bytes(job, "rollout"), "each rank passes on everything"
 
 
 def test_urls_are_read_line_by_line(tmp_path: Path) -> None:

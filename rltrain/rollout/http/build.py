@@ -13,7 +13,8 @@ from rltrain.rollout.http.checkpoint_weights import CheckpointWeights
 from rltrain.rollout.http.disk_weights import DiskWeights
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.fleet import Fleet
-from rltrain.rollout.http.weights import Weights
+from rltrain.rollout.http.group_weights import GroupWeights
+from rltrain.rollout.http.weights import Weights, shared_run
 from rltrain.rollout.layout import engine_parts, staging_bytes, whole_engine
 from rltrain.rollout.site import EngineSite, HostedEngine
 
@@ -77,6 +78,14 @@ def _weights(site: EngineSite) -> Weights:
         return CheckpointWeights(http.update_timeout_s)
     whole = whole_engine(config, site.architecture, site.grid, site.role).plain
     parts = [part.plain for part in engine_parts(config, site.architecture, site.grid, site.role)]
+    if http.weights == "group":
+        return GroupWeights(
+            parts,
+            site.world.rank,
+            device=site.world.device,
+            run=shared_run(site.job_store, site.role, leads=site.world.rank == site.grid.ranks[0]),
+            update_timeout_s=http.update_timeout_s,
+        )
     return DiskWeights(
         whole,
         parts,

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import ServerProtocol
+from rltrain.rollout.http.weights import WholeUpdates
 
 
-class CheckpointWeights:
+class CheckpointWeights(WholeUpdates):
     """Implements `Weights`, of engines that draw by a checkpoint as it is: `name` it once, or another one later."""
 
-    way = "disk"
+    way = "folder"
 
     def __init__(self, update_timeout_s: float) -> None:
         self.label: str | None = None
@@ -39,9 +40,6 @@ class CheckpointWeights:
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
         assert self.label is not None, "a checkpoint has been named"
         await protocol.load_from_disk(calls, self._path, self.label, self._update_timeout_s)
-
-    async def forget(self, calls: Calls) -> None:
-        """Nothing was made for it."""
 
     def close(self) -> None:
         """The checkpoint is somebody else's."""

@@ -1,6 +1,5 @@
 """Weights as a checkpoint in a folder that servers see: ranks write it together, servers load it."""
 
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +14,13 @@ from rltrain.liveness.job_store import JobStore
 from rltrain.reshard.layout import Layout
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import ServerProtocol
-from rltrain.rollout.http.weights import empty_tensors
+from rltrain.rollout.http.weights import WholeUpdates, empty_tensors, shared_run
 
 FOLDER = "version_{}"
 PARTIAL = ".version_{}.partial"
 
 
-class DiskWeights:
+class DiskWeights(WholeUpdates):
     """Implements `Weights`. `whole` is what hf_layout makes for the ranks of the role, `parts` the same in parts of
     `max_bytes`: a file each. `like` is the checkpoint folder whose config and tokenizer go with them, `config_key` the
     one that says where `folder` is.
@@ -30,7 +29,7 @@ class DiskWeights:
     job left in `folder` is removed.
     """
 
-    way = "disk"
+    way = "folder"
 
     def __init__(
         self,
@@ -60,8 +59,7 @@ class DiskWeights:
         self._path: Path | None = None
         if self._leads:
             self._clear()
-            job_store.put(f"{self._key}/run", secrets.token_hex(4))
-        self._run = job_store.get(f"{self._key}/run", waiting_for=f"the folder {folder}")
+        self._run = shared_run(job_store, role, leads=self._leads)
 
     def begin(self) -> None:
         self._num_updates += 1
@@ -98,9 +96,6 @@ class DiskWeights:
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
         assert self._path is not None and self.label is not None, "an update is complete"
         await protocol.load_from_disk(calls, str(self._path), self.label, self._update_timeout_s)
-
-    async def forget(self, calls: Calls) -> None:
-        """Nothing was made for it."""
 
     def close(self) -> None:
         if self._leads:

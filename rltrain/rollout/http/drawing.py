@@ -49,8 +49,10 @@ class Drawing:
         self.logprobs[begin:] = logprobs
 
     def known(self) -> Sample:
-        """The sample with all that is certain, though no server has ended it."""
-        certain = self.logprobs[: self.num_certain]
+        """The sample with all that is certain, and something left to draw: the last token, where a server has ended
+        it."""
+        most = len(self.tokens) - 1 if self.end is not None else self.num_left - 1
+        certain = self.logprobs[: min(self.num_certain, max(0, most))]
         count = next((place for place, value in enumerate(certain) if not is_finite(value)), len(certain))
         return self._drawn(count, Status.PENDING)
 

@@ -90,8 +90,9 @@ class HttpEngine:
     def begin_update(self) -> None:
         """Withdraw the policy version, and what servers draw by it."""
         self.policy_version = None
-        self._wait(self._fleet.begin_update())
+        receivers = self._wait(self._fleet.begin_update())
         self._weights.begin()
+        self._wait(self._weights.open(receivers))
 
     def incoming(self, part: int, *, is_kept: bool = False) -> Mapping[str, Tensor]:
         """Where a part of the new weights is to be written, by name in the checkpoint."""
@@ -100,6 +101,7 @@ class HttpEngine:
     def arrived(self, part: int) -> None:
         """This rank's share of the part has been written."""
         self._weights.arrived(part)
+        self._wait(self._weights.pass_on())
 
     def end_update(self, version: int) -> None:
         """All parts have arrived: servers get them, say that they have them, and draw by them.

@@ -16,8 +16,9 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.addresses import Addresses
 from rltrain.rollout.http.calls import Access, ServerBusy, ServerGone, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
+from rltrain.rollout.http.protocol import Receiver
 from rltrain.rollout.http.server import Server
-from rltrain.rollout.http.weights import Weights
+from rltrain.rollout.http.weights import Weights, WeightsLater
 from rltrain.rollout.refusals import response_limit
 from rltrain.rollout.sample import Sample
 from rltrain.rollout.stop_strings import StopCut
@@ -72,6 +73,8 @@ class Fleet:
         self._cut: StopCut | None = None
         self._is_held = False
         self._updating = asyncio.Lock()
+        self._given: list[Server] = []
+        """Servers that get the update that is under way."""
         self._names, self._job = count(), secrets.token_hex(4)
         self._served_s = time.monotonic()
         self._maintaining: asyncio.Task[None] | None = None
@@ -125,30 +128,34 @@ class Fleet:
         drawings = [drawing for server in self._servers.values() for drawing in server.drawings.values()]
         return [drawing.known() for drawing in drawings if drawing.sample.id in ids]
 
-    async def begin_update(self) -> None:
-        """Nobody draws from here on, nor is given weights, until `end_update`."""
+    async def begin_update(self) -> list[Receiver]:
+        """Nobody draws from here on, nor is given weights, until `end_update`; who will be given them then."""
         await self._updating.acquire()
         self._is_held = True
         order = [*self._running]
         waiting, self._queue = self._queue, deque()
         back = await self.take_back()
         self._queue = deque(self._queued(back[number]) for number in order if number in back) + waiting
+        self._given = [server for server in self._servers.values() if server.serves or server.waits]
+        return [server.receiver for server in self._given]
 
     async def end_update(self, version: int) -> None:
         """Give all servers the present weights. One that is lost meanwhile is looked for again, as ever.
 
         EngineError where one refuses them.
         """
-        serving = [server for server in self._servers.values() if server.serves]
-        outcomes = await asyncio.gather(*(server.take_weights() for server in serving), return_exceptions=True)
+        given = [server for server in self._given if server in self._servers.values()]
+        outcomes = await asyncio.gather(*(server.take_weights() for server in given), return_exceptions=True)
         self.version = version
-        for server, outcome in zip(serving, outcomes, strict=True):
+        for server, outcome in zip(given, outcomes, strict=True):
             if isinstance(outcome, ServerRefuses):
                 raise EngineError(f"{self._role}.urls: {server.url} does not take the weights of {version}: {outcome}")
-            if isinstance(outcome, (ServerGone, ServerBusy)):
+            if isinstance(outcome, (ServerGone, ServerBusy, WeightsLater)):
                 self._lose(server, str(outcome))
             elif outcome is not None:
                 raise outcome
+            elif server.waits:
+                self._serve(server)
         self._is_held = False
         self._updating.release()
         self._dispatch()
@@ -189,7 +196,7 @@ class Fleet:
                 self._servers[url] = server
         for server in self._servers.values():
             _refusal_of(server)  # it has been logged
-            if not server.serves and (server.joining is None or server.joining.done()):
+            if not (server.serves or server.waits) and (server.joining is None or server.joining.done()):
                 server.joining = asyncio.get_running_loop().create_task(self._join(server))
 
     async def _join(self, server: Server) -> None:
@@ -198,21 +205,28 @@ class Fleet:
             await server.introduce(self._protocol, self._max_context_tokens)
             async with self._updating:
                 await server.take_weights()
-                server.serves = True
         except (ServerGone, ServerBusy) as problem:
             server.problem = str(problem)
+            return
+        except WeightsLater as later:
+            server.waits, server.problem = True, str(later)
+            logger.info("%s", later)
             return
         except ServerRefuses as refused:
             if server.problem != str(refused):
                 logger.warning("%s is not asked: %s", server.url, refused)
             server.problem = str(refused)
             raise
+        self._serve(server)
+
+    def _serve(self, server: Server) -> None:
+        server.serves, server.waits = True, False
         logger.info("%s serves, by %s", server.url, server.protocol.name)
         self._changed()
 
     async def _leave(self, server: Server) -> None:
         """Its samples go to others."""
-        server.serves = False
+        server.serves = server.waits = False
         self._requeue(server)
         self._changed()
         if server.joining is not None:
@@ -225,7 +239,8 @@ class Fleet:
     def _lose(self, server: Server, why: str) -> None:
         if server.serves:
             logger.warning("%s is lost, and looked for again: %s", server.url, why)
-        server.serves, server.problem = False, why
+        server.serves = server.waits = False
+        server.problem = why
         self._requeue(server)
         self._changed()
 

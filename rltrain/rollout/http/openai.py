@@ -6,7 +6,7 @@ from typing import Any
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described
+from rltrain.rollout.http.protocol import BroadcastProtocol, Described
 from rltrain.rollout.http.sglang import FROM_DISK, NO_SUCH_ROUTE, without_route
 
 MODELS = "/v1/models"
@@ -18,7 +18,8 @@ class OpenAIProtocol:
     name = "openai"
     tells_version = "/model_info"
     """Where a server says which weights it has."""
-    ways: Sequence[str] = ("disk",)
+    ways: Sequence[str] = ("folder",)
+    broadcasts: BroadcastProtocol | None = None
 
     async def describe(self, calls: Calls) -> Described:
         model = (await calls.get(MODELS))["data"][0]

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rltrain.checkpoint.safetensors_file import Entry
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.drawing import Drawing
+from rltrain.rollout.http.update_group import GroupAddress
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,32 @@ class Described:
     model: str
     """What requests call its model."""
     max_context_tokens: int | None = None
+    num_ranks: int | None = None
+    """That would join an update group; None: it can have none."""
+
+
+class BroadcastProtocol(Protocol):
+    """How servers of a kind take weights over a process group. Raises as `Calls` does."""
+
+    async def join(self, calls: Calls, group: GroupAddress, limit_s: float) -> None:
+        """Answers once the group is there."""
+        ...
+
+    async def begin(self, calls: Calls) -> None:
+        """An update; one that somebody left open ends."""
+        ...
+
+    async def receive(self, calls: Calls, group: str, forms: Sequence[Entry], limit_s: float) -> None:
+        """Take one broadcast of bytes, of which `forms` lie one behind the other; answers once they are in use."""
+        ...
+
+    async def end(self, calls: Calls, label: str, limit_s: float) -> None:
+        """It serves what it has received under `label`, with nothing kept of older weights."""
+        ...
+
+    async def leave(self, calls: Calls, group: str) -> None:
+        """Its part of the group is over."""
+        ...
 
 
 class ServerProtocol(Protocol):
@@ -23,7 +51,9 @@ class ServerProtocol(Protocol):
 
     name: str
     ways: Sequence[str]
-    """By which its weights can be changed: disk."""
+    """By which its weights can be changed, of http.weights: folder, group."""
+    broadcasts: BroadcastProtocol | None
+    """For way group; None: it has no such."""
 
     async def describe(self, calls: Calls) -> Described: ...
 
@@ -55,3 +85,11 @@ class ServerProtocol(Protocol):
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights."""
         ...
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A server that weights are sent to."""
+
+    protocol: ServerProtocol
+    calls: Calls

@@ -8,7 +8,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Access, Calls, ServerGone, ServerRefuses, words
 from rltrain.rollout.http.detection import protocol_of
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described, ServerProtocol
+from rltrain.rollout.http.protocol import Described, Receiver, ServerProtocol
 from rltrain.rollout.http.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ class Server:
         self.calls = Calls(url, access)
         self.serves = False
         """Whether it has the present weights and may be sent samples."""
+        self.waits = False
+        """Whether it is to get the next weights, not having the present ones."""
         self.problem = "has not answered yet"
         """Why it does not serve."""
         self.joining: asyncio.Task[None] | None = None
@@ -44,6 +46,10 @@ class Server:
     def protocol(self) -> ServerProtocol:
         assert self._protocol is not None, "the server was introduced"
         return self._protocol
+
+    @property
+    def receiver(self) -> Receiver:
+        return Receiver(self.protocol, self.calls)
 
     @property
     def is_uncertain(self) -> bool:
@@ -71,8 +77,8 @@ class Server:
         self._takes_weights = why is None
         if why is not None and self._needs_weights:
             raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no weights from {self._weights.way}, and "
-                f"would go on with old ones in silence: {why}",
+                f"{self.url} ({self._protocol.name}) takes no weights by way of a {self._weights.way} (http.weights), "
+                f"and would go on with old ones in silence: {why}",
                 400,
             )
         if why is not None:
@@ -84,7 +90,8 @@ class Server:
         return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
 
     async def take_weights(self) -> None:
-        """See that it has the present weights; ServerGone where it says afterwards that it has others."""
+        """See that it has the present weights. ServerGone where it says afterwards that it has others, WeightsLater as
+        `Weights` says."""
         label = self.expected
         if label is None:
             return

@@ -6,7 +6,8 @@ from typing import Any
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
-from rltrain.rollout.http.protocol import Described
+from rltrain.rollout.http.protocol import BroadcastProtocol, Described
+from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"
@@ -17,13 +18,15 @@ class SGLangProtocol:
     """Implements `ServerProtocol`."""
 
     name = "sglang"
-    ways: Sequence[str] = ("disk",)
+    ways: Sequence[str] = ("folder", "group")
+    broadcasts: BroadcastProtocol | None = SGLangBroadcasts()
 
     async def describe(self, calls: Calls) -> Described:
         info = await calls.get("/server_info")
         model = await calls.get("/model_info")
         context = info.get("context_length") or info.get("max_req_input_len")
-        return Described(str(model.get("model_path")), context)
+        num_ranks = info.get("tp_size") if info.get("pp_size") == info.get("dp_size") == 1 else None
+        return Described(str(model.get("model_path")), context, num_ranks)
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: Described
@@ -58,7 +61,11 @@ class SGLangProtocol:
         return None if found is None else str(found)
 
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
-        return await without_route(calls, FROM_DISK)
+        if way == "folder":
+            return await without_route(calls, FROM_DISK)
+        if (await self.describe(calls)).num_ranks is None:
+            return "it has pipeline stages or replicas (pp_size, dp_size), which join no update group"
+        return await without_route(calls, JOIN)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}

@@ -1,24 +1,28 @@
 """How new weights reach servers that somebody else runs: what all ways have in common."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.safetensors_file import Entry
+from rltrain.liveness.job_store import JobStore
 from rltrain.models.element_types import ElementType
 from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import parameter_types
 from rltrain.rollout.http.calls import Calls
-from rltrain.rollout.http.protocol import ServerProtocol
+from rltrain.rollout.http.protocol import Receiver, ServerProtocol
 
 
 class Weights(Protocol):
     """What this rank has of the weights, on their way to its servers. An update is `begin`, for every part in order
     `tensors` and `arrived`, then `complete`; after that any server can be given them, as often as need be.
 
-    `begin` to `complete` are called by the rank's main thread, `give` and `forget` in the event loop.
+    `open` follows `begin`, and `pass_on` every `arrived`: those two, `give` and `forget` are called in the event loop,
+    the others by the rank's main thread.
     """
 
     way: str
@@ -40,8 +44,17 @@ class Weights(Protocol):
         """All parts have arrived, on all ranks of the role. Collective over: these."""
         ...
 
+    async def open(self, receivers: Sequence[Receiver]) -> None:
+        """These servers will be given the update. What fails for one is raised by its `give`."""
+        ...
+
+    async def pass_on(self) -> None:
+        """Send on what has arrived, where servers are sent anything before all has."""
+        ...
+
     async def give(self, protocol: ServerProtocol, calls: Calls) -> None:
-        """Returns when the server has taken them; raises as `Calls` does."""
+        """Returns when the server has taken them; raises as `Calls` does, WeightsLater where it can take no others than
+        the next ones."""
         ...
 
     async def forget(self, calls: Calls) -> None:
@@ -51,10 +64,40 @@ class Weights(Protocol):
     def close(self) -> None: ...
 
 
+class WeightsLater(Exception):  # noqa: N818 - names what happens
+    """A server has to wait for the next update: nothing is kept of the last one."""
+
+
+class WholeUpdates:
+    """Of ways by which servers are sent nothing before all has arrived."""
+
+    async def open(self, receivers: Sequence[Receiver]) -> None:
+        """Nothing."""
+
+    async def pass_on(self) -> None:
+        """Nothing."""
+
+    async def forget(self, calls: Calls) -> None:
+        """Nothing was made for it."""
+
+
+def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
+    """The beginning of labels that this run gives weights, the same on all ranks of the role; one of them leads."""
+    key = f"http/{role}/run"
+    if leads:
+        job_store.put(key, secrets.token_hex(4))
+    return str(job_store.get(key, waiting_for=f"the labels of role {role}'s weights"))
+
+
+def forms_of(part: Layout, rank: int) -> list[Entry]:
+    """Of the parameters of a part on a rank."""
+    types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
+    return [
+        Entry(name, DTYPES[ElementType(kind)], tuple(shape))
+        for (name, shape), kind in zip(part.on(rank).parameters, types, strict=True)
+    ]
+
+
 def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
     """For the parameters of a part on a rank, by name."""
-    types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
-    return {
-        name: torch.empty(shape, dtype=DTYPES[ElementType(kind)], device=device)
-        for (name, shape), kind in zip(part.on(rank).parameters, types, strict=True)
-    }
+    return {form.name: torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms_of(part, rank)}
