@@ -165,10 +165,13 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None
         return
     for program, *rest in alternatives(words):
         rest = with_numbers(rest)
+        if rest[:1] == ["-m"] or program == "torchrun" and "-m" in rest:
+            module, *behind = rest[rest.index("-m") + 1 :]
+            program, rest = (module, behind) if module == "rltrain" else (program, rest)
         if program == "rltrain":
             subcommand = SUBCOMMANDS[rest[0]]
             arguments = rest[1:]
-            if subcommand.starts_ranks:
+            if subcommand.starts_ranks != "never":
                 started = torchrun_command(rest[0], arguments)
                 arguments = started[started.index(rest[0]) + 1 :]
             main = importlib.import_module(subcommand.module).main

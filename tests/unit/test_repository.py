@@ -114,6 +114,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub"),
     "commands": BASE,
+    "doctor": (*BASE, "command", "cluster", "liveness.ending", "reshard.kernels", "system", "training.megatron"),
+    "__main__": (*BASE, "commands"),
     "tools": (
         *BASE,
         *("checkpoint", "schedule", "reshard", "observability", "cluster", "models", "rollout", "training"),
