@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "importing": (*BASE, "data", "legality", "estimate", "models.of_roles", "cluster.placement"),
     "folders": BASE,
+    "preflight": (*BASE, "cluster"),
     "roles": (
         *BASE,
         *("training.backend", "training.build", "training.saved_weights", "rollout", "checkpoint", "reshard", "models"),
@@ -95,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
             "trainer",
             "resuming",
             "hub",
+            "preflight",
             "schedule",
             "roles",
             "checkpoint",
