@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rltrain.doctor.finding import FINE, LACKING, WRONG, Finding
+from rltrain.preflight.disks import SHARED_MEMORY, free_bytes
 
 FEWEST_FILES = 4096
 """A rank has a connection to every other rank of its groups, a file per checkpoint share, pipes of its workers."""
-SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GB = 1.0
 """NCCL and SGLang's processes keep buffers there; containers have 0.06 by default."""
 LEAST_DISK_GB = 1.0
@@ -20,9 +20,9 @@ def what_is_allowed(folders: list[Path]) -> Iterator[Finding]:
     """`folders` and the one for temporary files are asked how much they can take."""
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    yield shared_memory(SHARED_MEMORY)
+    yield room("shared memory", SHARED_MEMORY, LEAST_SHARED_GB, "; in a container: --ipc host or --shm-size")
     for folder in dict.fromkeys([*folders, Path(tempfile.gettempdir())]):
-        yield free_disk(folder)
+        yield room("disk", folder, LEAST_DISK_GB)
 
 
 def open_files(soft: int, hard: int) -> Finding:
@@ -40,33 +40,15 @@ def locked_memory(soft: int) -> Finding:
     return Finding("locked memory", LACKING, told)
 
 
-def shared_memory(folder: Path) -> Finding:
-    what = f"shared memory, {folder}"
+def room(what: str, folder: Path, least_gb: float, remedy: str = "") -> Finding:
+    """How much can be written to `folder`."""
+    what = f"{what}, {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(what, WRONG, "not there, or not to be written")
+        return Finding(what, WRONG, f"read-only for this user, or not there{remedy}")
     free = free_bytes(folder)
-    if free < LEAST_SHARED_GB * 1e9:
-        told = (
-            f"{gigabytes(free)} free; expected {LEAST_SHARED_GB:g} GB or more: in a container --ipc host or --shm-size"
-        )
-        return Finding(what, WRONG, told)
+    if free < least_gb * 1e9:
+        return Finding(what, WRONG, f"{gigabytes(free)} free; expected {least_gb:g} GB or more{remedy}")
     return Finding(what, FINE, f"{gigabytes(free)} free")
-
-
-def free_disk(folder: Path) -> Finding:
-    what = f"disk, {folder}"
-    if not os.access(folder, os.W_OK):
-        return Finding(what, WRONG, "read-only for this user, or not there")
-    free = free_bytes(folder)
-    if free < LEAST_DISK_GB * 1e9:
-        return Finding(what, WRONG, f"{gigabytes(free)} free; expected {LEAST_DISK_GB:g} GB or more")
-    return Finding(what, FINE, f"{gigabytes(free)} free")
-
-
-def free_bytes(folder: Path) -> int:
-    """Which this user may fill."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -30,10 +30,13 @@ def why_not_to_be_written(folder: Path) -> str | None:
     """None where this user can write to it."""
     if not os.access(folder, os.W_OK):
         return "is read-only for this user"
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if free < LEAST_FREE_BYTES:
+    if (free := free_bytes(folder)) < LEAST_FREE_BYTES:
         return f"is full: {free / 1e6:.3g} MB free, expected {LEAST_FREE_BYTES / 1e6:.3g} MB or more"
-    if found.f_files and not found.f_favail:
-        return "is full: it takes no more files"
-    return None
+    found = os.statvfs(folder)
+    return "is full: it takes no more files" if found.f_files and not found.f_favail else None
+
+
+def free_bytes(folder: Path) -> int:
+    """Which this user may fill."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

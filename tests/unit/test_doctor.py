@@ -43,10 +43,11 @@ def test_limits_that_are_too_low_are_faults(tmp_path: Path, monkeypatch: pytest.
     assert "ulimit -n (up to 4000" in limits.open_files(1024, 4000).detail
     assert limits.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY).state == FINE
     assert "unlimited" in limits.locked_memory(2**23).detail
-    assert limits.shared_memory(tmp_path / "none").state == limits.free_disk(tmp_path / "none").state == WRONG
+    assert limits.room("disk", tmp_path / "none", 1).state == WRONG
     monkeypatch.setattr(limits, "free_bytes", lambda _: 64 << 20)
-    assert "0.0671 GB free" in limits.shared_memory(tmp_path).detail
-    assert has_fault([limits.free_disk(tmp_path)])
+    told = [finding for finding in limits.what_is_allowed([tmp_path]) if finding.what.startswith(("shared", "disk"))]
+    assert len(told) == 3 and all("0.0671 GB free" in finding.detail for finding in told)
+    assert "--shm-size" in told[0].detail and has_fault(told)
 
 
 def test_nodes_are_compared_with_the_first_one() -> None:

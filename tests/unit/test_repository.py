@@ -116,7 +116,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub"),
     "commands": BASE,
-    "doctor": (*BASE, "command", "cluster", "liveness.ending", "reshard.kernels", "system", "training.megatron"),
+    "doctor": (
+        *BASE,
+        *("command", "preflight", "cluster", "liveness.ending", "reshard.kernels", "system", "training.megatron"),
+    ),
     "__main__": (*BASE, "commands"),
     "tools": (
         *BASE,
