@@ -158,6 +158,19 @@ def repositories_of(config: Config) -> list[HubRepository]:
     return found
 
 
+def checkpoint_paths(config: Config) -> dict[str, str]:
+    """Config key -> the checkpoint of a model that it names."""
+    found: dict[str, str] = {}
+
+    def note(text: str, key: str, mark: HubName) -> str:
+        if mark.kind == "model":
+            found[key] = text
+        return text
+
+    _mapped(config, "", note)
+    return found
+
+
 def _replaced(config: Config, folders: dict[str, str]) -> Config:
     def local(text: str, key: str, mark: HubName) -> str:
         repository = HubRepository.of(text, key, mark.kind)

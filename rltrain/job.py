@@ -17,7 +17,7 @@ from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ParityError
-from rltrain.hub import with_local_copies
+from rltrain.hub import checkpoint_paths, with_local_copies
 from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_variables
@@ -29,6 +29,7 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.liveness.watchdog import Watchdog
 from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
+from rltrain.preflight.agreement import refuse_folders_apart, refuse_machines, refuse_other_programs
 from rltrain.reshard.kernels import native
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history, remaining_order
 from rltrain.roles.role import Job
@@ -79,9 +80,11 @@ def run_config(make_config: Callable[[], Config]) -> int:
 def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, Watchdog]:
     """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
     config = make_config()
+    refuse_other_programs(config, world)
     check_config(config)
     world = replace(world, timeouts=config.timeouts)
     config = with_local_copies(config, world)
+    refuse_machines(config, world, checkpoint_paths(config))
     placement = placement_of(config, world.size, world.ranks_per_node)
     grids = role_grids(config, placement)
     architectures = role_architectures(config, placement.roles)
@@ -96,7 +99,7 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)
-    claim_folders(config, job_leader(grids), job_store)
+    refuse_folders_apart(world, claim_folders(config, job_leader(grids), job_store))
     order, resumed = where_to_begin(config, placement, architectures, job_store)
     start_process_groups(world)
     lists = group_lists(grids, world.size)

@@ -14,7 +14,7 @@ from rltrain.checkpoint.run.random_states import set_random_states
 from rltrain.cluster.placement import Placement
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError, ParityError
-from rltrain.folders import lock_folder, set_aside
+from rltrain.folders import LOCK_FILE, lock_folder, set_aside
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.stopping import PAUSE
 from rltrain.models import Architecture
@@ -171,16 +171,23 @@ def _rest(config: Config, placement: Placement, checkpoint: Resumed) -> tuple[Or
     return build_order(config, placement, first_step=step), False
 
 
-def claim_folders(config: Config, leader: int, job_store: JobStore) -> None:
+def claim_folders(config: Config, leader: int, job_store: JobStore) -> dict[str, tuple[str, str]]:
     """Nothing of the job writes to its folders before `leader`, which is the last of its ranks to do so, has them for
-    this job alone. ConfigError on `leader` where another job has. Collective over: all ranks."""
+    this job alone. Config key -> the lock file in the folder that it names, and what `leader` has written there.
+
+    ConfigError on `leader` where another job has them. Collective over: all ranks.
+    """
     if job_store.world.rank == leader:
         job_store.heartbeat.begin("locking its folders")
-        lock_folder(Path(config.output_dir), "output_dir", advance=job_store.heartbeat.advance)
+        folders = {"output_dir": Path(config.output_dir)}
         if config.checkpoint.save_interval:
-            lock_folder(Path(config.checkpoint_dir), "checkpoint.dir", advance=job_store.heartbeat.advance)
-        job_store.put("folders/claimed", True)
-    job_store.get("folders/claimed", waiting_for=f"rank {leader} to lock output_dir")
+            folders["checkpoint.dir"] = Path(config.checkpoint_dir)
+        for key, folder in folders.items():
+            lock_folder(folder, key, advance=job_store.heartbeat.advance)
+        locks = {key: folder / LOCK_FILE for key, folder in folders.items()}
+        job_store.put("folders/claimed", {key: (str(path), path.read_text()) for key, path in locks.items()})
+    claimed = job_store.get("folders/claimed", waiting_for=f"rank {leader} to lock output_dir")
+    return {key: (path, text) for key, (path, text) in claimed.items()}
 
 
 def open_history(config: Config, checkpoint: Resumed | None) -> None:

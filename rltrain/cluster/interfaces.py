@@ -18,14 +18,14 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 SECOND_NODE = "second_node"
 
 
-def address_among_nodes(store: dist.Store, rank: int, ranks_per_node: int, master: str, timeout_s: float) -> str:
+def address_among_nodes(store: dist.Store, rank: int, begins_second: bool, master: str, timeout_s: float) -> str:
     """This node's address on the route to `master`, the name of the first node.
 
     The first node's own route to itself is loopback, so there it is that of the route to the second one, whose first
-    rank leaves its address in `store`. Collective over: all ranks of a job over several nodes.
+    rank (`begins_second`) leaves its address in `store`. Collective over: all ranks of a job over several nodes.
     """
     address = own_address(master)
-    if rank == ranks_per_node:
+    if begins_second:
         store.set(SECOND_NODE, address)
     if not ipaddress.ip_address(address).is_loopback:
         return address

@@ -39,6 +39,9 @@ class World:
     """Whether torchrun has started the job anew after an attempt that failed."""
     address: str = LOOPBACK
     """By which other nodes reach this one; of no use where there are none."""
+    node: int = 0
+    """In the order of torchrun's agents, which is that of the ranks; `node:` in a placement counts so."""
+    num_nodes: int = 1
 
     @property
     def backend(self) -> str:
@@ -54,8 +57,11 @@ def join_world(timeout_s: float) -> World:
     attempt = join_attempt(store, rank, size, timeout_s)
     store = dist.PrefixStore(f"attempt{attempt}", store)
     ranks_per_node, address = int(os.environ["LOCAL_WORLD_SIZE"]), LOOPBACK
-    if size > ranks_per_node:
-        address = address_among_nodes(store, rank, ranks_per_node, os.environ["MASTER_ADDR"], timeout_s)
+    node = int(os.environ.get("GROUP_RANK", rank // ranks_per_node))
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // ranks_per_node)))
+    if num_nodes > 1:
+        begins_second = node == 1 and local_rank == 0
+        address = address_among_nodes(store, rank, begins_second, os.environ["MASTER_ADDR"], timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
@@ -72,10 +78,12 @@ def join_world(timeout_s: float) -> World:
         timeouts=Timeouts(no_progress_s=timeout_s),
         restarted=attempt > 0 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
         address=address,
+        node=node,
+        num_nodes=num_nodes,
     )
 
 
-def start_process_groups(world: World) -> None:
+def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -> None:
     """Initialise torch.distributed over the whole world. Collective over: all ranks."""
     _choose_gloo_interface(world)
     dist.init_process_group(
@@ -83,7 +91,7 @@ def start_process_groups(world: World) -> None:
         store=dist.PrefixStore("process_groups", world.store),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
 
 

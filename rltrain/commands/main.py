@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 EXIT_USER_ERROR = 2
 
@@ -15,19 +16,21 @@ class Subcommand:
     module: str
     help: str
     before: tuple[str, ...] = ()
-    starts_ranks: bool = False
-    """Whether it is a job of ranks, which are started where torchrun has not."""
+    starts_ranks: Literal["never", "always", "if asked"] = "never"
+    """Whether it is a job of ranks, which are started where torchrun has not; if asked: by an option of torchrun's."""
 
 
 SUBCOMMANDS = {
-    "train": Subcommand("rltrain.command", "train a model: --config FILE [key=value ...]", starts_ranks=True),
+    "train": Subcommand("rltrain.command", "train a model: --config FILE [key=value ...]", starts_ranks="always"),
     "dry-run": Subcommand("rltrain.command", "what a job would do, without a GPU: --config FILE", ("--dry-run",)),
     "import-config": Subcommand("rltrain.importing.command", "a config or launch script of another trainer as ours"),
     "convert": Subcommand("rltrain.tools.convert_command", "checkpoints between Hugging Face and Megatron"),
-    "evaluate": Subcommand("rltrain.evaluating.command", "evaluate a checkpoint", starts_ranks=True),
+    "evaluate": Subcommand("rltrain.evaluating.command", "evaluate a checkpoint", starts_ranks="always"),
     "serve": Subcommand("rltrain.serving.command", "serve a checkpoint by HTTP"),
     "report": Subcommand("rltrain.tools.report.command", "a page and a trace of what became of a run"),
-    "doctor": Subcommand("rltrain.commands.doctor", "what is installed here, and what is missing"),
+    "doctor": Subcommand(
+        "rltrain.doctor.command", "what machines have, lack and allow, and how they are linked", starts_ranks="if asked"
+    ),
     "make-quickstart": Subcommand("rltrain.tools.quickstart.additions", "a tiny model and its problems"),
     "schema": Subcommand("rltrain.config.json_schema", "the JSON schema of config files"),
     "completion": Subcommand("rltrain.commands.completion", "completion for bash, zsh or fish"),
@@ -45,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if subcommand is None:
         print(f"rltrain: got {name!r}; expected one of {', '.join(SUBCOMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    if subcommand.starts_ranks:
+    if subcommand.starts_ranks != "never":
         from rltrain.commands.ranks import start_ranks, wants_ranks
 
-        if wants_ranks(rest):
+        if wants_ranks(rest, only_if_asked=subcommand.starts_ranks == "if asked"):
             return start_ranks(name, rest)
     status: int = importlib.import_module(subcommand.module).main([*subcommand.before, *rest])
     return status

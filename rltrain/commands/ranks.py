@@ -10,9 +10,10 @@ ALONE = ("--dry-run", "-h", "--help")
 """With these a job needs no ranks."""
 
 
-def wants_ranks(arguments: Sequence[str]) -> bool:
-    """Whether this process is yet to start them."""
-    return "RANK" not in os.environ and not {*ALONE} & {*arguments}
+def wants_ranks(arguments: Sequence[str], *, only_if_asked: bool = False) -> bool:
+    """Whether this process is yet to start them; `only_if_asked`: where an option of torchrun's is given."""
+    asked = not only_if_asked or any(argument.partition("=")[0] in TORCHRUN for argument in arguments)
+    return asked and "RANK" not in os.environ and not {*ALONE} & {*arguments}
 
 
 def start_ranks(name: str, arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rltrain.commands import doctor
 from rltrain.commands.completion import script
 from rltrain.commands.main import SUBCOMMANDS, main
 from rltrain.commands.ranks import torchrun_command, wants_ranks
@@ -101,12 +100,3 @@ def test_the_schema_has_every_key_with_its_words() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_name_the_schema(path: Path) -> None:
     assert "# yaml-language-server: $schema=schema.json\n" in path.read_text()
-
-
-def test_the_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main([]) == 0
-    assert "megatron-core" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "NEEDED", ("torch", "no-such-package"))
-    assert doctor.main(["--sglang-python", "/nowhere/python"]) == 1
-    told = capsys.readouterr().out
-    assert "pip install no-such-package" in told and "/nowhere/python" in told

@@ -157,6 +157,13 @@ def test_a_command_that_is_none_is_found(wrong: str, parse: Any, monkeypatch: py
         check(Command("README.md", wrong), parse, monkeypatch)
 
 
+def of_module(program: str, rest: list[str]) -> tuple[str, list[str]]:
+    """What `python -m rltrain` and `torchrun ... -m rltrain` are short for."""
+    if program in ("python", "torchrun") and "-m" in rest and rest[rest.index("-m") + 1] == "rltrain":
+        return "rltrain", rest[rest.index("-m") + 2 :]
+    return program, rest
+
+
 def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """AssertionError, or the error of what reads it, where the command is wrong."""
     words = command.words()
@@ -165,10 +172,11 @@ def check(command: Command, parse: Any, monkeypatch: pytest.MonkeyPatch) -> None
         return
     for program, *rest in alternatives(words):
         rest = with_numbers(rest)
+        program, rest = of_module(program, rest)
         if program == "rltrain":
             subcommand = SUBCOMMANDS[rest[0]]
             arguments = rest[1:]
-            if subcommand.starts_ranks:
+            if subcommand.starts_ranks != "never":
                 started = torchrun_command(rest[0], arguments)
                 arguments = started[started.index(rest[0]) + 1 :]
             main = importlib.import_module(subcommand.module).main

@@ -47,7 +47,7 @@ def test_every_node_is_found_by_its_route_to_the_others(monkeypatch: pytest.Monk
 
     def address(rank: int, store: dist.Store) -> str:
         here.node = [*ROUTES][rank // 2]
-        return address_among_nodes(store, rank, 2, "master", timeout_s=10)
+        return address_among_nodes(store, rank, rank == 2, "master", timeout_s=10)
 
     with open_store() as store:
         assert on_ranks(store, address, 6) == [f"10.0.0.{rank // 2 + 1}" for rank in range(6)]
@@ -55,7 +55,7 @@ def test_every_node_is_found_by_its_route_to_the_others(monkeypatch: pytest.Monk
 
 def test_a_second_node_that_does_not_come_is_named() -> None:
     with open_store() as store, pytest.raises(StallError, match="rank 0 has waited 0.1 s for .* the second node"):
-        address_among_nodes(store, 0, 2, "127.0.0.1", timeout_s=0.1)
+        address_among_nodes(store, 0, False, "127.0.0.1", timeout_s=0.1)
 
 
 @pytest.mark.parametrize(("num_ranks", "address"), [(2, "127.0.0.1"), (4, "10.0.0.1")])

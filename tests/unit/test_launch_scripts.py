@@ -1,10 +1,12 @@
 """The shell scripts, run for real with stand-ins for what they call."""
 
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.unit.script_stand_ins import REPOSITORY, repository_with_venv, run, stand_ins, started
 
@@ -17,7 +19,11 @@ for id in 2 0 1; do
 done
 """
 SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "show hostnames node[07,03,11]" ]] && cat "$FAKE_HOSTS"
+case "$*" in
+  "show hostnames node[07,03,11]") cat "$FAKE_HOSTS" ;;
+  "show job "*) echo "JobId=1 PreemptTime=${FAKE_PREEMPTED:-None} Requeue=1" ;;
+  requeue*) echo "$*" >> "$FAKE_SRUN_LOG" ;;
+esac
 """
 
 
@@ -66,6 +72,57 @@ def test_a_failing_node_fails_the_slurm_job(environment: dict[str, str]) -> None
     environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
     done = run(environment | {"FAKE_FAIL_AT": "--node-rank 1"}, "launch/slurm/train.sbatch", "--config", "c.yaml")
     assert done.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("preempted", "fails", "requeued"), [("", "", 0), ("2026-11-24", "", 1), ("2026-11-24", "-m", 0)]
+)
+def test_a_preempted_slurm_job_that_has_saved_is_queued_again(
+    environment: dict[str, str], preempted: str, fails: str, requeued: int
+) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "5", "SLURM_NNODES": "3"}
+    if preempted:
+        environment["FAKE_PREEMPTED"] = preempted
+    done = run(environment | {"FAKE_FAIL_AT": fails}, "launch/slurm/requeue.sbatch", "--config", "c.yaml")
+    assert done.returncode == (7 if fails else 0), done.stderr
+    assert Path(environment["FAKE_SRUN_LOG"]).read_text().count("requeue 5") == requeued
+
+
+def test_a_slurm_job_places_roles_by_nodes(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    script = "launch/slurm/train_beside_inference.sbatch"
+    assert run(environment | {"TRAINING_NODES": "2"}, script, "--config", "c.yaml").returncode == 0
+    placement = yaml.safe_load(str(started(environment)[0]["arguments"][-1]).removeprefix("placement="))
+    assert placement == {"actor, reference": "node:0-1", "rollout, reward": "node:2-2"}
+    refused = run(environment | {"TRAINING_NODES": "3"}, script, "--config", "c.yaml")
+    assert refused.returncode == 2 and "TRAINING_NODES is 3 of 3 nodes" in refused.stderr
+
+
+def test_a_slurm_array_has_a_folder_for_every_seed(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    environment |= {"SLURM_ARRAY_TASK_ID": "4", "OUTPUT_DIR": "runs/x y"}
+    assert run(environment, "launch/slurm/seeds.sbatch", "--config", "c.yaml").returncode == 0
+    assert started(environment)[0]["arguments"][-2:] == ["seed=4", "output_dir=runs/x y/seed_4"]
+    assert run(environment, "launch/slurm/doctor.sbatch", "--mb", "1").returncode == 0
+    assert started(environment)[-1]["arguments"][-5:] == ["-m", "rltrain", "doctor", "--mb", "1"]
+
+
+def test_a_port_that_is_taken_is_not_a_slurm_jobs(environment: dict[str, str]) -> None:
+    environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_NNODES": "3"}
+    with socket.socket() as taken:
+        port = next(port for port in range(20000, 29000) if _binds(taken, port))
+        taken.listen()
+        run(environment | {"SLURM_JOB_ID": str(port - 10000)}, "launch/slurm/train.sbatch", "--config", "c.yaml")
+    chosen = {int(after(agent["arguments"], "--master-port")) for agent in started(environment)}
+    assert len(chosen) == 1 and port < chosen.pop() < port + 100
+
+
+def _binds(connection: socket.socket, port: int) -> bool:
+    try:
+        connection.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def test_the_quickstart_runs_three_phases_and_ends_with_the_scores(environment: dict[str, str], tmp_path: Path) -> None:

@@ -288,9 +288,11 @@ def claim(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Non
         def body(rank: int, store: dist.Store) -> Exception | None:
             world = World(rank, NUM_RANKS, rank, NUM_RANKS, torch.device("cpu"), store, 10, Timeouts(no_progress_s=3))
             try:
-                return claim_folders(config, 1, JobStore(world, guarded=True))
+                locks = claim_folders(config, 1, JobStore(world, guarded=True))
+                assert all(Path(path).read_text() == text for path, text in locks.values())
+                return None
             except ConfigError as error:
-                store.set("job_store/folders/claimed", "true")  # the job has ended
+                store.set("job_store/folders/claimed", "{}")  # the job has ended
                 return error
 
         first, leader = jobs.run(body, NUM_RANKS)

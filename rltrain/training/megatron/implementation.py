@@ -27,7 +27,7 @@ def uses_transformer_engine(
     It has no fused attention over packed sequences in float32, which therefore takes the local layers, no layers of
     some architectures, and for sequences that ranks share out no heads of some sizes and numbers.
     """
-    obstacle = _obstacle_to_transformer_engine(model, device)
+    obstacle = obstacle_to_transformer_engine(model, device)
     if obstacle is None and architecture is not None and (mechanisms := local_mechanisms(architecture)):
         obstacle = (
             f"the model has {mechanisms[0]}, which rltrain trains by Megatron's local layers alone",
@@ -68,7 +68,7 @@ def check_dispatcher(architecture: Architecture, model: schema.Model, grid: Grid
         raise ConfigError(f"model.moe.dispatcher is deepep, but {problem}; set it to alltoall")
 
 
-def _obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
+def obstacle_to_transformer_engine(model: schema.Model, device: torch.device) -> tuple[str, str] | None:
     """(what is in its way, what would help)."""
     if model.dtype == "float32":
         return (

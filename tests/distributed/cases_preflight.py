@@ -1,0 +1,29 @@
+"""A program in the place of launch/train.py: a job whose second node is unlike the first, as `FAULT` says."""
+
+import os
+import sys
+from pathlib import Path
+
+FAULT, NODE = os.environ["FAULT"], os.environ["GROUP_RANK"]
+
+
+def disturb() -> None:
+    """This node, before the job begins."""
+    from rltrain.preflight import disks, statements
+
+    if NODE != "1":
+        return
+    if FAULT == "code":
+        statements.digest_of_code = lambda _: "another"
+    if FAULT == "full disk":
+        disks.LEAST_FREE_BYTES = 1 << 60
+    if FAULT == "folder":
+        os.chdir(os.environ["OTHER_FOLDER"])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from rltrain.command import main
+
+    disturb()
+    sys.exit(main(sys.argv[1:]))
