@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from datetime import timedelta
 
 import torch
@@ -39,6 +40,18 @@ class World:
     """Whether torchrun has started the job anew after an attempt that failed."""
     address: str = LOOPBACK
     """By which other nodes reach this one; of no use where there are none."""
+
+    @cached_property
+    def background(self) -> dist.Store:
+        """The store over a connection for all threads but the main one, whose waits hold up its own. Calls are short:
+        every connection of every rank is one that the server has."""
+        return self.store.clone()  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def node(self) -> range:
+        """The ranks of this one's node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.ranks_per_node)
 
     @property
     def backend(self) -> str:
@@ -80,7 +93,7 @@ def start_process_groups(world: World) -> None:
     _choose_gloo_interface(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("process_groups", world.store),
+        store=dist.PrefixStore("process_groups", world.store.clone()),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=TRANSPORT_TIMEOUT_S),

@@ -1,8 +1,9 @@
 """Moves experience between roles: from every source replica's owner straight to the ranks of each destination replica.
 
 Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
-the token counts of all groups. A message is a fixed-size header, sent even when nothing follows, and one buffer of
-bytes. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
+the token counts of all groups. A message is a fixed-size header and one buffer of bytes, which is left out where it
+would be empty: the counts of all groups come from the source's first owner alone, and most owners have nothing for most
+replicas of a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
 import math
@@ -76,20 +77,22 @@ class Exchange:
         if self.rank not in route.source.owners():
             return
         experience = shipment.experience.only(route.fields)
+        is_first = self.rank == route.source.owners()[0]
+        told_tokens = shipment.group_tokens if is_first else shipment.group_tokens[:0]
         replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
         works: list[dist.Work] = []
         kept: list[tuple[Tensor, Tensor]] = []
         for dp in range(route.destination.dp):
             samples = torch.nonzero(replicas[experience.group_ids] == dp).flatten()
-            part = Shipment(experience.only(route.fields).select(samples), shipment.group_tokens)
-            header, body = encode(part, route.fields)
-            kept.append((header, body))
+            part = Shipment(experience.select(samples), told_tokens)
+            messages = header, body = encode(part, route.fields)
+            kept.append(messages)
             for peer in route.destination.replica(dp):
                 if peer == self.rank:
                     self.to_self[route.position] = part
                     continue
-                works.append(started(dist.isend(header, peer, group=self.group, tag=route.tag(0))))
-                works.append(started(dist.isend(body, peer, group=self.group, tag=route.tag(1))))
+                for number, message in enumerate(messages[: 2 if len(body) else 1]):
+                    works.append(started(dist.isend(message, peer, group=self.group, tag=route.tag(number))))
         self.outbox[route.position] = (route, works, kept)
 
     def wait(self, route: Route) -> Shipment:
@@ -98,7 +101,7 @@ class Exchange:
         headers = {rank: torch.empty(header_length(route.fields), dtype=torch.int64) for rank in sources}
         self._receive(route, 0, headers)
         bodies = {rank: torch.empty(body_bytes(headers[rank], route.fields), dtype=torch.uint8) for rank in sources}
-        self._receive(route, 1, bodies)
+        self._receive(route, 1, {rank: body for rank, body in bodies.items() if len(body)})
         shipments = [decode(headers[rank], bodies[rank], route.fields) for rank in sources]
         if route.position in self.to_self:
             shipments.append(self.to_self.pop(route.position))
@@ -126,10 +129,10 @@ class Exchange:
 
 
 def joined(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, by group id. A copy."""
+    """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
     experience = join(part.experience for part in parts)
     by_group = torch.argsort(experience.group_ids, stable=True)
-    return Shipment(experience.select(by_group), parts[0].group_tokens.clone())
+    return Shipment(experience.select(by_group), max((part.group_tokens for part in parts), key=len).clone())
 
 
 def started(work: dist.Work | None) -> dist.Work:
