@@ -55,6 +55,16 @@ class Route:
         return FIRST_TAG + self.position * TAGS_PER_TRANSFER % NUM_TAGS + part
 
 
+@dataclass(frozen=True)
+class Posted:
+    """What this rank sends by a route: the works, and (header, body) by replica, which stay until these are done."""
+
+    route: Route
+    works: list[dist.Work]
+    messages: list[tuple[Tensor, Tensor]]
+    group_tokens: Tensor
+
+
 class Exchange:
     """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
 
@@ -68,7 +78,7 @@ class Exchange:
         self.group = group
         self.waiter = waiter
         self.serve = serve
-        self.outbox: dict[int, tuple[Route, list[dist.Work], list[tuple[Tensor, Tensor]]]] = {}
+        self.outbox: dict[int, Posted] = {}
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
@@ -93,7 +103,7 @@ class Exchange:
                     continue
                 for number, message in enumerate(messages[: 2 if len(body) else 1]):
                     works.append(started(dist.isend(message, peer, group=self.group, tag=route.tag(number))))
-        self.outbox[route.position] = (route, works, kept)
+        self.outbox[route.position] = Posted(route, works, kept, shipment.group_tokens)
 
     def wait(self, route: Route) -> Shipment:
         """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
@@ -109,8 +119,9 @@ class Exchange:
 
     def posted(self, position: int) -> Shipment:
         """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
-        route, _, messages = self.outbox[position]
-        return joined([decode(header, body, route.fields) for header, body in messages])
+        posted = self.outbox[position]
+        parts = joined([decode(header, body, posted.route.fields) for header, body in posted.messages])
+        return replace(parts, group_tokens=posted.group_tokens.clone())
 
     def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
         works = [
@@ -122,9 +133,10 @@ class Exchange:
         """Wait until the sends of these positions have been received, and free their buffers."""
         for position in transfers:
             if position in self.outbox:
-                route, works, _ = self.outbox[position]
-                peers = [r for dp in range(route.destination.dp) for r in route.destination.replica(dp)]
-                self.waiter.wait(works, f"delivery of {route.name}", peers, self.serve)
+                posted = self.outbox[position]
+                destination = posted.route.destination
+                peers = [rank for dp in range(destination.dp) for rank in destination.replica(dp)]
+                self.waiter.wait(posted.works, f"delivery of {posted.route.name}", peers, self.serve)
                 del self.outbox[position]
 
 
