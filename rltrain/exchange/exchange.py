@@ -2,8 +2,8 @@
 
 Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
 the token counts of all groups. A message is a fixed-size header and one buffer of bytes, which is left out where it
-would be empty: the counts of all groups come from the source's first owner alone, and most owners have nothing for most
-replicas of a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
+would be empty: a replica has the counts of all groups from one owner, and most owners have nothing for most replicas of
+a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
 import math
@@ -84,17 +84,17 @@ class Exchange:
     def post(self, route: Route, shipment: Shipment) -> None:
         """Send the route's fields without blocking, from an owner of the source; other ranks of a source replica
         have nothing to say."""
-        if self.rank not in route.source.owners():
+        owners = route.source.owners()
+        if self.rank not in owners:
             return
         experience = shipment.experience.only(route.fields)
-        is_first = self.rank == route.source.owners()[0]
-        told_tokens = shipment.group_tokens if is_first else shipment.group_tokens[:0]
         replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
         works: list[dist.Work] = []
         kept: list[tuple[Tensor, Tensor]] = []
         for dp in range(route.destination.dp):
             samples = torch.nonzero(replicas[experience.group_ids] == dp).flatten()
-            part = Shipment(experience.select(samples), told_tokens)
+            tells = owners[dp % len(owners)] == self.rank
+            part = Shipment(experience.select(samples), shipment.group_tokens if tells else shipment.group_tokens[:0])
             messages = header, body = encode(part, route.fields)
             kept.append(messages)
             for peer in route.destination.replica(dp):

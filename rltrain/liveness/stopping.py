@@ -54,8 +54,8 @@ class StopRequest:
         last_resort: Callable[[], str],
         looks_at: Collection[int] | None = None,
     ) -> None:
-        """`store` is for a thread's calls: World.background. `last_resort` says what is left if the job ends without saving.
-        `looks_at` are the ranks of which it finds out whether they are gone (None: all)."""
+        """`store` is for a thread's calls: World.background. `last_resort` says what is left if the job ends without
+        saving. `looks_at` are the ranks of which it finds out whether they are gone (None: all)."""
         self.ending = Ending(store, rank, len(observer.ranks))
         self._store = dist.PrefixStore("stop", store)
         self._observer = Observer(Board(store), len(observer.ranks), observer.limits)

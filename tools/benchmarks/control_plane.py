@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from control_plane_phases import PHASES, Cost, JobAtSize
+from control_plane_job import Cost, JobAtSize
+from control_plane_phases import PHASES
 from store_capacity import measure_capacity, measure_gloo
 
 FORETOLD_RANKS = 16384

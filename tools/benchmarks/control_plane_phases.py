@@ -3,23 +3,20 @@
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from control_plane_job import RANKS_PER_NODE, Cost, JobAtSize, cost_of, timed
 from counted_messages import Messages, counted_messages
-from counted_store import SharedStore, Traffic
+from counted_store import Traffic
 
 from rltrain.checkpoint.run.files import FileRecord
-from rltrain.checkpoint.run.folder import CheckpointFolder
 from rltrain.checkpoint.run.writer import Written
 from rltrain.checkpointing import Checkpointing
 from rltrain.cluster.attempts import join_attempt
@@ -27,10 +24,10 @@ from rltrain.cluster.grid import job_leader
 from rltrain.cluster.placement import placement_of, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.world import World
-from rltrain.config.schema import Config
+from rltrain.cluster.world import start_process_groups
 from rltrain.data.experience import Experience
 from rltrain.exchange.exchange import Exchange, Route, Shipment
+from rltrain.job import listen_for_stop
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending
 from rltrain.liveness.job_store import JobStore
@@ -48,140 +45,11 @@ from rltrain.schedule.steps import build_order, shortened
 from rltrain.tasks.roles import TRANSFERS
 from rltrain.trainer import Trainer
 
-RANKS_PER_NODE = 8
-TP, ENGINE_TP = 8, 2
-STEPS = 1000
 NOTHING = streams(np.zeros(0, TRANSFER), np.zeros(0, np.uint8))
 NOTHING_EXCHANGED = tuple(StageStreams(kind, NOTHING, NOTHING, NOTHING, np.zeros(0, int)) for kind in STAGES)
 WATCHED_S = 2.0
+LOOKS = 8
 WAITED_S = 5.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """None: not measured in this phase."""
-
-    QUANTITIES: ClassVar[tuple[str, ...]] = (
-        "seconds",
-        "megabytes",
-        "store_calls",
-        "most_store_calls",
-        "all_store_calls",
-        "all_store_bytes",
-        "messages",
-        "message_bytes",
-        "peers",
-        "communicators",
-    )
-    seconds: float = 0.0
-    """On the slowest rank looked at."""
-    megabytes: float = 0.0
-    """Of Python's objects, at most at a time, on one rank."""
-    store_calls: float = 0.0
-    """Mean of all ranks."""
-    most_store_calls: int = 0
-    """Of any rank."""
-    all_store_calls: int = 0
-    all_store_bytes: int = 0
-    messages: int = 0
-    """Of the rank that sends most."""
-    message_bytes: int = 0
-    peers: int = 0
-    communicators: int = 0
-    per_second: bool = False
-    """Whether calls are per second of the phase, not in all of it."""
-
-    def __str__(self) -> str:
-        found = [f"{name} {getattr(self, name):.4g}" for name in self.QUANTITIES if getattr(self, name)]
-        return ", ".join(found) + (" (per second)" if self.per_second else "")
-
-    def as_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-
-def cost_of(traffic: dict[int, Traffic], num_ranks: int, seconds: float = 0.0, per_s: float | None = None) -> Cost:
-    """`per_s`: the traffic is that of so many seconds."""
-    scale = 1.0 if per_s is None else 1 / per_s
-    calls = [one.num_operations * scale for one in traffic.values()]
-    return Cost(
-        seconds=seconds,
-        store_calls=sum(calls) / num_ranks,
-        most_store_calls=round(max(calls, default=0)),
-        all_store_calls=round(sum(calls)),
-        all_store_bytes=round(sum(one.num_bytes for one in traffic.values()) * scale),
-        per_second=per_s is not None,
-    )
-
-
-class JobAtSize:
-    """A job of `num_ranks`, all of whose ranks are in this process."""
-
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        self.size, self.folder = num_ranks, folder
-        self.shared = SharedStore()
-
-    @cached_property
-    def config(self) -> Config:
-        half, last = self.size // 2, self.size - 1
-        return Config.model_validate(
-            {
-                "steps": STEPS,
-                "output_dir": str(self.folder),
-                "placement": {"actor,reference": f"0-{half - 1}", "rollout,reward": f"{half}-{last}"},
-                "model": {"path": "model"},
-                "data": {"train": {"path": "train"}},
-                "actor": {"parallel": {"tp": TP}},
-                "reference": {"parallel": {"tp": TP}},
-                "rollout": {"parallel": {"tp": ENGINE_TP}},
-                "schedule": {"mode": "asynchronous", "max_staleness": 1},
-                "batch": {"prompts_per_step": self.size, "samples_per_prompt": 8},
-                "checkpoint": {"save_interval": 100},
-            }
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        """placement, grids, order: derived once for all ranks that need them."""
-        if name not in ("placement", "grids", "order"):
-            raise AttributeError(name)
-        self.placement = placement_of(self.config, self.size, RANKS_PER_NODE)
-        self.grids = role_grids(self.config, self.placement)
-        self.order = build_order(self.config, self.placement)
-        return self.__dict__[name]
-
-    def world(self, rank: int) -> World:
-        return World(
-            rank,
-            self.size,
-            rank % RANKS_PER_NODE,
-            RANKS_PER_NODE,
-            torch.device("cpu"),
-            dist.PrefixStore("attempt0", self.shared.client(rank)),
-            timeout_s=300.0,
-            timeouts=self.config.timeouts,
-        )
-
-    @cached_property
-    def job_stores(self) -> list[JobStore]:
-        """By rank."""
-        return [JobStore(self.world(rank), guarded=True) for rank in range(self.size)]
-
-    @cached_property
-    def watchdogs(self) -> list[Watchdog]:
-        """By rank, none of them started."""
-        return [
-            Watchdog(store.heartbeat, store.observer, store.world.store, self.folder) for store in self.job_stores
-        ]
-
-    def rank_first(self, rank: int) -> list[int]:
-        """All ranks, those first that others wait for."""
-        return [rank, *(other for other in range(self.size) if other != rank)]
-
-
-@contextmanager
-def timed() -> Iterator[Callable[[], float]]:
-    """Seconds since."""
-    begin = time.perf_counter()
-    yield lambda: time.perf_counter() - begin
 
 
 def derive(job: JobAtSize) -> Cost:
@@ -224,10 +92,13 @@ def connect(job: JobAtSize) -> Cost:
     job.shared.num_connections.clear()
     rank = job.size - 1
     world = job.world(rank)
-    Ending(world.store, rank, job.size)
+    Ending(world.background, rank, job.size)
     job_store = JobStore(world, guarded=True)
-    Watchdog(job_store.heartbeat, job_store.observer, world.store, job.folder)
+    Watchdog(job_store.heartbeat, job_store.observer, world.background, job.folder)
+    listen_for_stop(job_store, job.config).close()
     _checkpointing(job, job_store, rank)
+    with mock.patch.object(dist, "init_process_group"):
+        start_process_groups(world)
     job.shared.take()
     return Cost(communicators=job.shared.num_connections[rank])
 
@@ -272,7 +143,7 @@ def beat(job: JobAtSize) -> Cost:
         heartbeat.publish()
     job.shared.take()
     interval_s = heartbeats[0].interval_s
-    for _ in range(int(WATCHED_S)):
+    for _ in range(LOOKS):
         for heartbeat, watchdog in zip(heartbeats, watchdogs, strict=True):
             heartbeat.publish()
             watchdog._look()
@@ -281,17 +152,22 @@ def beat(job: JobAtSize) -> Cost:
         watchdogs[0]._look()
         seconds = since()
     job.shared.take()
-    return cost_of(traffic, job.size, seconds, per_s=int(WATCHED_S) * interval_s)
+    return cost_of(traffic, job.size, seconds, per_s=LOOKS * interval_s)
 
 
 def wait_for_value(job: JobAtSize) -> Cost:
     """All ranks wait for what one has yet to leave in the store. One of them is watched, and stands for all."""
     store = job.job_stores[1]
     key = "left late"
-    leaver = threading.Timer(WAITED_S, lambda: store.store.set(key, "1"))
+
+    def leave_late() -> None:
+        time.sleep(WAITED_S)
+        store.store.set(key, "1")
+
     job.shared.take()
-    leaver.start()
-    store.get(key, waiting_for="something")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(leave_late)
+        store.get(key, waiting_for="something")
     mine = job.shared.take()[1]
     return cost_of(dict.fromkeys(range(job.size), mine), job.size, per_s=WAITED_S)
 
@@ -349,6 +225,7 @@ def join_in_flight(job: JobAtSize) -> Cost:
         assert all(one.leader_has_entered() for one in engine)
         for one in engine:
             one.position = one._next[1] if one._next else 0
+            one._last_poll = 0.0
             assert one.is_due()
             one.join()
     return cost_of(job.shared.take(), job.size)
@@ -413,6 +290,7 @@ def _in_flight_sync(job: JobAtSize, rank: int, ranks: Sequence[int]) -> InFlight
         followers=ranks[1:],
         rank=rank,
         run=lambda position: None,
+        num_engines=job.grids["rollout"].dp,
     )
 
 

@@ -88,7 +88,7 @@ class CountedStore(dist.Store):
         self._note("delete", [key])
         return self._values.delete_key(key)
 
-    deleteKey = delete_key  # the name that torch looks for
+    deleteKey = delete_key  # noqa: N815 - the name that torch looks for
 
     def wait(self, keys: list[str], timeout: timedelta = WAIT) -> None:
         self._note("wait", keys)

@@ -4,9 +4,9 @@ import argparse
 import multiprocessing
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -72,11 +72,8 @@ def _make_group(num_ranks: int, is_lazy: bool) -> dict[str, float]:
         groups[rank].barrier().wait()
 
     begin = time.perf_counter()
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(make, range(num_ranks)))
     seconds = time.perf_counter() - begin
     traffic = shared.take().values()
     return {
@@ -99,11 +96,8 @@ def _ask(port: int, name: str) -> tuple[int, float]:
         clients[number].check(["absent"])  # what was set has come
 
     begin = time.perf_counter()
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        list(pool.map(run, range(NUM_CLIENTS)))
     return sum(calls), time.perf_counter() - begin
 
 

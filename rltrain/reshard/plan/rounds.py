@@ -68,7 +68,7 @@ def checksums(made: Streams) -> IntArray:
 
 
 def stream_numbers(made: Streams, stage: int, sources: IntArray | int, destinations: IntArray | int) -> int:
-    """The sum, of any size, over all streams of a number that depends on all there is to a stream, its ends among it."""
+    """The sum over all streams, in 64 bits, of a number that depends on all there is to a stream, its ends too."""
     mixed = checksums(made).view(np.uint64)
     for part in (stage, sources, destinations, made.num_bytes):
         mixed = _mix(mixed ^ np.broadcast_to(part, len(made.peers)).astype(np.uint64))
