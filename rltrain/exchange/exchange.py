@@ -9,6 +9,7 @@ a large job. Traffic is host memory over a gloo group, so it never holds a devic
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import FIELDS, WIDE, Experience, join
+from rltrain.errors import ExchangeError
 from rltrain.liveness.waiting import Waiter
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
@@ -154,39 +156,55 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Header [`header_length`] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded to
+    whole 8 bytes."""
     experience, group_tokens = shipment.experience, shipment.group_tokens
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
-    header = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    header = torch.cat([counts, torch.tensor([crc32(counts.numpy())])])
     return header, torch.cat([as_bytes(group_tokens), *map(as_bytes, values)])
 
 
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
-    """The inverse of `encode`."""
+    """The inverse of `encode`. Raises ExchangeError where they are of no shipment."""
+    if len(body) != body_bytes(header, fields):
+        raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
     shapes = [(torch.int64, header[2:3].tolist()), *shapes_of(header, fields)]
     padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
     group_tokens, *values = (
         piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         for piece, (dtype, shape) in zip(padded, shapes, strict=True)
     )
-    return Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
+    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
+    lengths = shipment.experience.lengths
+    if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
+        raise ExchangeError(
+            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all: they "
+            "were damaged on the way, or ranks run other versions of rltrain"
+        )
+    return shipment
 
 
 def header_length(fields: Sequence[str]) -> int:
-    return len(HEADER) + sum(name in WIDE for name in fields)
+    return len(HEADER) + sum(name in WIDE for name in fields) + 1
 
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
-    num_groups = header[2:3].tolist()
-    return padded_bytes(torch.int64, num_groups) + sum(
+    """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
+    if crc32(header[:-1].numpy()) != int(header[-1]):
+        raise ExchangeError(
+            f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
+            "ranks run other versions of rltrain"
+        )
+    return padded_bytes(torch.int64, header[2:3].tolist()) + sum(
         padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields)
     )
 
 
 def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
     """(dtype, shape) of each field's tensor."""
-    num_samples, num_tokens, _, *widths = header.tolist()
+    num_samples, num_tokens, _, *widths, _ = header.tolist()
     remaining = iter(widths)
     shapes = []
     for name in fields:

@@ -1,6 +1,5 @@
 """The control code of more ranks asks no more per rank of the store, and sends no more to each other rank."""
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
