@@ -16,7 +16,7 @@ from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.checkpoint.run.random_states import random_states
 from rltrain.checkpoint.run.writer import FilesWriter, Written
 from rltrain.errors import CheckpointError
-from rltrain.liveness.polling import poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.liveness.stopping import PAUSE
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
@@ -55,8 +55,7 @@ class Checkpointing:
         self.settings = job.config.checkpoint
         self.folder = CheckpointFolder(Path(job.config.checkpoint_dir))
         self.writer = FilesWriter(asynchronous=self.settings.asynchronous)
-        # The writing thread reports over a connection of its own.
-        self.store = dist.PrefixStore("checkpoint", job.world.store.clone())  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore("checkpoint", job.world.background)  # the writing thread reports too
         self.stopped_by: str | None = None
         """The signal, or the reason to pause, because of which the run ends at the boundary that this rank has come
         to."""
@@ -127,10 +126,11 @@ class Checkpointing:
 
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """`keys` are by the ranks that set them."""
-        missing = {rank: key for rank, key in keys.items() if not self.store.check([key])}
-        if missing:
+        if not self.store.check([*keys.values()]):
+            missing = {rank: key for rank, key in keys.items() if not self.store.check([key])}
             awaited, what = [*missing.values()], "the other ranks' files of a checkpoint"
-            poll(self.job.waiter, lambda: self.store.check(awaited) or None, what, [*missing])
+            every_s = poll_s(self.job.world.size)
+            poll(self.job.waiter, lambda: self.store.check(awaited) or None, what, [*missing], every_s=every_s)
 
     def _save(self, step: int) -> None:
         rank, cut, begin = self.job.world.rank, self.order.boundary(step), time.perf_counter()

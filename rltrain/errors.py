@@ -54,6 +54,10 @@ class StallError(UserError):
     """A wait ran past its limit; the message names the task, the step and the ranks waited for."""
 
 
+class ExchangeError(UserError):
+    """What a rank received of an experience is not what another one sent."""
+
+
 class DivergenceError(UserError):
     """A loss or gradient is not finite, or ranks that must agree do not."""
 

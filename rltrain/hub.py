@@ -32,7 +32,8 @@ DOUBLES = ["original/*", "consolidated*"]
 """The same weights once more, under other names."""
 SMALL_FILES = [".gitattributes", "config.json", "README.md"]
 """What is copied to learn which commit a revision is; the cache then knows it too. Repositories have the first one."""
-POLL_S = 0.2
+POLL_S, LOOKS_PER_S = 0.2, 2000
+"""Between two looks of a rank into the store, and of all ranks together at most."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,6 @@ class _Copies:
                     "the first rank of the node to copy it from the hub. Copy it beforehand (hf download) to the cache "
                     "that HF_HOME names, or raise that limit."
                 )
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, self.world.size / LOOKS_PER_S))
         told: dict[str, str] = json.loads(store.get(f"hub/{key}"))
         return told

@@ -55,7 +55,7 @@ def run_config(make_config: Callable[[], Config]) -> int:
     world = join_world(RENDEZVOUS_TIMEOUT_S)
     if world.device.type == "cpu":
         keep_freed_memory()
-    ending = Ending(world.store, world.rank, world.size)
+    ending = Ending(world.background, world.rank, world.size)
     end_job_by_threads(lambda name, error: ending.by(error, thread=name))
     logging.basicConfig(level=logging.WARNING, format=f"[rank {world.rank}] %(message)s")
     if world.local_rank:
@@ -130,13 +130,15 @@ def where_to_begin(
 
 def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
     """From here on the signals that ask the job to stop make it save first, where it saves anything."""
+    world = job_store.world
     stop = StopRequest(
-        job_store.world.rank,
-        job_store.world.store,
+        world.rank,
+        world.background,
         job_store.observer,
         saves=config.checkpoint.save_interval > 0,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
+        looks_at=range(world.size) if world.rank == 0 else {0, *world.node},
     )
     stop.listen()
     return stop
@@ -145,6 +147,6 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
 def start_watchdog(job_store: JobStore, config: Config) -> Watchdog:
     """From here on no wait of this rank is without a limit."""
     job_store.heartbeat.start()
-    watchdog = Watchdog(job_store.heartbeat, job_store.observer, job_store.world.store, Path(config.output_dir))
+    watchdog = Watchdog(job_store.heartbeat, job_store.observer, job_store.world.background, Path(config.output_dir))
     watchdog.start()
     return watchdog

@@ -245,6 +245,7 @@ class Trainer:
                 run=self._join_sync,
                 name=task,
                 has_room=drawing.has_room if isinstance(drawing, DrawingRole) else lambda: True,
+                num_engines=job.grids[SYNCED[task]].dp,
             )
             if isinstance(drawing, DrawingRole):
                 drawing.take_in_flight(found[task])

@@ -123,7 +123,7 @@ class HfFolder:
         try:
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): str(file) for name, file in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise self.error(f"{index} is not a safetensors index: {problem!r}") from None
 
     def open(self, file: str) -> Any:

@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,18 @@ class World:
     node: int = 0
     """In the order of torchrun's agents, which is that of the ranks; `node:` in a placement counts so."""
     num_nodes: int = 1
+
+    @cached_property
+    def background(self) -> dist.Store:
+        """The store over a connection for all threads but the main one, whose waits hold up its own. Calls are short:
+        every connection of every rank is one that the server has."""
+        return self.store.clone()  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def node(self) -> range:
+        """The ranks of this one's node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.ranks_per_node)
 
     @property
     def backend(self) -> str:
@@ -88,7 +101,7 @@ def start_process_groups(world: World, timeout_s: float = TRANSPORT_TIMEOUT_S) -
     _choose_gloo_interface(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("process_groups", world.store),
+        store=dist.PrefixStore("process_groups", world.store.clone()),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),

@@ -123,6 +123,8 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
         data = reader.read()
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(_describe_yaml_error(error, name)) from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: values are nested too deeply; expected a config") from error
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     return data, reader.origins

@@ -1,5 +1,7 @@
 """Which replica gets which prompt group, and which mini-batch which sample: pure functions of all there is."""
 
+from heapq import heapreplace
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,14 @@ def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) 
     `group_tokens` [groups] tokens of every group of a chunk; a block is a run of consecutive groups, so that every
     replica gets its share of each. Ties go to the lower id and index.
     """
-    num_groups = len(group_tokens)
+    num_groups, tokens = len(group_tokens), group_tokens.tolist()
     replicas = torch.zeros(num_groups, dtype=torch.int64)
     for block in torch.arange(num_groups).tensor_split(num_blocks):
-        load = [0] * num_replicas
-        for group in sorted(block.tolist(), key=lambda g: (-int(group_tokens[g]), g)):
-            lightest = load.index(min(load))
+        loads = [(0, replica) for replica in range(num_replicas)]  # a heap: the lightest first
+        for group in sorted(block.tolist(), key=lambda g: (-tokens[g], g)):
+            load, lightest = loads[0]
             replicas[group] = lightest
-            load[lightest] += int(group_tokens[group])
+            heapreplace(loads, (load + tokens[group], lightest))
     return replicas
 
 

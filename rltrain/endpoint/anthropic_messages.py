@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,7 +17,7 @@ from rltrain.endpoint.history import History
 from rltrain.endpoint.http_request import Body, answer_to, read_json, repetition, session_of, wait_for
 from rltrain.endpoint.openai_fields import Positive, stop_strings_of
 from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.refused import Refused, invalid, unsupported
+from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
 from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked
@@ -68,15 +68,17 @@ class MessagesRequest(PromptFields):
         )
 
 
-def text_of_blocks(content: str | Sequence[Block], where: str) -> str:
-    """Raises Refused for blocks of other types."""
+def text_of_blocks(content: object, where: str) -> str:
+    """Raises Refused for what is no text, and for blocks of other types."""
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise invalid(f"{where}: expected a text or a list of blocks", where)
     texts = []
-    for block in content:
+    for block in (object_in(block, where) for block in content):
         if block.get("type") != "text":
             raise unsupported(where, block.get("type"), "blocks of text")
-        texts.append(block.get("text") or "")
+        texts.append(text_in(block, where))
     return "\n".join(texts)
 
 
@@ -97,7 +99,7 @@ def _chat_messages(message: Block, where: str) -> Iterator[dict[str, Any]]:
         return
     texts: list[Block] = []
     calls: list[dict[str, Any]] = []
-    for block in content:
+    for block in (object_in(block, f"{where}.content") for block in content):
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             result = text_of_blocks(block.get("content") or "", f"{where}.content")

@@ -20,7 +20,7 @@ from rltrain.endpoint.http_request import Body, answer_to, read_json, repetition
 from rltrain.endpoint.openai_chat import message_of, offered
 from rltrain.endpoint.openai_fields import Positive, openai_error
 from rltrain.endpoint.opening import ChatOpening, Reply
-from rltrain.endpoint.refused import Refused, invalid, unsupported
+from rltrain.endpoint.refused import Refused, invalid, object_in, text_in, unsupported
 from rltrain.endpoint.sampling_rules import AskedSampling
 from rltrain.endpoint.service import Service
 from rltrain.endpoint.session import Asked, Session
@@ -114,10 +114,10 @@ def _text_of(content: object) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in content if isinstance(content, list) else ():
+    for part in (object_in(part, "input") for part in (content if isinstance(content, list) else ())):
         if part.get("type") not in MESSAGE_PARTS:
             raise unsupported("input", part.get("type"), "parts of text")
-        texts.append(part.get("text") or "")
+        texts.append(text_in(part, "input"))
     return "".join(texts)
 
 

@@ -1,6 +1,8 @@
 """Requests that are not answered, and why, whichever API they came by."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 
 class Refused(Exception):  # noqa: N818 - names what happened
@@ -14,6 +16,21 @@ class Refused(Exception):  # noqa: N818 - names what happened
 def invalid(message: str, param: str | None = None, code: str | None = None) -> Refused:
     """The request is wrong, and would be whenever it came."""
     return Refused(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def object_in(part: object, where: str) -> Mapping[str, Any]:
+    """`part` of a list of JSON objects. Raises Refused where it is none."""
+    if not isinstance(part, Mapping):
+        raise invalid(f"{where}: got {str(part)[:80]!r}; expected an object", where)
+    return part
+
+
+def text_in(part: Mapping[str, Any], where: str) -> str:
+    """The text of a part of a message, "" where it has none. Raises Refused where that is no text."""
+    text = part.get("text") or ""
+    if not isinstance(text, str):
+        raise invalid(f"{where}: got {str(text)[:80]!r} as text; expected a string", where)
+    return text
 
 
 def unsupported(param: str, given: object, expected: str) -> Refused:

@@ -1,13 +1,15 @@
 """Moves experience between roles: from every source replica's owner straight to the ranks of each destination replica.
 
 Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
-the token counts of all groups. A message is a fixed-size header, sent even when nothing follows, and one buffer of
-bytes. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
+the token counts of all groups. A message is a fixed-size header and one buffer of bytes, which is left out where it
+would be empty: a replica has the counts of all groups from one owner, and most owners have nothing for most replicas of
+a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor
 from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import FIELDS, WIDE, Experience, join
+from rltrain.errors import ExchangeError
 from rltrain.liveness.waiting import Waiter
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
@@ -54,6 +57,16 @@ class Route:
         return FIRST_TAG + self.position * TAGS_PER_TRANSFER % NUM_TAGS + part
 
 
+@dataclass(frozen=True)
+class Posted:
+    """What this rank sends by a route: the works, and (header, body) by replica, which stay until these are done."""
+
+    route: Route
+    works: list[dist.Work]
+    messages: list[tuple[Tensor, Tensor]]
+    group_tokens: Tensor
+
+
 class Exchange:
     """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
 
@@ -67,13 +80,14 @@ class Exchange:
         self.group = group
         self.waiter = waiter
         self.serve = serve
-        self.outbox: dict[int, tuple[Route, list[dist.Work], list[tuple[Tensor, Tensor]]]] = {}
+        self.outbox: dict[int, Posted] = {}
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
         """Send the route's fields without blocking, from an owner of the source; other ranks of a source replica
         have nothing to say."""
-        if self.rank not in route.source.owners():
+        owners = route.source.owners()
+        if self.rank not in owners:
             return
         experience = shipment.experience.only(route.fields)
         replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
@@ -81,16 +95,17 @@ class Exchange:
         kept: list[tuple[Tensor, Tensor]] = []
         for dp in range(route.destination.dp):
             samples = torch.nonzero(replicas[experience.group_ids] == dp).flatten()
-            part = Shipment(experience.only(route.fields).select(samples), shipment.group_tokens)
-            header, body = encode(part, route.fields)
-            kept.append((header, body))
+            tells = owners[dp % len(owners)] == self.rank
+            part = Shipment(experience.select(samples), shipment.group_tokens if tells else shipment.group_tokens[:0])
+            messages = header, body = encode(part, route.fields)
+            kept.append(messages)
             for peer in route.destination.replica(dp):
                 if peer == self.rank:
                     self.to_self[route.position] = part
                     continue
-                works.append(started(dist.isend(header, peer, group=self.group, tag=route.tag(0))))
-                works.append(started(dist.isend(body, peer, group=self.group, tag=route.tag(1))))
-        self.outbox[route.position] = (route, works, kept)
+                for number, message in enumerate(messages[: 2 if len(body) else 1]):
+                    works.append(started(dist.isend(message, peer, group=self.group, tag=route.tag(number))))
+        self.outbox[route.position] = Posted(route, works, kept, shipment.group_tokens)
 
     def wait(self, route: Route) -> Shipment:
         """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
@@ -98,7 +113,7 @@ class Exchange:
         headers = {rank: torch.empty(header_length(route.fields), dtype=torch.int64) for rank in sources}
         self._receive(route, 0, headers)
         bodies = {rank: torch.empty(body_bytes(headers[rank], route.fields), dtype=torch.uint8) for rank in sources}
-        self._receive(route, 1, bodies)
+        self._receive(route, 1, {rank: body for rank, body in bodies.items() if len(body)})
         shipments = [decode(headers[rank], bodies[rank], route.fields) for rank in sources]
         if route.position in self.to_self:
             shipments.append(self.to_self.pop(route.position))
@@ -106,8 +121,9 @@ class Exchange:
 
     def posted(self, position: int) -> Shipment:
         """What this rank posted there, in the fields that travel: a copy. Until it is retired."""
-        route, _, messages = self.outbox[position]
-        return joined([decode(header, body, route.fields) for header, body in messages])
+        posted = self.outbox[position]
+        parts = joined([decode(header, body, posted.route.fields) for header, body in posted.messages])
+        return replace(parts, group_tokens=posted.group_tokens.clone())
 
     def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
         works = [
@@ -119,17 +135,18 @@ class Exchange:
         """Wait until the sends of these positions have been received, and free their buffers."""
         for position in transfers:
             if position in self.outbox:
-                route, works, _ = self.outbox[position]
-                peers = [r for dp in range(route.destination.dp) for r in route.destination.replica(dp)]
-                self.waiter.wait(works, f"delivery of {route.name}", peers, self.serve)
+                posted = self.outbox[position]
+                destination = posted.route.destination
+                peers = [rank for dp in range(destination.dp) for rank in destination.replica(dp)]
+                self.waiter.wait(posted.works, f"delivery of {posted.route.name}", peers, self.serve)
                 del self.outbox[position]
 
 
 def joined(parts: Sequence[Shipment]) -> Shipment:
-    """All samples of parts of one shipment, by group id. A copy."""
+    """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
     experience = join(part.experience for part in parts)
     by_group = torch.argsort(experience.group_ids, stable=True)
-    return Shipment(experience.select(by_group), parts[0].group_tokens.clone())
+    return Shipment(experience.select(by_group), max((part.group_tokens for part in parts), key=len).clone())
 
 
 def started(work: dist.Work | None) -> dist.Work:
@@ -139,39 +156,55 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Header [`header_length`] int64 and body [bytes] uint8: group_tokens, then each field, padded to whole 8 bytes."""
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded to
+    whole 8 bytes."""
     experience, group_tokens = shipment.experience, shipment.group_tokens
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
-    header = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
+    header = torch.cat([counts, torch.tensor([crc32(counts.numpy())])])
     return header, torch.cat([as_bytes(group_tokens), *map(as_bytes, values)])
 
 
 def decode(header: Tensor, body: Tensor, fields: Sequence[str]) -> Shipment:
-    """The inverse of `encode`."""
+    """The inverse of `encode`. Raises ExchangeError where they are of no shipment."""
+    if len(body) != body_bytes(header, fields):
+        raise ExchangeError(f"{len(body)} bytes of experience arrived; expected {body_bytes(header, fields)}")
     shapes = [(torch.int64, header[2:3].tolist()), *shapes_of(header, fields)]
     padded = torch.split(body, [padded_bytes(dtype, shape) for dtype, shape in shapes])
     group_tokens, *values = (
         piece[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
         for piece, (dtype, shape) in zip(padded, shapes, strict=True)
     )
-    return Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
+    shipment = Shipment(Experience(**dict(zip(fields, values, strict=True))), group_tokens)
+    lengths = shipment.experience.lengths
+    if bool((lengths < 0).any()) or int(lengths.sum()) != int(header[1]):
+        raise ExchangeError(
+            f"samples of {lengths.tolist()[:8]} tokens arrived (the first 8); expected {int(header[1])} in all: they "
+            "were damaged on the way, or ranks run other versions of rltrain"
+        )
+    return shipment
 
 
 def header_length(fields: Sequence[str]) -> int:
-    return len(HEADER) + sum(name in WIDE for name in fields)
+    return len(HEADER) + sum(name in WIDE for name in fields) + 1
 
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
-    num_groups = header[2:3].tolist()
-    return padded_bytes(torch.int64, num_groups) + sum(
+    """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
+    if crc32(header[:-1].numpy()) != int(header[-1]):
+        raise ExchangeError(
+            f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
+            "ranks run other versions of rltrain"
+        )
+    return padded_bytes(torch.int64, header[2:3].tolist()) + sum(
         padded_bytes(dtype, shape) for dtype, shape in shapes_of(header, fields)
     )
 
 
 def shapes_of(header: Tensor, fields: Sequence[str]) -> list[tuple[torch.dtype, list[int]]]:
     """(dtype, shape) of each field's tensor."""
-    num_samples, num_tokens, _, *widths = header.tolist()
+    num_samples, num_tokens, _, *widths, _ = header.tolist()
     remaining = iter(widths)
     shapes = []
     for name in fields:

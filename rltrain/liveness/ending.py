@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rltrain.errors import UserError
 from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.liveness.store_waits import wait_briefly
 from rltrain.system.processes import has_ended
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,8 @@ USER_ERROR, FAILED = 2, 1
 
 MESSAGE_GRACE_S = 5.0
 QUIET_GRACE_S = 3.0
-POLL_S = 0.05
 
-FAILURE, PRINTED = "failure", "failure_printed"
+NEAR, CLAIMED, FAILURE, PRINTED = "end_is_near", "failure_claimed", "failure", "failure_printed"
 
 
 class Ending:
@@ -39,8 +39,8 @@ class Ending:
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
-        """`store` is only copied."""
-        self.store = store.clone()  # type: ignore[attr-defined]
+        """`store` is for calls from any thread: World.background."""
+        self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
 
@@ -76,11 +76,22 @@ class Ending:
             _exit(FAILED)
 
     @property
+    def is_near(self) -> bool:
+        """Whether a rank ends the job, or is about to: what every rank asks all the time."""
+        return bool(self.store.check([NEAR]))
+
+    def come_near(self) -> None:
+        """This rank is about to end the job."""
+        self.store.set(NEAR, "1")
+
+    @property
     def has_begun(self) -> bool:
         """Whether a rank ends the job."""
         return bool(self.store.check([FAILURE]))
 
     def _with_message(self, message: str, status: int, summary: str, before_printing: Callable[[], None]) -> NoReturn:
+        self.come_near()
+        self._follow_whoever_was_first()
         others = self._running()
         if lost := [beat for beat in others if has_ended(beat.process)]:
             summary = _name(lost)
@@ -101,6 +112,12 @@ class Ending:
         self.store.set(PRINTED, "1")
         wait_briefly(self.store, [_quiet(beat.rank) for beat in others if beat not in lost], QUIET_GRACE_S)
         _exit(status)
+
+    def _follow_whoever_was_first(self) -> None:
+        """Return on the first rank to come here, and where that was killed on its way."""
+        first = self.store.compare_set(CLAIMED, "", str(self.rank)).decode()
+        if first != str(self.rank) and wait_briefly(self.store, [FAILURE], MESSAGE_GRACE_S):
+            self._follow(json.loads(self.store.get(FAILURE)))
 
     def _follow(self, failure: dict[str, Any]) -> NoReturn:
         _close_mouth()
@@ -130,16 +147,6 @@ class Ending:
 def end_quietly() -> NoReturn:
     """End this process at once and well, without tearing anything down."""
     _exit(0)
-
-
-def wait_briefly(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Until all `keys` are in the store, but no longer than `seconds`; whether they are."""
-    deadline = time.monotonic() + seconds
-    while keys and not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 _the_end = threading.RLock()

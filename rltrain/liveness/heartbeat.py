@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -77,14 +78,16 @@ class Heartbeat:
     groups in which members begin unequal numbers of transfers.
     """
 
-    def __init__(self, rank: int, store: dist.Store, interval_s: float = INTERVAL_S) -> None:
-        """The thread talks over a connection of its own: a store serves one call of a connection at a time."""
+    def __init__(
+        self, rank: int, store: dist.Store, interval_s: float = INTERVAL_S, background: dist.Store | None = None
+    ) -> None:
+        """The thread talks over `background`: a store serves one call of a connection at a time."""
         self.rank = rank
         self.interval_s = interval_s
         self.sequences: Callable[[], Mapping[str, int]] | None = None
         self.task_clock = TaskClock()
         self.board = Board(store)
-        self._thread_board = Board(store.clone())  # type: ignore[attr-defined]
+        self._thread_board = Board(store if background is None else background)
         self._task = Beat(rank, since=time.time())
         self._progress = 0
         self._progressed_at = time.monotonic()
@@ -183,21 +186,44 @@ class Heartbeat:
             self.publish()
 
 
+class Posted(NamedTuple):
+    """A beat as it stands in the store: `alive` can be read of thousands before the rest of one is."""
+
+    rank: int
+    alive: int
+    text: bytes
+
+    def beat(self) -> Beat:
+        return Beat.decoded(self.text) if self.text else Beat(self.rank)
+
+
 class Board:
     """The latest beat of every rank, in the store."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = dist.PrefixStore("heartbeat", store)
+        self._come: set[int] = set()
+        """Ranks that have published one."""
 
     def put(self, beat: Beat) -> None:
-        self.store.set(str(beat.rank), beat.encoded())
+        self.store.set(str(beat.rank), f"{beat.alive} {beat.encoded()}")
 
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """The beats of `ranks`; one that has published none yet is starting."""
-        missing = {} if self.store.check([str(rank) for rank in ranks]) else self._missing(ranks)
+        return {posted.rank: posted.beat() for posted in self.posted(ranks)}
+
+    def posted(self, ranks: Sequence[int]) -> list[Posted]:
+        """The same, as they stand there; those that have published none come first."""
+        missing = self._missing([rank for rank in ranks if rank not in self._come])
         present = [rank for rank in ranks if rank not in missing]
         texts = self.store.multi_get([str(rank) for rank in present]) if present else []
-        return missing | {rank: Beat.decoded(text) for rank, text in zip(present, texts, strict=True)}
+        parts = ((rank, *text.split(b" ", 1)) for rank, text in zip(present, texts, strict=True))
+        return [Posted(rank, 0, b"") for rank in missing] + [Posted(rank, int(n), text) for rank, n, text in parts]
 
-    def _missing(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        return {rank: Beat(rank) for rank in ranks if not self.store.check([str(rank)])}
+    def _missing(self, ranks: Sequence[int]) -> set[int]:
+        if not ranks or self.store.check([str(rank) for rank in ranks]):
+            missing = set[int]()
+        else:
+            missing = {rank for rank in ranks if not self.store.check([str(rank)])}
+        self._come.update(rank for rank in ranks if rank not in missing)
+        return missing

@@ -12,12 +12,12 @@ from rltrain.errors import StallError
 from rltrain.liveness.heartbeat import Heartbeat
 from rltrain.liveness.observer import Observer
 from rltrain.liveness.stall import what_it_does
+from rltrain.liveness.store_waits import wait_briefly
 
-POLL_S = 0.005
-POLL_SHARE = 0.01
-"""Of the time that a wait has lasted, between two looks for what it is for."""
 LOOK_S = 1.0
 """Between two looks at the heartbeats of the ranks waited for."""
+GUARDED_LOOK_S = 10.0
+"""As long a wait goes on at the store where a watchdog looks at them."""
 
 
 class JobStore:
@@ -31,7 +31,7 @@ class JobStore:
         self.world = world
         self.guarded = guarded
         self.store = dist.PrefixStore("job_store", world.store)
-        self.heartbeat = Heartbeat(world.rank, world.store)
+        self.heartbeat = Heartbeat(world.rank, world.store, background=world.background)
         self.observer = Observer(self.heartbeat.board, world.size, world.timeouts)
 
     def put(self, key: str, value: Any) -> None:
@@ -68,11 +68,6 @@ class JobStore:
             raise StallError(f"{describe()}: {stall}")
 
     def _wait_for(self, key: str, waiting_for: str) -> None:
-        start = time.monotonic()
-        next_look = start + LOOK_S
         with self.heartbeat.waiting(waiting_for, ()):
-            while not self.has(key):
-                time.sleep(max(POLL_S, min((time.monotonic() - start) * POLL_SHARE, LOOK_S)))
-                if time.monotonic() >= next_look:
-                    next_look += LOOK_S
-                    self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")
+            while not wait_briefly(self.store, [key], GUARDED_LOOK_S if self.guarded else LOOK_S):
+                self.end_wait_in_vain(lambda: f"rank {self.world.rank} waits for {waiting_for}")

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Collection
 
 from rltrain.config.schema import Timeouts
-from rltrain.liveness.heartbeat import Beat, Board
-from rltrain.liveness.stall import RankStatus, Stall, find_stall
+from rltrain.liveness.heartbeat import Board, Posted
+from rltrain.liveness.stall import RankStatus, Stall, find_stall, forbids_a_stall
 
 MOST_BETWEEN_LOOKS_S = 2.0
 """Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
@@ -30,22 +30,43 @@ class Observer:
         """Rank -> its last beat's number, and the seconds for which there has been no other."""
         self._looked_at: dict[int, float] = {}
         self._looking = threading.Lock()
+        self._witness = 0
+        """The rank whose beat was the last to show that there is no stall."""
 
     def look(self, ranks: Collection[int]) -> dict[int, RankStatus]:
         """How `ranks` stand now."""
-        beats = self.board.read(list(ranks))
-        now = self.clock()
-        with self._looking:
-            return {rank: self._status(beat, now) for rank, beat in sorted(beats.items())}
+        seen = self._see(ranks)
+        return {rank: _status(*seen[rank]) for rank in sorted(seen)}
 
     def find_stall(self) -> Stall | None:
-        """The stall of the job, or None while there is none."""
-        return find_stall(self.look(self.ranks).values(), self.limits)
+        """The stall of the job, or None while there is none.
 
-    def _status(self, beat: Beat, now: float) -> RankStatus:
-        number, silent_s = self._seen.get(beat.rank, (-1, 0.0))
-        since_last_look = min(now - self._looked_at.get(beat.rank, now), MOST_BETWEEN_LOOKS_S)
-        silent_s = 0.0 if number != beat.alive else silent_s + since_last_look
-        self._seen[beat.rank] = (beat.alive, silent_s)
-        self._looked_at[beat.rank] = now
-        return RankStatus(beat, still_s=beat.still_s + silent_s, silent_s=silent_s)
+        Beats are read to the end until one of them rules a stall out: usually the one that did so last time.
+        """
+        seen, statuses = self._see(self.ranks), dict[int, RankStatus]()
+        for rank in (self._witness, *self.ranks):
+            status = statuses[rank] = _status(*seen[rank])
+            if forbids_a_stall(status, self.limits):
+                self._witness = rank
+                return None
+        return find_stall(statuses.values(), self.limits)
+
+    def _see(self, ranks: Collection[int]) -> dict[int, tuple[Posted, float]]:
+        """By rank, its beat, and for how many seconds there has been no other."""
+        found = self.board.posted(list(ranks))
+        now = self.clock()
+        with self._looking:
+            return {posted.rank: (posted, self._silent_s(posted, now)) for posted in found}
+
+    def _silent_s(self, posted: Posted, now: float) -> float:
+        number, silent_s = self._seen.get(posted.rank, (-1, 0.0))
+        since_last_look = min(now - self._looked_at.get(posted.rank, now), MOST_BETWEEN_LOOKS_S)
+        silent_s = 0.0 if number != posted.alive else silent_s + since_last_look
+        self._seen[posted.rank] = (posted.alive, silent_s)
+        self._looked_at[posted.rank] = now
+        return silent_s
+
+
+def _status(posted: Posted, silent_s: float) -> RankStatus:
+    beat = posted.beat()
+    return RankStatus(beat, still_s=beat.still_s + silent_s, silent_s=silent_s)

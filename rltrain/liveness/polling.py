@@ -7,8 +7,15 @@ from typing import TypeVar
 from rltrain.liveness.waiting import Waiter
 
 POLL_S = 0.002
+LOOKS_PER_S = 10_000
+"""Of all ranks together that look into the store for something: a fraction of what one server answers."""
 
 Found = TypeVar("Found")
+
+
+def poll_s(num_looking: int) -> float:
+    """Between two looks of one of so many ranks that may look at the same time."""
+    return max(POLL_S, num_looking / LOOKS_PER_S)
 
 
 def poll(
@@ -17,18 +24,25 @@ def poll(
     what: str,
     ranks: Sequence[int],
     serve: Callable[[], None] | None = None,
+    every_s: float = POLL_S,
 ) -> Found:
-    """What `look` finds, as soon as it finds something; the other arguments and errors are those of Waiter.until."""
+    """What `look` finds, as soon as it finds something. It is called every `every_s`: `poll_s` where it asks the store.
+    The other arguments and errors are those of Waiter.until."""
     found: list[Found] = []
+    next_look = 0.0
 
     def arrived(seconds: float) -> bool:
+        nonlocal next_look
         deadline = time.monotonic() + seconds
-        while (result := look()) is None:
+        while True:
+            if time.monotonic() >= next_look:
+                if (result := look()) is not None:
+                    found.append(result)
+                    return True
+                next_look = time.monotonic() + every_s
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(POLL_S)
-        found.append(result)
-        return True
+            time.sleep(max(min(next_look, deadline) - time.monotonic(), 0))
 
     waiter.until(arrived, what, ranks, serve)
     return found[0]

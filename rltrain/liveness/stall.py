@@ -94,6 +94,12 @@ def find_stall(statuses: Iterable[RankStatus], limits: Timeouts) -> Stall | None
     return Stall(culprit, waiters, limit, is_silent(culprit, limits))
 
 
+def forbids_a_stall(status: RankStatus, limits: Timeouts) -> bool:
+    """Whether there is none, whatever the other ranks say: this one got on within every limit."""
+    shortest_s = min([limits.no_progress_s, *limits.tasks.values()])
+    return status.still_s <= shortest_s and not _is_gone(status, limits)
+
+
 def _is_gone(status: RankStatus, limits: Timeouts) -> bool:
     """Nothing more is to be expected of it, without its having finished."""
     return not status.beat.finished and is_silent(status, limits)

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -52,12 +52,14 @@ class StopRequest:
         saves: bool,
         within_s: float,
         last_resort: Callable[[], str],
+        looks_at: Collection[int] | None = None,
     ) -> None:
-        """`store` and `observer`'s are only copied. `last_resort` says what is left if the job ends without saving."""
+        """`store` is for a thread's calls: World.background. `last_resort` says what is left if the job ends without
+        saving. `looks_at` are the ranks of which it finds out whether they are gone (None: all)."""
         self.ending = Ending(store, rank, len(observer.ranks))
-        self._store = dist.PrefixStore("stop", store.clone())  # type: ignore[attr-defined]
-        self._job_store = store.clone()  # type: ignore[attr-defined]
-        self._observer = Observer(Board(self._job_store), len(observer.ranks), observer.limits)
+        self._store = dist.PrefixStore("stop", store)
+        self._observer = Observer(Board(store), len(observer.ranks), observer.limits)
+        self._looks_at = observer.ranks if looks_at is None else looks_at
         self.saves = saves
         self.within_s = within_s
         self._last_resort = last_resort
@@ -151,7 +153,7 @@ class StopRequest:
             os._exit(128 + requested)
 
     def _others_are_gone(self) -> bool:
-        statuses = self._observer.look(self._observer.ranks)
+        statuses = self._observer.look(self._looks_at)
         ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
         statuses |= self._observer.look(ended)  # what they said last: one that has just finished is not lost
         return any(

@@ -18,6 +18,10 @@ SERVE_S = 0.005
 """Between two calls of `serve`."""
 
 
+MOST_DESCRIBED = 8
+"""Ranks of which a report says what they do: the heartbeats of all of them are for one rank to read."""
+
+
 class Waiter:
     """How this rank waits for others, and reports what they do every `report_s`. For one thread at a time."""
 
@@ -77,9 +81,10 @@ class Waiter:
 
     def _describe(self, what: str, ranks: Sequence[int]) -> str:
         others = ranks or [rank for rank in range(self.job_store.world.size) if rank != self.rank]
-        beats = self.job_store.heartbeat.board.read(others)
-        activity = "; ".join(f"rank {rank} {what_it_does(beat)}" for rank, beat in sorted(beats.items()))
-        return f"rank {self.rank} waits at {what}: {activity}"
+        beats = self.job_store.heartbeat.board.read(others[:MOST_DESCRIBED])
+        activity = [f"rank {rank} {what_it_does(beat)}" for rank, beat in sorted(beats.items())]
+        more = [f"and {len(others) - len(beats)} more ranks"] if len(others) > len(beats) else []
+        return f"rank {self.rank} waits at {what}: {'; '.join([*activity, *more])}"
 
 
 def _drain(works: Sequence[dist.Work], finished: threading.Event, failures: list[Exception]) -> None:

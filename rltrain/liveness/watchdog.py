@@ -3,21 +3,25 @@
 import json
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain.liveness.ending import MESSAGE_GRACE_S, USER_ERROR, Ending, wait_briefly
+from rltrain.liveness.ending import MESSAGE_GRACE_S, USER_ERROR, Ending
 from rltrain.liveness.heartbeat import INTERVAL_S, Board, Heartbeat
 from rltrain.liveness.observer import Observer
 from rltrain.liveness.stacks import describe_threads
 from rltrain.liveness.stall import is_silent, what_it_does
+from rltrain.liveness.store_waits import wait_briefly
 from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
 
 STALL = "stall"
+RANKS_AT_ONCE = 64
+"""As many look at rank 0 every time; the next as many every other time, and so on: whoever would judge soon looks
+often. As many are looked at together where it does not run."""
 
 
 class Watchdog:
@@ -39,14 +43,15 @@ class Watchdog:
         output_dir: Path,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`store` and `observer`'s are only copied: the thread talks over a connection of its own."""
+        """`store` is for the thread's calls: World.background."""
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
-        self.store = store.clone()  # type: ignore[attr-defined]
+        self.store = store
         self.ending = Ending(store, self.rank, len(observer.ranks))
         self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits)
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
+        self._num_looks = 0
         self._ended = threading.Event()
         self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
 
@@ -64,18 +69,27 @@ class Watchdog:
             self._look()
 
     def _look(self) -> None:
-        if self.store.check([STALL]):
-            self._end(json.loads(self.store.get(STALL)))
-        elif self.ending.has_begun:
-            self.ending.follow()
+        if self.ending.is_near:
+            if self.store.check([STALL]):
+                self._end(json.loads(self.store.get(STALL)))
+            elif self.ending.has_begun:
+                self.ending.follow()
         elif self._judges() and (stall := self.observer.find_stall()):
+            self.ending.come_near()
             self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(stall)))))
 
     def _judges(self) -> bool:
-        """Where rank 0 does not run all others look at each other: one read by each, for as long as that lasts."""
-        if self.rank == 0 or self._running([0]):
-            return self.rank == 0
-        return not self._running(range(self.rank))
+        """Whether no lower rank runs. Of those the lowest are looked at, and the next where none of these does."""
+        if self.rank == 0:
+            return True
+        self._num_looks += 1
+        if self._num_looks % (1 + self.rank // RANKS_AT_ONCE):
+            return False
+        return not self._running([0]) and not any(map(self._running, self._lower_ranks()))
+
+    def _lower_ranks(self) -> Iterator[range]:
+        for first in range(0, self.rank, RANKS_AT_ONCE):
+            yield range(first, min(first + RANKS_AT_ONCE, self.rank))
 
     def _end(self, verdict: str) -> None:
         self._write_stacks(verdict)

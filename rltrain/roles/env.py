@@ -12,7 +12,7 @@ from rltrain.environments.factory import EnvironmentFactory
 from rltrain.environments.host import EnvironmentHost
 from rltrain.environments.service import EnvironmentService
 from rltrain.errors import ConfigError
-from rltrain.liveness.polling import poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.roles.role import Job, Role
 from rltrain.tasks.roles import trained_roles
@@ -155,6 +155,7 @@ class Env(Role):
             f"{what} of the engines",
             rollout.ranks,
             self.serve,
+            poll_s(len(self.grid.ranks)),
         )
 
     @property

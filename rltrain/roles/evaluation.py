@@ -10,7 +10,7 @@ from rltrain.checkpoint.hf import save_checkpoint
 from rltrain.checkpoint.run.files import Contents
 from rltrain.evaluation.best import BEST_FILE, BEST_FOLDER, Best
 from rltrain.evaluation.verdicts import best_verdict_of
-from rltrain.liveness.polling import poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.rewards.combined import CombinedScorer
 from rltrain.roles.drawing import DrawingRole
 from rltrain.roles.evaluation_scoring import EvaluationScoring
@@ -77,7 +77,8 @@ class Evaluation(DrawingRole):
             return
         job_store, key = self.job.job_store, best_verdict_of(step)
         what = f"the verdict of rank {self.leader} at step {step}"
-        poll(self.job.waiter, lambda: job_store.has(key) or None, what, [self.leader], self.serve)
+        every_s = poll_s(self.grid.tp)
+        poll(self.job.waiter, lambda: job_store.has(key) or None, what, [self.leader], self.serve, every_s)
         if verdict := job_store.get(key, waiting_for=what):
             self._save(step, Best(**verdict))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rltrain.liveness.polling import poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.roles.role import Job
 
 
@@ -25,9 +25,8 @@ class RankRecords:
         if rank != self.ranks[0]:
             return []
         others = [other for other in keys if other != rank]
-        poll(
-            self.job.waiter, lambda: job_store.has(*keys.values()) or None, f"the rewards of step {step}", others, serve
-        )
+        what, every_s = f"the rewards of step {step}", poll_s(len(keys))
+        poll(self.job.waiter, lambda: job_store.has(*keys.values()) or None, what, others, serve, every_s)
         gathered = [job_store.get(key, waiting_for=key) for key in keys.values()]
         for key in keys.values():
             job_store.forget(key)

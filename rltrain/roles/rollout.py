@@ -196,7 +196,7 @@ class Rollout(DrawingRole):
         if settings is None:
             return None
         limit = round((settings.max_drawn - 1) * per_step)
-        return Selection(DropCount(self.job.world.store, limit, num_dropped))
+        return Selection(DropCount(self.job.world.store, limit, num_dropped, self.grid.dp))
 
     def _check(self, state: RolloutState) -> None:
         """CheckpointError where this run cannot go on with what was carried over."""

@@ -80,7 +80,7 @@ class Connection:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise PeerLost(f"no JSON: {error}") from error
             if not isinstance(message, dict):
                 raise PeerLost("a message that is no object")
@@ -164,7 +164,7 @@ class MessageServer:
             return []
         self._watch(peer)
         if messages and peer not in self._known:
-            given = str(messages.pop(0).get("token", "")).encode()
+            given = str(messages.pop(0).get("token", "")).encode(errors="replace")
             if not hmac.compare_digest(given, self._token):
                 self._forget(peer)
                 return []

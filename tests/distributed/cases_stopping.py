@@ -23,10 +23,10 @@ def listen(folder: str = ".", within_s: float = 60.0) -> StopRequest:
     world = join_world(60.0)
     job_store = JobStore(world, guarded=True)
     job_store.heartbeat.start()
-    Watchdog(job_store.heartbeat, job_store.observer, world.store, Path(folder), interval_s=0.2).start()
+    Watchdog(job_store.heartbeat, job_store.observer, world.background, Path(folder), interval_s=0.2).start()
     stop = StopRequest(
         world.rank,
-        world.store,
+        world.background,
         job_store.observer,
         saves=True,
         within_s=within_s,

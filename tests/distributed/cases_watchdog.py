@@ -48,7 +48,7 @@ class Rank:
         self.groups = {ranks: dist.new_group(list(ranks)) for ranks in [(2,), (0, 1), (0, 1, 2)]}
         self.sent: list[Any] = []  # what is dropped is not delivered
         self.heartbeat.start()
-        self.watchdog = Watchdog(self.heartbeat, job_store.observer, world.store, Path(folder), interval_s=BEAT_S)
+        self.watchdog = Watchdog(self.heartbeat, job_store.observer, world.background, Path(folder), interval_s=BEAT_S)
         self.watchdog.start()
 
     def run(self, num_steps: int) -> None:

@@ -70,7 +70,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> C
     placement = resolve_placement(config.placement, NUM_RANKS, NUM_RANKS)
     job = SimpleNamespace(
         config=config,
-        world=SimpleNamespace(rank=rank, size=NUM_RANKS, store=store, device=CPU),
+        world=SimpleNamespace(rank=rank, size=NUM_RANKS, store=store, background=store, device=CPU),
         placement=placement,
         waiter=Waiter(),
         heartbeat=SimpleNamespace(task_clock=TaskClock()),

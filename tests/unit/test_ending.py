@@ -55,7 +55,7 @@ def store() -> Iterator[dist.Store]:
 
 @pytest.fixture
 def ranks(store: dist.Store, said: list[str]) -> list[Ending]:
-    return [Ending(store, rank, NUM_RANKS) for rank in range(NUM_RANKS)]
+    return [Ending(store.clone(), rank, NUM_RANKS) for rank in range(NUM_RANKS)]  # type: ignore[attr-defined]
 
 
 def status_of(end: Callable[[], object]) -> int:
@@ -151,7 +151,7 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
     said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: int
 ) -> None:
     with open_store() as store:
-        alone = Ending(store, 4, NUM_RANKS)
+        alone = Ending(store.clone(), 4, NUM_RANKS)  # type: ignore[attr-defined]
     del store  # with which the server ends
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED

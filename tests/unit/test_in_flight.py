@@ -15,7 +15,7 @@ SYNCS = [(0, 0), (10, 4), (20, 4), (30, 25)]
 
 @pytest.fixture(autouse=True)
 def poll_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "POLL_S", 0.0)
+    monkeypatch.setattr(in_flight, "poll_s", lambda num_looking: 0.0)
 
 
 @pytest.fixture
@@ -137,8 +137,9 @@ def test_engines_decide_for_themselves(store, actor, leader):
     assert other.joined == [0]
 
 
-def test_the_store_is_asked_every_few_milliseconds_at_most(monkeypatch, actor, leader):
-    monkeypatch.setattr(in_flight, "POLL_S", 60.0)
+def test_the_store_is_asked_every_few_milliseconds_at_most(monkeypatch, actor, store):
+    monkeypatch.setattr(in_flight, "poll_s", lambda num_looking: 60.0 * num_looking)
+    leader = Rank(store, rank=1, leader=1)
     assert not leader.sync.is_due()
     actor.announce()
     assert not leader.sync.is_due(), "asked a moment ago"

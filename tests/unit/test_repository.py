@@ -319,6 +319,17 @@ def test_nothing_is_unpickled() -> None:
                 assert keywords.get("weights_only") == "True", f"{relative(path)}: torch.load without weights_only=True"
 
 
+def test_nothing_that_is_read_is_evaluated() -> None:
+    """What SafeLoader cannot make, YAML does not; numpy's files have pickles only where that is allowed."""
+    for path in SOURCES:
+        for name, call in calls(path):
+            assert name not in {"eval", "exec", "yaml.unsafe_load", "yaml.full_load"}, f"{relative(path)}: {name}"
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert "allow_pickle" not in keywords or keywords["allow_pickle"] == "False", relative(path)
+            if name == "yaml.load":
+                assert keywords.get("Loader") == "PlainLoader", f"{relative(path)}: yaml.load"
+
+
 OWN_PATH = {"tests/unit/test_native_build.py"}
 """A tree of its own is all that its processes are to find."""
 

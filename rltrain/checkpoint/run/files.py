@@ -104,7 +104,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         records = {str(name): FileRecord(int(v["num_bytes"]), int(v["crc32"])) for name, v in values.items()}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if RUN_FILE not in records:
         raise CheckpointError(f"{path} does not list {RUN_FILE}, which every checkpoint has")

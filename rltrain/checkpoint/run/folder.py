@@ -196,7 +196,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     """CheckpointError where it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds {type(values).__name__}; expected a JSON object")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rltrain.errors import SyncError
 from rltrain.liveness.task_clock import Waiting, unnoted
 from rltrain.models.canonical_tensors import IntArray
-from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds
+from rltrain.reshard.plan.rounds import Rounds, Streams, checksums, choose_rounds, stream_numbers
 from rltrain.reshard.plan.stages import NO_HEADERS, Headers, StageStreams
 
 MAX_MESSAGE_BYTES = 2000
@@ -83,28 +83,38 @@ class Agreement:
 
         Messages of a stage have as many bytes more than they pack as `headers` say.
 
-        Raises SyncError where they differ, naming both ranks and what each says.
+        Raises SyncError where they differ, naming both ranks and what each says. Where all agree, which a maximum and a
+        sum over all ranks tell, no rank hears of every other one.
         """
+        self.together(lambda: self._check_peers(exchanged))
+        if self._group is None:
+            return tuple(Rounds(0, 1) for _ in exchanged)
         settings = [bucket_bytes, -1 if large_bytes is None else large_bytes, *headers]
         extents = [extent for stage in exchanged for extent in _extent(stage)]
-        streams = [column for stage in exchanged for column in self._table(stage.sends).T]
-        rows = np.repeat([settings + extents], len(self.ranks), axis=0)
-        theirs = self.exchange(np.column_stack([rows, *streams]))
-        first_stream = len(settings) + len(extents)
-
-        def settle() -> tuple[Rounds, ...]:
-            self._check_peers(exchanged)
-            self._compare_settings(theirs[:, : len(settings)])
-            self._compare(theirs[:, first_stream:].reshape(len(self.ranks), -1, 2), exchanged)
-            if self._group is None:
-                return tuple(Rounds(0, 1) for _ in exchanged)
-            largest = theirs[:, len(settings) : first_stream].max(axis=0).reshape(-1, 2).tolist()
-            return tuple(
+        highest = self._maxima([*settings, *(-value for value in settings), *extents])
+        differ = highest[: len(settings)] != [-value for value in highest[len(settings) : 2 * len(settings)]]
+        if differ or self.total([_imbalance(self.rank, exchanged)]) != [0]:
+            self._name_who_differs(settings, exchanged)
+        largest = np.reshape(highest[2 * len(settings) :], (-1, 2)).tolist()
+        return self.together(
+            lambda: tuple(
                 choose_rounds(num_bytes, num_peers, stage.kind.round_bytes(bucket_bytes) - header_bytes * num_peers)
                 for stage, header_bytes, (num_bytes, num_peers) in zip(exchanged, headers, largest, strict=True)
             )
+        )
 
-        return self.together(settle)
+    def _name_who_differs(self, settings: list[int], exchanged: tuple[StageStreams, ...]) -> None:
+        """Raises SyncError on all ranks."""
+        streams = [column for stage in exchanged for column in self._table(stage.sends).T]
+        rows = np.repeat([settings], len(self.ranks), axis=0)
+        theirs = self.exchange(np.column_stack([rows, *streams]))
+
+        def compare() -> None:
+            self._compare_settings(theirs[:, : len(settings)])
+            self._compare(theirs[:, len(settings) :].reshape(len(self.ranks), -1, 2), exchanged)
+
+        self.together(compare)
+        raise SyncError(f"rank {self.rank}: plans that ranks compared pair by pair agree, and their sum does not")
 
     def exchange(self, rows: IntArray) -> IntArray:
         """Row i goes to rank `ranks[i]`; row i of the result comes from it."""
@@ -125,6 +135,13 @@ class Agreement:
         totals = torch.tensor(numbers)
         self._all_reduce(totals, dist.ReduceOp.SUM)
         result: list[int] = totals.tolist()
+        return result
+
+    def _maxima(self, numbers: list[int]) -> list[int]:
+        """The largest of all ranks, place by place."""
+        highest = torch.tensor(numbers)
+        self._all_reduce(highest, dist.ReduceOp.MAX)
+        result: list[int] = highest.tolist()
         return result
 
     def _all_reduce(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
@@ -184,6 +201,16 @@ class Agreement:
                     f"expects {expected[place, 0]} ({expected[place, 1]}). Both must plan from equal layouts: compare "
                     "their config, model.path and versions of rltrain"
                 )
+
+
+def _imbalance(rank: int, exchanged: tuple[StageStreams, ...]) -> int:
+    """A number whose sum over all ranks is 0, in 64 bits, where every stream is the same at both of its ends."""
+    total = 0
+    for number, stage in enumerate(exchanged):
+        sent = stream_numbers(stage.sends, number, sources=rank, destinations=stage.sends.peers)
+        received = stream_numbers(stage.receives, number, sources=stage.receives.peers, destinations=rank)
+        total += sent - received
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def _extent(stage: StageStreams) -> tuple[int, int]:

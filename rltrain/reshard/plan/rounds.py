@@ -67,6 +67,14 @@ def checksums(made: Streams) -> IntArray:
     return np.add.reduceat(mixed, made.first[:-1]).view(np.int64)
 
 
+def stream_numbers(made: Streams, stage: int, sources: IntArray | int, destinations: IntArray | int) -> int:
+    """The sum over all streams, in 64 bits, of a number that depends on all there is to a stream, its ends too."""
+    mixed = checksums(made).view(np.uint64)
+    for part in (stage, sources, destinations, made.num_bytes):
+        mixed = _mix(mixed ^ np.broadcast_to(part, len(made.peers)).astype(np.uint64))
+    return int(mixed.sum(dtype=np.uint64))
+
+
 def distinct(made: Streams) -> tuple[Streams, IntArray]:
     """(streams without those that have the same boxes as an earlier one, [streams] the number there of each one's)."""
     _, first, kind = np.unique(checksums(made), return_index=True, return_inverse=True)

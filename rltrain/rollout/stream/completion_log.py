@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import POLL_S
+from rltrain.liveness.polling import poll_s
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class CompletionLog:
         self.per_chunk = per_chunk
         self.num_readers = num_readers
         self.chunks_per_log = chunks_per_log
+        self.poll_s = poll_s(num_readers)
         self._num_known: dict[str, int] = {}
         """Per log, the entries that this rank knows of: all of them, where nobody else makes any."""
         self._last_look = 0.0
@@ -48,9 +49,9 @@ class CompletionLog:
 
     def is_full(self, log: str, chunk: int) -> bool:
         """Whether the chunk's last number has been drawn: known at once where this rank drew it or a later one, found
-        in the store, which is looked into every few milliseconds at most, where another did."""
+        in the store, which is looked into every `poll_s` at most, where another did."""
         wanted, now = (chunk + 1) * self.per_chunk, time.monotonic()
-        if self._num_known.get(log, 0) < wanted and now - self._last_look >= POLL_S:
+        if self._num_known.get(log, 0) < wanted and now - self._last_look >= self.poll_s:
             self._last_look = now
             self._num_known[log] = self.store.add(f"{log}/count", 0)
         return self._num_known.get(log, 0) >= wanted

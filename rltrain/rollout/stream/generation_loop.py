@@ -151,7 +151,8 @@ class GenerationLoop:
     def _hand_over(self, step: int, chunk: int) -> tuple[list[Finished], list[SampleGroup]]:
         log, number = self.rules.entries_of(step, chunk)
         what = f"the completion_log of {log}, chunk {number}"
-        finished = poll(self.waiter, lambda: self.completion_log.read(log, number), what, self.ranks)
+        every_s = self.completion_log.poll_s
+        finished = poll(self.waiter, lambda: self.completion_log.read(log, number), what, self.ranks, every_s=every_s)
         if self.selection is not None:
             self.selection.hand_over(entry.position for entry in finished)
         dropped = [position for entry in finished for position in entry.dropped]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import POLL_S, poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.liveness.waiting import Waiter
 
 
@@ -41,11 +41,13 @@ class InFlightSync:
         followers: Sequence[int] = (),
         name: str = "weight_sync",
         has_room: Callable[[], bool] = lambda: True,
+        num_engines: int = 1,
     ) -> None:
         """`syncs` are (position in the order, first position from which it may be joined), looked at one by one; `run`
         executes the entry at a position. `leader` is that of this rank's engine, `followers` are its other ranks; or
         `leader` is the rank that speaks for the actor. `name` is what the syncs are called in the order. Before their
-        place there an engine joins them only where it `has_room`, which its leader asks."""
+        place there an engine joins them only where it `has_room`, which its leader asks. Of `num_engines` the leaders
+        look into the store while they decode, and all ranks where they wait."""
         self.store = dist.PrefixStore(f"in_flight/{name}", store)
         self._syncs = iter(syncs)
         self._next = next(self._syncs, None)
@@ -55,6 +57,8 @@ class InFlightSync:
         self.leader, self.followers = leader, followers
         self.joined_key, self.entered_key, self.come_key = f"joined/{leader}", f"entered/{leader}", f"come/{leader}"
         self.is_leader = rank == leader
+        self._waits_every_s = poll_s(num_engines * (1 + len(followers)))
+        self._looks_every_s = poll_s(num_engines) if self.is_leader else self._waits_every_s
         self.num_joined = self.num_entered = 0
         self.position = 0
         """Of the entry that this rank executes."""
@@ -65,9 +69,9 @@ class InFlightSync:
         self.store.add("announced", 1)
 
     def is_due(self) -> bool:
-        """Whether this rank is to join the next sync now. Looks into the store every few milliseconds at most."""
+        """Whether this rank is to join the next sync now. Looks into the store as often as `poll_s` has it."""
         now = time.monotonic()
-        if now - self._last_poll < POLL_S or self._next is None:
+        if now - self._last_poll < self._looks_every_s or self._next is None:
             return False
         self._last_poll = now
         if self.position < self._next[1] or (self.is_leader and not self.has_room()):
@@ -116,7 +120,7 @@ class InFlightSync:
         look, others, serve = self.leader_has_entered, [self.leader], self.join_before_leader_enters
         if self.is_leader:
             look, others, serve = self.enter_first, list(self.followers), self.join_if_due
-        poll(waiter, lambda: look() or None, f"{what} of its engine", others, serve=serve)
+        poll(waiter, lambda: look() or None, f"{what} of its engine", others, serve, self._waits_every_s)
 
     def join(self) -> None:
         """Join the next sync. Collective over: the ranks of the actor and of the role that it is for."""

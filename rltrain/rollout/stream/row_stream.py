@@ -12,7 +12,7 @@ from rltrain.data.order import Order
 from rltrain.data.solved_rate_order import SolvedRateOrder
 from rltrain.data.solved_rates import Outcomes
 from rltrain.errors import CheckpointError
-from rltrain.liveness.polling import poll
+from rltrain.liveness.polling import poll, poll_s
 from rltrain.liveness.waiting import Waiter
 from rltrain.rollout.stream.outcome_log import OutcomeLog
 from rltrain.rollout.stream.rollout_state import Consumed
@@ -99,7 +99,8 @@ class SolvedRateRows:
     def _read_before(self, end: int, serve: Serve) -> None:
         while self.num_read < end:
             what = f"the rewards of step {self.num_read}"
-            poll(self.waiter, lambda: self.log.has(self.num_read) or None, what, [self.scoring], serve)
+            every_s = poll_s(self.log.num_readers)
+            poll(self.waiter, lambda: self.log.has(self.num_read) or None, what, [self.scoring], serve, every_s)
             self.unheeded[self.num_read] = self.log.read(self.num_read)
             self.num_read += 1
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from rltrain.liveness.polling import POLL_S
+from rltrain.liveness.polling import poll_s
 from rltrain.rollout.sample import SampleGroup
 
 STEPS_COUNTED = 2
@@ -45,12 +45,13 @@ class GroupFilter(Protocol):
 class DropCount:
     """How many groups all engines have dropped: of those that they finish in one step at most `limit`.
 
-    `before` is how many they had dropped where the run goes on from a checkpoint.
+    `before` is how many they had dropped where the run goes on from a checkpoint; `num_engines` look how many.
     """
 
-    def __init__(self, store: dist.Store, limit: int, before: int = 0) -> None:
+    def __init__(self, store: dist.Store, limit: int, before: int = 0, num_engines: int = 1) -> None:
         self.store = dist.PrefixStore("dropped", store)
         self.limit, self.before = limit, before
+        self.poll_s = poll_s(num_engines)
         self._known = 0
         self._last_look = 0.0
 
@@ -65,10 +66,10 @@ class DropCount:
 
     @property
     def total(self) -> int:
-        """Known at once where this rank dropped the last one; looked for every few milliseconds at most where another
+        """Known at once where this rank dropped the last one; looked for every `poll_s` at most where another
         did."""
         now = time.monotonic()
-        if now - self._last_look >= POLL_S:
+        if now - self._last_look >= self.poll_s:
             self._last_look = now
             self._known = self.store.add("all", 0)
         return self.before + self._known

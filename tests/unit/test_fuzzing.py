@@ -1,0 +1,178 @@
+"""Damaged input of every kind is refused by an error of ours or read rightly: no other exception, crash or hang."""
+
+import http.client
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from rltrain.checkpoint.hf_reader import HfFolder
+from rltrain.checkpoint.run.files import Contents, find_damage, read_contents, read_manifest, write_files
+from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed, name_of
+from rltrain.config.loader import load_config
+from rltrain.data.experience import Experience
+from rltrain.errors import UserError
+from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
+from rltrain.system.messages import Connection, MessageServer, PeerLost
+from tests.mutations import mutated_bytes, mutated_json
+from tests.talking_engine import OWNER, Endpoint, endpoint
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+FEW = 200
+MANY = int(os.environ.get("RLTRAIN_FUZZ_COUNT", "1000"))
+"""More by hand."""
+COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+FIELDS = ("group_ids", "lengths", "sample_ids", "tokens", "reward_parts")
+MESSAGE = {"model": "model", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        **MESSAGE,
+        "stop": ["x"],
+        "n": 1,
+        "logprobs": True,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    },
+    "/v1/completions": {"model": "model", "prompt": "hi", "max_tokens": 2, "logprobs": 1, "seed": 3},
+    "/v1/responses": {"model": "model", "input": [{"role": "user", "content": "hi"}], "max_output_tokens": 2},
+    "/v1/messages": {**MESSAGE, "system": "s", "stop_sequences": ["x"]},
+    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 2, "temperature": 1.0}, "return_logprob": True},
+    "/sessions": {"metadata": {"row": 1}, "seed": 3},
+}
+
+
+def shipment() -> Shipment:
+    lengths = torch.tensor([3, 1, 2])
+    experience = Experience(
+        group_ids=torch.tensor([0, 0, 4]),
+        lengths=lengths,
+        sample_ids=torch.tensor([1, 2, 3]),
+        tokens=torch.arange(6),
+        reward_parts=torch.ones(3, 2),
+    )
+    return Shipment(experience, torch.tensor([4, 0, 0, 0, 2]))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_an_exchange_brings(count: int) -> None:
+    header, body = encode(shipment(), FIELDS)
+    headers = mutated_bytes(header.numpy().tobytes(), count)
+    bodies = mutated_bytes(body.numpy().tobytes(), count, seed=1)
+    for number, (first, second) in enumerate(zip(headers, bodies, strict=True)):
+        damaged = bytearray(first[: header.nbytes].ljust(header.nbytes, b"\0"))
+        told = header if number % 2 else torch.frombuffer(damaged, dtype=torch.int64)
+        try:
+            arrived = torch.zeros(body_bytes(told, FIELDS), dtype=torch.uint8)
+            came = torch.tensor(bytearray(second[: len(arrived)])) if second else torch.zeros(0, dtype=torch.uint8)
+            arrived[: len(came)] = came.to(torch.uint8)
+            found = decode(told, arrived, FIELDS).experience
+        except UserError:
+            continue
+        assert int(found.lengths.sum()) == len(found.tokens)
+        assert len(found.group_ids) == len(found.lengths)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_another_rank_says(count: int) -> None:
+    for line in mutated_json({"token": "t", "answers": [{"episode": 3, "text": "x"}], "n": 1.5}, count):
+        ours, theirs = socket.socketpair()
+        theirs.sendall(line[:60000] + b"\n")
+        connection = Connection.__new__(Connection)
+        ours.setblocking(False)
+        connection.socket, connection._received, connection._unsent = ours, bytearray(), bytearray()
+        try:
+            assert all(isinstance(message, dict) for message in connection.receive())
+        except PeerLost:
+            continue
+        finally:
+            ours.close()
+            theirs.close()
+
+
+def test_who_does_not_know_the_token_harms_nobody() -> None:
+    server = MessageServer("127.0.0.1", "secret")
+    try:
+        for line in [b'{"token": "\\ud800"}', *mutated_json({"token": "secret!"}, 50)]:
+            with socket.create_connection(("127.0.0.1", server.port)) as peer:
+                peer.sendall(line[:60000] + b"\n")
+                for _ in range(3):
+                    server.receive(0.001)
+        for _ in range(10):
+            assert server.receive(0.001) == []
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Resumed:
+    folder = CheckpointFolder(tmp_path)
+    partial = folder.begin(3)
+    contents = Contents({"a": torch.arange(6), "b": torch.ones(2, 3)}, {"random": "{}"})
+    folder.complete(3, write_files(partial, {"ranks/rank_00000.safetensors": contents}), {"step": 3}, keep=0)
+    return Resumed(tmp_path / name_of(3), 3)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", ["manifest.json", "run.json"])
+def test_what_a_checkpoint_says_of_itself(checkpoint: Resumed, name: str, count: int) -> None:
+    path = checkpoint.folder / name
+    for damaged in mutated_json(json.loads(path.read_text()), count // 2):
+        path.write_bytes(damaged)
+        try:
+            manifest = read_manifest(checkpoint.folder)
+            assert find_damage(checkpoint.folder, manifest, manifest, lambda: None) or name != "run.json"
+            assert isinstance(checkpoint.run, dict)
+        except UserError:
+            continue
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_tensors_in_files(tmp_path: Path, count: int) -> None:
+    whole = save({"a": torch.arange(6), "b": torch.ones(2, 3)}, {"format": "pt"})
+    path = tmp_path / "model.safetensors"
+    for damaged in mutated_bytes(whole, count, first=200):
+        path.unlink(missing_ok=True)  # what is mapped stays as it is
+        path.write_bytes(damaged)
+        try:
+            found = read_contents(path)
+            assert all(tensor.numel() <= len(whole) for tensor in found.tensors.values())
+            assert HfFolder(tmp_path, "model.path").file_of.keys() == found.tensors.keys()
+        except UserError:
+            continue
+
+
+@pytest.mark.parametrize("count", [FEW // 4, pytest.param(MANY // 10, marks=pytest.mark.slow)])
+def test_configs(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "config.yaml"
+    for damaged in mutated_bytes(CONFIG.read_bytes()[:700], count):
+        path.write_bytes(damaged)
+        try:
+            load_config(path)
+        except UserError:
+            continue
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Endpoint]:
+    with endpoint(lambda context: "ok") as running:
+        yield running
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_bodies_of_requests(served: Endpoint, count: int) -> None:
+    address = served.url.removeprefix("http://")
+    for path, body in BODIES.items():
+        connection = http.client.HTTPConnection(address, timeout=10)
+        for damaged in mutated_json(body, count // 3 // len(BODIES)):
+            headers = {"Authorization": f"Bearer {OWNER}", "Content-Type": "application/json"}
+            connection.request("POST", path, damaged, headers)
+            answer = connection.getresponse()
+            said = answer.read()
+            assert answer.status < 500, (path, damaged[:300], said)
+            assert path != "/sessions" or answer.status != 200 or json.loads(said)
+        connection.close()

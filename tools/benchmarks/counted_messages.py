@@ -1,0 +1,83 @@
+"""Stand-ins for process groups that carry nothing and count the sizes of what they are given."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Messages:
+    """Of the rank whose code runs: what it sends, to whom, and the rank lists it made groups of."""
+
+    num_ranks: int
+    rank: int = 0
+    num_messages: int = 0
+    num_bytes: int = 0
+    peers: set[int] = field(default_factory=set)
+    num_groups: int = 0
+    num_calls: int = 0
+
+    def become(self, rank: int) -> None:
+        """The rank whose code runs next."""
+        self.__init__(self.num_ranks, rank)  # type: ignore[misc]
+
+    def isend(self, tensor: Tensor, peer: int, **where: Any) -> "Done":
+        self._note(tensor, [peer])
+        return Done()
+
+    def new_group(self, ranks: list[int], **settings: Any) -> object:
+        self.num_calls += 1
+        if self.rank not in ranks:
+            return None
+        self.num_groups += 1
+        return object()
+
+    def monitored_barrier(self, group: object, **settings: Any) -> None:
+        """As torch has it: all ranks write to the first one, which answers each."""
+        peers = range(1, self.num_ranks) if self.rank == 0 else [0]
+        self._note(torch.zeros(1), peers)
+
+    def all_reduce(self, tensor: Tensor, *settings: Any, **more: Any) -> None:
+        """As gloo has it: halves with ranks at distances that double, there and back."""
+        for distance in (2**power for power in range(self.num_ranks.bit_length() - 1)):
+            self._note(tensor, [self.rank ^ distance] * 2)
+
+    def all_to_all_single(self, result: Tensor, rows: Tensor, **settings: Any) -> None:
+        result.copy_(rows)
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                self._note(rows[peer], [peer])
+
+    def _note(self, tensor: Tensor, peers: Any) -> None:
+        self.num_messages += len(peers)
+        self.num_bytes += tensor.nbytes * len(peers)
+        self.peers.update(peers)
+
+
+class Done:
+    """A work that is over."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+@contextmanager
+def counted_messages(num_ranks: int) -> Iterator[Messages]:
+    """Inside, what torch.distributed is asked for is counted, and goes nowhere."""
+    messages = Messages(num_ranks)
+    names = ("isend", "new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
+    stand_ins = {name: getattr(messages, name) for name in names}
+    with mock.patch.multiple(
+        dist,
+        get_rank=lambda *_: messages.rank,
+        get_backend=lambda *_: "gloo",
+        get_process_group_ranks=lambda *_: list(range(num_ranks)),
+        **stand_ins,
+    ):
+        yield messages

@@ -1,0 +1,132 @@
+"""What a real TCPStore carries over loopback, and what real gloo groups ask of their store to be made."""
+
+import argparse
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from counted_store import SharedStore
+
+SECONDS = 4.0
+BEAT = "x" * 450
+"""As long as a heartbeat."""
+NUM_CLIENTS = 64
+NUM_CONNECTIONS = 2000
+GLOO_RANKS = (8, 16, 32, 64)
+
+ASKS: dict[str, Callable[[dist.Store, int], object]] = {
+    "set": lambda store, number: store.set(f"beat/{number}", BEAT),
+    "check": lambda store, number: store.check(["absent"]),
+    "add": lambda store, number: store.add("counter", 0),
+    "set and check": lambda store, number: (store.set(f"beat/{number}", BEAT), store.check(["absent"])),
+}
+
+
+def measure_capacity(told: Callable[[str], None]) -> dict[str, float]:
+    """Calls per second by kind, from NUM_CLIENTS connections of another process; the processor's seconds of the server
+    per call; connections per second."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found: dict[str, float] = {}
+    for name in ASKS:
+        before = _own_processor_s()
+        calls, seconds = _in_a_process(_ask, server.port, name)
+        found[name] = calls / seconds
+        server_s = (_own_processor_s() - before) / calls
+        found[f"{name}, server's seconds per call"] = server_s
+        told(f"store: {name}: {calls / seconds:.0f} calls/s, {server_s * 1e6:.1f} us of the server's processor each")
+    connections, seconds = _in_a_process(_connect, server.port, NUM_CONNECTIONS)
+    found["connections"] = connections / seconds
+    told(f"store: {found['connections']:.0f} connections/s")
+    return found
+
+
+def measure_gloo(told: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Of groups over real sockets, all ranks in this process: seconds, store calls and bytes, and sockets per rank, to
+    make it and come through one barrier."""
+    found = {}
+    for is_lazy in (False, True):
+        for num_ranks in GLOO_RANKS:
+            name = f"{'lazy' if is_lazy else 'eager'} {num_ranks}"
+            found[name] = _make_group(num_ranks, is_lazy)
+            told(f"gloo: {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()))
+    return found
+
+
+def _make_group(num_ranks: int, is_lazy: bool) -> dict[str, float]:
+    shared = SharedStore()
+    groups: dict[int, dist.ProcessGroup] = {}
+    files = _open_files()
+
+    def make(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=is_lazy)]
+        options._timeout = timedelta(seconds=60)
+        groups[rank] = dist.ProcessGroupGloo(dist.PrefixStore("group", shared.client(rank)), rank, num_ranks, options)
+        groups[rank].barrier().wait()
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(num_ranks) as pool:
+        list(pool.map(make, range(num_ranks)))
+    seconds = time.perf_counter() - begin
+    traffic = shared.take().values()
+    return {
+        "seconds": seconds,
+        "calls per rank": sum(one.num_operations for one in traffic) / num_ranks,
+        "bytes per rank": sum(one.num_bytes for one in traffic) / num_ranks,
+        "sockets per rank": (_open_files() - files) / num_ranks,
+    }
+
+
+def _ask(port: int, name: str) -> tuple[int, float]:
+    clients = [_client(port) for _ in range(NUM_CLIENTS)]
+    calls = [0] * NUM_CLIENTS
+    end = time.perf_counter() + SECONDS
+
+    def run(number: int) -> None:
+        while time.perf_counter() < end:
+            ASKS[name](clients[number], number)
+            calls[number] += 1
+        clients[number].check(["absent"])  # what was set has come
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        list(pool.map(run, range(NUM_CLIENTS)))
+    return sum(calls), time.perf_counter() - begin
+
+
+def _connect(port: int, num_connections: int) -> tuple[int, float]:
+    begin = time.perf_counter()
+    clients = [_client(port) for _ in range(num_connections)]
+    return len(clients), time.perf_counter() - begin
+
+
+def _client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def _in_a_process(body: Callable[..., tuple[int, float]], *arguments: Any) -> tuple[int, float]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(body, arguments)
+
+
+def _own_processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    torch.set_num_threads(1)
+    measure_capacity(print)
+    measure_gloo(print)
