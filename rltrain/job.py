@@ -138,7 +138,7 @@ def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:
         saves=config.checkpoint.save_interval > 0,
         within_s=config.checkpoint.stop_within_s,
         last_resort=CheckpointFolder(Path(config.checkpoint_dir)).last_good,
-        looks_at=range(world.size) if world.rank == 0 else {0, *world.node},
+        looks_at=range(world.size) if world.rank == 0 else {0, *world.ranks_on_node},
     )
     stop.listen()
     return stop

@@ -51,8 +51,8 @@ class World:
         return self.store.clone()  # type: ignore[attr-defined,no-any-return]
 
     @property
-    def node(self) -> range:
-        """The ranks of this one's node."""
+    def ranks_on_node(self) -> range:
+        """Of this one's node."""
         first = self.rank - self.local_rank
         return range(first, first + self.ranks_per_node)
 
