@@ -37,7 +37,7 @@ def _of_other_backends(keys: Keys) -> bool:
 
 
 def _draws_only(keys: Keys) -> bool:
-    return "generat" in str(keys.get("-m", "")).rsplit(".", 1)[-1]
+    return re.search("generate|generation", str(keys.get("-m", "")).rsplit(".", 1)[-1]) is not None
 
 
 def _on_made_up_data(keys: Keys) -> bool:
