@@ -4,19 +4,21 @@ from rltrain.importing.conversions import real, truth
 from rltrain.importing.translation import SourceKeys, Translation
 
 APART = "what they learn stays in them there, and here they stay as the checkpoint has them (docs/families.md)"
-OF_NORM = "; their gradients count in the norm that gradients are clipped by there, and not here"
+OF_NORM = "their gradients count in the norm that all gradients are clipped by, and here they are not trained"
 
 
 def leave_prediction_layers(
     keys: SourceKeys, out: Translation, key: str, prefix: str, clipped_apart: bool = False
 ) -> None:
-    """Of layers whose loss reaches no other parameter: a note, as they draft alone. `key` turns their training on;
-    what begins with `prefix` says how. `clipped_apart`: their gradients have a norm of their own."""
+    """Of layers whose loss reaches no other parameter. `key` turns their training on; what begins with `prefix` says
+    how. `clipped_apart`: their gradients have a norm of their own, so that the others learn as without them: a note,
+    as they draft alone."""
     if not truth(keys.get(key, False)):
         return
-    out.notes.append(
-        f"{key}: layers that predict further tokens draft alone; {APART}{'' if clipped_apart else OF_NORM}"
-    )
+    if clipped_apart:
+        out.notes.append(f"{key}: layers that predict further tokens draft alone; {APART}")
+    else:
+        out.differs(key, True, OF_NORM)
     for name, value in keys.under(prefix).items():
         out.leave(prefix + name, value, "of layers that draft alone")
 
