@@ -53,6 +53,14 @@ def has(server: StandInServer, sent: dict[str, Tensor]) -> bool:
     return same and not server.broadcasts.is_open
 
 
+def wait_until_waiting(engine: HttpEngine, num_servers: int) -> None:
+    """For the next update, since they were not there, or not to the end, in the last one."""
+    deadline = time.monotonic() + LIMIT_S
+    while sum(server.waits for server in engine._fleet._servers.values()) < num_servers:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_every_rank_gets_all_tensors() -> None:
     names = set(hf_layout(tiny_architecture("qwen3_moe"), (0,)).on(0).parameters)
     for rank in (4, 5):
@@ -69,10 +77,7 @@ def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -
     assert num_parts > 3 and has(first, sent) and first.broadcasts.num_parts == num_parts
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
     rig.names(first, late)
-    deadline = time.monotonic() + LIMIT_S
-    while not any(server.waits for server in engine._fleet._servers.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_waiting(engine, 1)
     assert drawn_right(engine.generate(samples(), SHORT)) and late.versions_drawn == []
     sent = sync(engine, 1, num_parts)
     assert has(first, sent) and has(late, sent) and first.label == late.label == "run.1"
@@ -100,6 +105,7 @@ def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
     servers[1].start()
     servers[2].broadcasts.hangs_in = 0
     done += finish(engine)
+    wait_until_waiting(engine, 2)
     sent = sync(engine, 2, num_parts)
     assert all(has(server, sent) and server.label == "run.2" for server in servers)
     assert sorted(one.id for one in done) == [one.id for one in samples(12)] and drawn_right(done)

@@ -16,7 +16,7 @@ from rltrain.reshard.layout import Layout
 from rltrain.rollout.http.calls import Calls, ServerBusy, ServerGone, ServerRefuses, words
 from rltrain.rollout.http.protocol import BroadcastProtocol, Receiver, ServerProtocol
 from rltrain.rollout.http.update_group import UpdateGroup
-from rltrain.rollout.http.weights import WeightsLater, forms_of
+from rltrain.rollout.http.weights import WeightsLater, entries_of
 from rltrain.system.threads import JobThread
 
 T = TypeVar("T")
@@ -25,11 +25,11 @@ Problem = ServerGone | ServerRefuses | ServerBusy
 
 @dataclass(frozen=True)
 class _Part:
-    """`flat` has the tensors of `forms`, one behind the other."""
+    """`flat` has the tensors of `entries`, one behind the other."""
 
     number: int
     flat: Tensor
-    forms: Sequence[Entry]
+    entries: Sequence[Entry]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class GroupWeights:
 
     def tensors(self, part: int) -> Mapping[str, Tensor]:
         # Wide elements come first, so that all are aligned.
-        forms = sorted(forms_of(self._parts[part], self._rank), key=lambda form: -form.dtype.itemsize)
-        flat = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self._device)
-        self._written = _Part(part, flat, forms)
-        pieces = zip(forms, flat.split([form.bytes for form in forms]), strict=True)
-        return {form.name: piece.view(form.dtype).view(form.shape) for form, piece in pieces}
+        entries = sorted(entries_of(self._parts[part], self._rank), key=lambda entry: -entry.dtype.itemsize)
+        flat = torch.empty(sum(entry.bytes for entry in entries), dtype=torch.uint8, device=self._device)
+        self._written = _Part(part, flat, entries)
+        pieces = zip(entries, flat.split([entry.bytes for entry in entries]), strict=True)
+        return {entry.name: piece.view(entry.dtype).view(entry.shape) for entry, piece in pieces}
 
     def arrived(self, part: int) -> None:
         """`pass_on` sends it."""
@@ -88,7 +88,7 @@ class GroupWeights:
     async def pass_on(self) -> None:
         await self._sent()
         part, self._written = self._written, None
-        if part is not None and part.forms:
+        if part is not None and part.entries:
             what = f"part {part.number + 1} of {len(self._parts)} of the weights"
             sending = self._by_all(lambda receiver: self._send(receiver, part), what)
             self._sending = asyncio.get_running_loop().create_task(sending)
@@ -150,7 +150,7 @@ class GroupWeights:
 
     async def _send(self, receiver: Receiver, part: _Part) -> None:
         calls, group = receiver.calls, self._groups[receiver.calls.url].group
-        asked = _way(receiver).receive(calls, group.address.name, part.forms, self._limit_s)
+        asked = _way(receiver).receive(calls, group.address.name, part.entries, self._limit_s)
         await _both(asked, lambda: group.broadcast(part.flat))
 
     async def _sent(self) -> None:

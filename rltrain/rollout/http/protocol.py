@@ -33,8 +33,8 @@ class BroadcastProtocol(Protocol):
         """An update; one that somebody left open ends."""
         ...
 
-    async def receive(self, calls: Calls, group: str, forms: Sequence[Entry], limit_s: float) -> None:
-        """Take one broadcast of bytes, of which `forms` lie one behind the other; answers once they are in use."""
+    async def receive(self, calls: Calls, group: str, entries: Sequence[Entry], limit_s: float) -> None:
+        """Take one broadcast of bytes, of which `entries` lie one behind the other; answers once they are in use."""
         ...
 
     async def end(self, calls: Calls, label: str, limit_s: float) -> None:

@@ -34,11 +34,11 @@ class SGLangBroadcasts:
             await calls.post(END, {})
             await calls.post(BEGIN, {"selector": "target"})
 
-    async def receive(self, calls: Calls, group: str, forms: Sequence[Entry], limit_s: float) -> None:
+    async def receive(self, calls: Calls, group: str, entries: Sequence[Entry], limit_s: float) -> None:
         body = {
-            "names": [form.name for form in forms],
-            "dtypes": [str(form.dtype).removeprefix("torch.") for form in forms],
-            "shapes": [form.shape for form in forms],
+            "names": [entry.name for entry in entries],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [entry.shape for entry in entries],
             "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,

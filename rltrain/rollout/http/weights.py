@@ -89,7 +89,7 @@ def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:
     return str(job_store.get(key, waiting_for=f"the labels of role {role}'s weights"))
 
 
-def forms_of(part: Layout, rank: int) -> list[Entry]:
+def entries_of(part: Layout, rank: int) -> list[Entry]:
     """Of the parameters of a part on a rank."""
     types: Sequence[int] = parameter_types(part, part.parts[part.ranks.index(rank)]).tolist()
     return [
@@ -100,4 +100,4 @@ def forms_of(part: Layout, rank: int) -> list[Entry]:
 
 def empty_tensors(part: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
     """For the parameters of a part on a rank, by name."""
-    return {form.name: torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms_of(part, rank)}
+    return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=device) for entry in entries_of(part, rank)}
