@@ -156,8 +156,8 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded to
-    whole 8 bytes."""
+    """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded
+    to whole 8 bytes."""
     experience, group_tokens = shipment.experience, shipment.group_tokens
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
