@@ -162,7 +162,7 @@ def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
     values = [getattr(experience, name) for name in fields]
     widths = [value.shape[1] for name, value in zip(fields, values, strict=True) if name in WIDE]
     counts = torch.tensor([experience.num_samples, int(experience.lengths.sum()), len(group_tokens), *widths])
-    header = torch.cat([counts, torch.tensor([crc32(counts.numpy())])])
+    header = torch.cat([counts, torch.tensor([crc32(counts.numpy().tobytes())])])
     return header, torch.cat([as_bytes(group_tokens), *map(as_bytes, values)])
 
 
@@ -192,7 +192,7 @@ def header_length(fields: Sequence[str]) -> int:
 
 def body_bytes(header: Tensor, fields: Sequence[str]) -> int:
     """Of the body that follows. Raises ExchangeError where the header is not what was sent."""
-    if crc32(header[:-1].numpy()) != int(header[-1]):
+    if crc32(header[:-1].numpy().tobytes()) != int(header[-1]):
         raise ExchangeError(
             f"the header of a shipment, {header.tolist()}, does not fit its checksum: it was damaged on the way, or "
             "ranks run other versions of rltrain"

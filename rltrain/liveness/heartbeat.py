@@ -217,8 +217,8 @@ class Board:
         missing = self._missing([rank for rank in ranks if rank not in self._come])
         present = [rank for rank in ranks if rank not in missing]
         texts = self.store.multi_get([str(rank) for rank in present]) if present else []
-        parts = ((rank, *text.split(b" ", 1)) for rank, text in zip(present, texts, strict=True))
-        return [Posted(rank, 0, b"") for rank in missing] + [Posted(rank, int(n), text) for rank, n, text in parts]
+        come = [(rank, *text.partition(b" ")) for rank, text in zip(present, texts, strict=True)]
+        return [Posted(rank, 0, b"") for rank in missing] + [Posted(rank, int(n), text) for rank, n, _, text in come]
 
     def _missing(self, ranks: Sequence[int]) -> set[int]:
         if not ranks or self.store.check([str(rank) for rank in ranks]):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rltrain.config.schema import Timeouts
 from rltrain.liveness.heartbeat import Beat, Wait
-from rltrain.liveness.stall import SILENT_S, RankStatus, Stall, find_stall
+from rltrain.liveness.stall import SILENT_S, RankStatus, Stall, find_stall, forbids_a_stall
 
 LIMITS = Timeouts(no_progress_s=100.0)
 STILL_S, MOVING_S = 101.0, 99.0
@@ -193,6 +193,28 @@ def test_whatever_the_order_the_rank_that_hangs_is_blamed(world):
     # While it gets on, however slowly, nobody is blamed: all that are blocked depend on it.
     at_work = [RankStatus(beat, 1.0 if rank == hung else 1e6, 1.0) for rank, beat in beats.items()]
     assert find_stall(at_work, LIMITS) is None
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda rank, still_s, silent_s, task, finished: status(
+                rank, still_s, silent_s, task=task, finished=finished
+            ),
+            st.integers(0, 5),
+            st.floats(0, 400),
+            st.floats(0, 400),
+            st.sampled_from(["update", "generate"]),
+            st.booleans(),
+        ),
+        min_size=1,
+        unique_by=lambda made: made.beat.rank,
+    )
+)
+def test_a_rank_that_forbids_a_stall_is_right_whatever_the_others_say(statuses):
+    limits = Timeouts(no_progress_s=200, tasks={"update": 100})
+    if any(forbids_a_stall(one, limits) for one in statuses):
+        assert find_stall(statuses, limits) is None
 
 
 @pytest.mark.parametrize("num_waiters", [1, 6])

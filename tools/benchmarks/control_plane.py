@@ -13,7 +13,6 @@ loopback, and what real gloo groups ask of a store. The last line is one JSON ob
 import argparse
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -92,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
