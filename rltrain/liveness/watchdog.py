@@ -14,6 +14,7 @@ from rltrain.liveness.observer import Observer
 from rltrain.liveness.stacks import describe_threads
 from rltrain.liveness.stall import is_silent, what_it_does
 from rltrain.liveness.store_waits import wait_briefly
+from rltrain.liveness.store_watch import StoreWatch
 from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
@@ -52,21 +53,25 @@ class Watchdog:
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
         self._num_looks = 0
+        self.store_watch = StoreWatch(self.rank, observer.limits.no_progress_s, lambda: what_it_does(heartbeat.now()))
         self._ended = threading.Event()
         self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
 
     def start(self) -> None:
         """Watch from now on. The heartbeat must have been started."""
+        self.store_watch.start()
         self._thread.start()
 
     def stop(self) -> None:
         """This rank has done its part and will not be needed any more: to be called before the process ends."""
         self._ended.set()
         self._thread.join()
+        self.store_watch.stop()
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval_s):
             self._look()
+            self.store_watch.answered()
 
     def _look(self) -> None:
         if self.ending.is_near:
