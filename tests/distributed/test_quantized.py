@@ -55,6 +55,6 @@ def test_the_cases_are_worth_trying(ranks: list[dict[str, Any]]) -> None:
     """Blocks of several ranks, boxes that fan out, and ranks in one layout only are among them."""
     quantised = {name: found for results in ranks for name, found in results.items() if name.endswith("fp8")}
     assert max(found["split"] for found in quantised.values()) > 40
-    assert sum(found["fanned out"] > 0 for found in quantised.values()) >= 4
+    assert sum(found["fanned out"] > 0 for found in quantised.values()) >= 3
     assert max(found["rounds"] for found in quantised.values()) > 5
     assert any(found["compared"] == 0 for results in ranks for found in results.values())
