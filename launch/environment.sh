@@ -70,6 +70,17 @@ prepare_sglang() {
   touch "$stamp"
 }
 
+# Slurm's daemons and what they need, of the system's packages; where they cannot be installed the tests say so.
+prepare_slurm() {
+  if { command -v slurmctld && command -v munged && command -v ip; } >/dev/null || ! command -v apt-get >/dev/null; then return; fi
+  _step "install slurm-wlm, munge, iproute2" _install_slurm
+}
+
+_install_slurm() {
+  (apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge iproute2) >/dev/null 2>&1 ||
+    echo "note: they could not be installed: as root, apt-get install slurm-wlm munge iproute2" >&2
+}
+
 _sglang_pin() { grep '^sglang==' "$REPOSITORY/launch/constraints-sglang.txt"; }
 
 # pip puts a package's metadata in place last, and sglang after what it needs.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The test suite, in the same .venv as the quickstart: bash tests/run.sh [--sglang | --lint] [pytest arguments]
-# With --sglang only tests/sglang, against the real package: installs it once into .venv-sglang (11 GB, 5 minutes).
-# With --lint what reads the code and runs none of it: ruff, mypy, codespell. Two files are tested at a time, or as
-# many as -n says.
+# The test suite, in the same .venv as the quickstart: bash tests/run.sh [--sglang | --slurm | --lint] [pytest arguments]
+# --sglang: only tests/sglang, against the real package, which is installed once into .venv-sglang (11 GB, 5 minutes).
+# --slurm: only tests/slurm, as root, on a Slurm of two nodes that is set up for them. --lint: ruff, mypy, codespell.
+# Two files are tested at a time, or as many as -n says.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment dev
@@ -10,11 +10,11 @@ cd "$REPOSITORY"
 export OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1" # ranks share cores; stores ask resolvers that may be silent
 case ${1:-} in
   --lint) exec "$python" tests/lint.py ;;
-  --sglang)
-    shift
-    prepare_sglang
-    export RLTRAIN_SGLANG_PYTHON=$sglang_python
-    if [[ " $*" != *" tests/sglang"* ]]; then set -- tests/sglang "$@"; fi
-    set -- -n 0 "$@" ;; # a server takes both cores
+  --sglang) prepare_sglang; export RLTRAIN_SGLANG_PYTHON=$sglang_python ;;
+  --slurm) prepare_slurm ;;
 esac
+if [[ ${1:-} == --s* ]]; then # what these start takes both cores
+  folder=tests/${1#--} && shift
+  set -- -n 0 $([[ " $*" == *" $folder"* ]] || echo "$folder") "$@"
+fi
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of tests/conftest.py

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.sglang.process import Server
+from tests.asked_for import is_asked_for
 from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
 from tests.rollout_models import write_checkpoint
 from tests.sglang.servers import FROM_DISK, running, server_spec
@@ -24,23 +25,17 @@ FOLDER = Path(__file__).parent
 HOW = "bash tests/run.sh --sglang"
 
 
-def asked_for(config: pytest.Config) -> bool:
-    """Whether pytest was given this folder, or something in it."""
-    named = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
-    return any(FOLDER in (path, *path.parents) for path in named)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if asked_for(config) and not os.environ.get("RLTRAIN_SGLANG_PYTHON"):
+    if is_asked_for(FOLDER, config) and not os.environ.get("RLTRAIN_SGLANG_PYTHON"):
         raise pytest.UsageError(f"tests/sglang needs RLTRAIN_SGLANG_PYTHON; {HOW} makes that environment and sets it")
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    return None if asked_for(config) else True
+    return None if is_asked_for(FOLDER, config) else True
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
-    return None if asked_for(config) else f"tests/sglang was not collected; to run it: {HOW}"
+    return None if is_asked_for(FOLDER, config) else f"tests/sglang was not collected; to run it: {HOW}"
 
 
 @pytest.fixture(scope="session")

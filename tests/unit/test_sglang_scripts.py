@@ -1,5 +1,6 @@
 """How SGLang's environment comes to be and how its tests are run; stand-ins replace what the scripts call."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from tests.unit.script_stand_ins import (
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
+    for name in ("chromium", "slurmctld", "munged", "ip"):  # nothing of the system is to be installed
+        write_program(tmp_path / "bin" / name, "#!/usr/bin/env bash\n")
     return stand_ins(tmp_path)
 
 
@@ -35,7 +38,7 @@ def repository_with_sglang_venv(folder: Path) -> tuple[Path, Path]:
 
 PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 OF_CI = [["-m", "slow and not alone"], ["-n", "0", "-m", "slow and alone"]]
-WITH_SGLANG = ["-n", "0", "tests/sglang", "-m", "slow or not slow"]
+WITH_SGLANG, WITH_SLURM = ["-n", "0", "tests/sglang", "-m", "slow or not slow"], ["-n", "0", "tests/slurm", "-rs"]
 """Beside the slow ones."""
 
 
@@ -107,6 +110,7 @@ def with_sglang_python(environment: dict[str, str], folder: Path, *, installed: 
     ("given", "to_pytest"),
     [
         (["--sglang"], ["-n", "0", "tests/sglang"]),
+        (["--slurm"], ["-n", "0", "tests/slurm"]),
         (["--sglang", "-m", "slow"], ["-n", "0", "tests/sglang", "-m", "slow"]),
         (["--sglang", "tests/sglang/test_process.py", "-x"], ["-n", "0", "tests/sglang/test_process.py", "-x"]),
         (["tests/unit"], ["tests/unit"]),
@@ -132,9 +136,8 @@ def test_a_python_without_sglang_is_refused(environment: dict[str, str], tmp_pat
     assert not Path(environment["FAKE_LOG"]).exists()
 
 
-def run_ci(environment: dict[str, str], folder: Path) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+def run_ci(environment: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
     """(.ci/run, what it gave to pytest each time)."""
-    write_program(folder / "bin" / "chromium", "#!/usr/bin/env bash\n")
     done = run(environment, ".ci/run")
     notes = [note["arguments"] for note in started(environment)]
     tested = [arguments[len(PYTEST) :] for arguments in notes if arguments[: len(PYTEST)] == PYTEST]
@@ -143,26 +146,26 @@ def run_ci(environment: dict[str, str], folder: Path) -> tuple[subprocess.Comple
 
 
 def test_ci_runs_the_tests_with_sglang_too(environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=True), tmp_path)
+    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=True))
     assert done.returncode == 0, done.stderr
-    assert WITH_SGLANG in tested[1:-1]
-    assert [arguments for arguments in tested if arguments != WITH_SGLANG] == [[], *OF_CI]
+    assert [arguments for arguments in tested if arguments in (WITH_SGLANG, WITH_SLURM)] == [WITH_SGLANG, WITH_SLURM]
+    assert [arguments for arguments in tested if arguments not in (WITH_SGLANG, WITH_SLURM)] == [[], *OF_CI]
 
 
 def test_ci_says_where_sglang_cannot_be_installed(environment: dict[str, str], tmp_path: Path) -> None:
-    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False), tmp_path)
+    done, tested = run_ci(with_sglang_python(environment, tmp_path, installed=False))
     assert done.returncode == 0, done.stderr
-    assert tested == [[], *OF_CI]
-    reason, said = done.stderr.splitlines()[-2:]
-    assert "has no sglang" in reason and "the tests with SGLang were not run" in said
+    assert [arguments for arguments in tested if arguments != WITH_SLURM] == [[], *OF_CI]
+    assert re.search(r"has no sglang.*\nthe tests with SGLang were not run", done.stdout)
 
 
 def test_ci_runs_everything_and_names_what_failed(environment: dict[str, str], tmp_path: Path) -> None:
     environment = with_sglang_python(environment, tmp_path, installed=True)
     calls = {"not alone": "slow tests", "lint.py": "lint", "tests/sglang": "tests with SGLang"}
-    done, tested = run_ci(environment | {"FAKE_FAIL_AT": "|".join(calls)}, tmp_path)
-    assert done.returncode == 1 and len(tested) == 4
-    assert done.stderr.splitlines()[-3:] == [f"failed: {stage}" for stage in calls.values()]
+    calls["tests/slurm"] = "tests with Slurm"
+    done, tested = run_ci(environment | {"FAKE_FAIL_AT": "|".join(calls)})
+    assert done.returncode == 1 and len(tested) == 5
+    assert done.stderr.splitlines()[-4:] == [f"failed: {stage}" for stage in calls.values()]
 
 
 @pytest.mark.parametrize(
