@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -90,9 +91,10 @@ def test_parts_are_broadcast_and_one_that_comes_gets_the_next_update(rig: Rig) -
     assert not first.broadcasts.groups and not late.broadcasts.groups
 
 
+@pytest.mark.slow
 def test_one_that_fails_in_an_update_holds_up_nobody(rig: Rig) -> None:
     servers = [rig.server("sglang", pace_s=0.003) for _ in range(3)]
-    engine, num_parts = start(rig, limit_s=5.0)
+    engine, num_parts = start(rig, limit_s=LIMIT_S / 3)  # a busy machine may stand still for seconds
     sync(engine, 0, num_parts)
     engine.submit(samples(12), LONG)
     done = finish(engine, lambda: all(len(server.versions_drawn) > 1 for server in servers))
