@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.cluster import REPOSITORY, Cluster
 
-LIMIT_S = 120.0
+LIMIT_S = 200.0
 
 
 class Job:

@@ -75,9 +75,9 @@ def test_a_failing_node_fails_the_slurm_job(environment: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("preempted", "fails", "requeued"), [("", "", 0), ("2026-11-24", "", 1), ("2026-11-24", "-m", 0)]
+    ("preempted", "fails", "requeued"), [("", "", 0), ("", "-m", 0), ("2026-11-24", "", 1), ("2026-11-24", "-m", 1)]
 )
-def test_a_preempted_slurm_job_that_has_saved_is_queued_again(
+def test_a_preempted_slurm_job_is_queued_again_however_torchrun_ends(
     environment: dict[str, str], preempted: str, fails: str, requeued: int
 ) -> None:
     environment |= {"SLURM_JOB_NODELIST": "node[07,03,11]", "SLURM_JOB_ID": "5", "SLURM_NNODES": "3"}
