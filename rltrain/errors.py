@@ -54,6 +54,10 @@ class StallError(UserError):
     """A wait ran past its limit; the message names the task, the step and the ranks waited for."""
 
 
+class ReplicaError(UserError):
+    """Ranks that hold the same part of a model hold different values."""
+
+
 class ExchangeError(UserError):
     """What a rank received of an experience is not what another one sent."""
 

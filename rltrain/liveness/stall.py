@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rltrain.config.schema import Timeouts
 from rltrain.liveness.heartbeat import Beat
+from rltrain.system.processes import host_of
 
 SILENT_S = 30.0
 """A rank without a beat for this long, or half of the shortest limit, does not run: stopped, or in a call that holds
@@ -59,9 +60,16 @@ class Stall:
         by = "".join(f"; rank {w.beat.rank} {what_it_does(w.beat)}" for w in self.waiters[:MAX_WAITERS_NAMED])
         more = len(self.waiters) - MAX_WAITERS_NAMED
         return (
-            f"rank {beat.rank} {state}; timeouts.no_progress_s, or the task's own limit in "
+            f"rank {beat.rank}{self._host} {state}; timeouts.no_progress_s, or the task's own limit in "
             f"timeouts.tasks, is {self.limit_s:.0f} s{by}" + (f"; and {more} more ranks wait" if more > 0 else "")
         )
+
+
+    @property
+    def _host(self) -> str:
+        """Such as " on node7"; nothing where all are on one host."""
+        hosts = {host_of(status.beat.process) for status in (self.culprit, *self.waiters)}
+        return f" on {host_of(self.culprit.beat.process)}" if len(hosts) > 1 else ""
 
 
 MAX_WAITERS_NAMED = 4

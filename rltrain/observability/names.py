@@ -74,6 +74,10 @@ _PATTERNS = tuple(
 )
 
 
+_RATE = re.compile("_per_([a-z]+_)?s$")
+"""Such as tokens per second, or per GPU and second."""
+
+
 def working_task(metric: str) -> str | None:
     """generate for perf/generate_s; None for a metric that is not a task's seconds of work."""
     return None if waiting_task(metric) else _task_before("_s", metric)
@@ -89,7 +93,7 @@ def times_a_task(metric: str) -> bool:
 
 
 def _task_before(suffix: str, metric: str) -> str | None:
-    is_task_time = metric.startswith("perf/") and metric.endswith(suffix) and not metric.endswith("_per_s")
+    is_task_time = metric.startswith("perf/") and metric.endswith(suffix) and not _RATE.search(metric)
     if not is_task_time or any(metric == known.name for known in METRICS):  # parts of a task, and whole steps
         return None
     return metric.removeprefix("perf/").removesuffix(suffix)

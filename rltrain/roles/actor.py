@@ -145,6 +145,7 @@ class Actor(TrainedRole):
             updates = self.model.train_batches(mini_batches, self._loss_of(step), temperature=self.temperature)
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         self.warn_of_skipped(step, updates)
+        self.replicas.check(step, self.model)
         updates = [correction.summarize(update) for update in updates]
         summary = parity.summarize(summarize(updates, ON_POLICY_METRICS))
         self.parity_gate.check(step, summary)

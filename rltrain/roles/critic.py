@@ -41,6 +41,7 @@ class Critic(TrainedRole):
             mini_batches = self.batch.mini_batches(self.batch.take())
             updates = self.model.train_batches(mini_batches, self.loss_function)
         self.warn_of_skipped(step, updates)
+        self.replicas.check(step, self.model)
         metrics = summarize([value.summarize(update) for update in updates])
         return {f"critic/{name}": number for name, number in metrics.items()}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rltrain.checkpoint.run.files import Contents
 from rltrain.config import schema
+from rltrain.roles.replica_check import ReplicaCheck
 from rltrain.roles.role import Job, Role
 from rltrain.training.backend import LOSS_SCALE, OVERFLOWED, SKIPPED
 from rltrain.training.build import training_backend
@@ -23,6 +24,8 @@ class TrainedRole(Role):
             job.model_site(self.name), settings, total_updates=total_updates, state=state
         )
         self.parts = self.model.parts
+        group = job.groups.cpu[self.grid.ranks]
+        self.replicas = ReplicaCheck(job.config.checks.replicas, self.name, job.world.rank, group)
 
     def warn_of_skipped(self, step: int, updates: Sequence[Mapping[str, float]]) -> None:
         """On the role's leader, where optimizer steps have changed nothing."""

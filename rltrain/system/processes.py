@@ -24,6 +24,11 @@ def this_process() -> str:
     return process_here(os.getpid())
 
 
+def host_of(process: str) -> str:
+    """The host that the name of a process begins with."""
+    return process.partition(" ")[0]
+
+
 def has_ended(process: str) -> bool:
     """Whether it was one of this machine and runs no more. False where that cannot be seen from here."""
     machine, _, number = process.rpartition(" ")

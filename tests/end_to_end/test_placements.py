@@ -15,6 +15,7 @@ PLACEMENTS = {
         "placement={'actor, reference, rollout, reward': 0-1}",
         "actor.parallel.tp=1",
         "weight_sync.transport=full_gather",
+        "checks.replicas=1",
     ),
     "hybrid": (
         "placement={actor: 0-3, reference: 1, rollout: 2-3, reward: '0,3'}", "actor.parallel.pp=2",
@@ -30,7 +31,7 @@ FEW_SAMPLES = 3 / 64
 @pytest.fixture(scope="module")
 def rewards(warmed_up, data_overrides, tmp_path_factory):
     def run(name: str) -> list[dict]:
-        placement, parallel, weight_sync = PLACEMENTS[name]
+        placement, parallel, weight_sync, *others = PLACEMENTS[name]
         return train(
             REPOSITORY / "configs/quickstart.yaml",
             f"model.path={warmed_up}",
@@ -45,6 +46,7 @@ def rewards(warmed_up, data_overrides, tmp_path_factory):
             "actor.parallel={tp: 1}",
             parallel,
             weight_sync,
+            *others,
             "reference.parallel={tp: 1}" if name == "hybrid" else "reference.parallel=null",
             num_ranks=2 if name == "colocated" else 4,
         )

@@ -35,7 +35,8 @@ def run(progress: Progress, clock: Clock, num_steps: int, step_s: float) -> None
         clock.now += step_s
         progress.write(
             step,
-            {"rollout/reward_mean": 0.1 * step, "perf/rollout_tokens_per_s": 12345.6, "perf/generate_s": step_s / 2},
+            {"rollout/reward_mean": 0.1 * step, "perf/rollout_tokens_per_s": 12345.6, "perf/generate_s": step_s / 2}
+            | {"perf/actor_tokens_per_gpu_s": 7.0},
         )
 
 

@@ -103,6 +103,13 @@ def test_those_that_have_finished_are_never_blamed():
     assert "waits at wait samples[3] for rank 1, of whom nobody is at work" in str(stall)
 
 
+def test_the_host_of_the_rank_is_named_where_there_are_several() -> None:
+    update = {"task": "update", "position": 4}
+    waiter = status(0, communicates=True, process="node1 pid:[1] 7", **update)
+    assert "rank 1 on node2 is at update" in str(stall_of(waiter, status(1, process="node2 pid:[1] 7", **update)))
+    assert "rank 1 is at update" in str(stall_of(waiter, status(1, process="node1 pid:[1] 8", **update)))
+
+
 def test_a_rank_that_has_just_finished_was_at_work_until_then():
     """The others' beats are up to an interval old: they left the same last task as it did, and have not said so."""
     left_behind = status(0, task="weight_sync", position=9, communicates=True)

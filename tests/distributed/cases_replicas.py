@@ -1,0 +1,39 @@
+"""What ranks do in test_replicas: a model with two shards on two replicas each, of which one bit turns over."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from math import prod
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from rltrain.cluster.grid import Grid
+from rltrain.errors import ReplicaError
+from rltrain.reshard.megatron_layout import megatron_layout
+from rltrain.roles.replica_check import ReplicaCheck
+from tests.model_shards import tiny_architecture
+
+EVERY = 3
+
+
+def compared(dp: int) -> dict[str, str]:
+    """What is said of equal replicas, of different ones in a step without a check, and of these in a step with one."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    layout = megatron_layout(tiny_architecture("qwen3"), Grid(tuple(range(num_ranks)), tp=num_ranks // dp))
+    parameters = {name: torch.arange(prod(shape)).view(shape).float() for name, shape in layout.on(rank).parameters}
+    model = SimpleNamespace(layout=layout, parameters=parameters)
+    check = ReplicaCheck(EVERY, "actor", rank, dist.group.WORLD)
+    said = {"equal": _said(check, EVERY - 1, model)}
+    if rank == num_ranks - 1:
+        last = parameters[layout.on(rank).parameters[-1][0]]
+        last.view(torch.int32).view(-1)[3] ^= 1
+    return said | {"unasked": _said(check, EVERY, model), "different": _said(check, 2 * EVERY - 1, model)}
+
+
+def _said(check: ReplicaCheck, step: int, model: SimpleNamespace) -> str:
+    try:
+        check.check(step, model)
+    except ReplicaError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,22 @@
+"""Replicas whose weights are no longer equal end the run, with the rank and the parameter."""
+
+import re
+
+import pytest
+
+from tests.distributed.torchrun import run_distributed
+
+
+@pytest.mark.parametrize(
+    ("dp", "named"),
+    [
+        (2, r"rank 3 and rank 1 hold different values of \S+, and either may be wrong"),
+        (4, "rank 3 holds other values of .* than ranks 0, 1, 2, which agree"),
+    ],
+)
+def test_a_bit_that_turned_over_is_found_when_it_is_looked_for(dp: int, named: str) -> None:
+    told = run_distributed("tests.distributed.cases_replicas:compared", 4, {"dp": dp}, timeout_s=60)
+    first = told[0]
+    assert all(one == first for one in told), "the same on every rank"
+    assert first["equal"] == first["unasked"] == ""
+    assert re.search(f"step 5: replicas of the actor are no longer equal .*: {named}", first["different"])
