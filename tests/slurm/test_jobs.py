@@ -96,6 +96,7 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(
     assert job.steps() == [*range(30)], "nothing is lost, nothing comes twice"
 
 
+@pytest.mark.slow
 def test_a_job_is_queued_again_when_preempted_and_warned_but_not_when_cancelled(
     cluster: Cluster, tmp_path: Path, training: list[str]
 ) -> None:
