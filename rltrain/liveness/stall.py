@@ -64,7 +64,6 @@ class Stall:
             f"timeouts.tasks, is {self.limit_s:.0f} s{by}" + (f"; and {more} more ranks wait" if more > 0 else "")
         )
 
-
     @property
     def _host(self) -> str:
         """Such as " on node7"; nothing where all are on one host."""

@@ -84,7 +84,7 @@ def test_two_hosts_compute_what_one_does_and_end_when_they_are_cut_apart(
             agent.kill()
     assert 0 not in statuses
     first, second = (log.read_text() for log in logs)
-    assert first.count("\nrltrain: ") == 1 and "rank 1 was last known to be at " in first, first
+    assert first.count("\nrltrain: ") == 1 and "rank 1 on n2 was last known to be at " in first, first
     assert second.count("\nrltrain: ") == 1 and "rank 1 on n2 " in second, second
     assert "the job's store on n1 has not answered" in second
     alone = train(config, *overrides, f"output_dir={tmp_path}/one", f"steps={NUM_STEPS}", num_ranks=2)
