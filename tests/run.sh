@@ -2,11 +2,12 @@
 # The test suite, in the same .venv as the quickstart: bash tests/run.sh [--sglang | --slurm | --lint] [pytest arguments]
 # --sglang: only tests/sglang, against the real package, which is installed once into .venv-sglang (11 GB, 5 minutes).
 # --slurm: only tests/slurm, as root, on a Slurm of two nodes that is set up for them. --lint: ruff, mypy, codespell.
-# Two files are tested at a time, or as many as -n says.
+# Two files are tested at a time, or as many as -n says; what Python compiles is kept, for hundreds of them start.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment dev
 cd "$REPOSITORY"
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1" # ranks share cores; stores ask resolvers that may be silent
 case ${1:-} in
   --lint) exec "$python" tests/lint.py ;;

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=30)
+settings.register_profile("shared machine", parent=settings(), deadline=None, max_examples=20)
 settings.load_profile("shared machine")
 
 SPARSE_FAMILIES = (

@@ -168,7 +168,7 @@ def assert_close(found: torch.Tensor, expected: list[float]) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows())
 def test_of_one_prompt_s_responses(samples: list[Row]) -> None:
     experience = packed(samples)
@@ -223,7 +223,7 @@ def test_gpg_scales_by_how_few_samples_teach(samples: list[Row], cut: int, scale
     assert found.tolist() == pytest.approx([alpha * value for value in plain], rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rows(), st.sampled_from([0.5, 0.9, 1.0]), st.integers(0, 9))
 def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamma: float, seed: int) -> None:
     experience = packed(samples)
@@ -246,7 +246,7 @@ def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamm
     assert normalised.tolist() == pytest.approx(whitened(expected, samples), rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.tuples(MASKS, REWARDS), min_size=4, max_size=4), min_size=1, max_size=3))
 def test_remax_compares_with_the_greedy_response(groups: list[list[tuple[tuple[bool, ...], float]]]) -> None:
     algorithm = algorithm_of(make_config(algorithm="remax", batch={"samples_per_prompt": 3}))

@@ -40,7 +40,7 @@ def expected_of(
     return advantages, returns
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     shape=SHAPES, gamma=FRACTIONS, lam=FRACTIONS, penalised=st.booleans(), holes=st.booleans(), seed=st.integers(0, 9)
 )

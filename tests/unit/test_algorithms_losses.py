@@ -184,7 +184,7 @@ def accumulate(
     return outputs, logprobs.grad, entropy_gradient
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 6), max_size=4),

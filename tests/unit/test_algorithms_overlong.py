@@ -17,7 +17,7 @@ def plain_penalty(length: int, longest: int, buffer: int) -> float:
     return ((longest - buffer) - length) / buffer if length <= longest else -1.0
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10)).filter(sum), min_size=1, max_size=6), st.integers(1, 10)
 )

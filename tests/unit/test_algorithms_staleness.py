@@ -22,7 +22,7 @@ def rows_of(experience: Experience) -> list[list[tuple[bool, int]]]:
     return [list(zip(m.tolist(), v.tolist(), strict=True)) for m, v in zip(masks, versions, strict=True)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(shape=SHAPES, limit=st.integers(0, 6), how=st.sampled_from(["drop", "mask", "correct"]), seed=st.integers(0, 99))
 def test_what_is_left_and_counted_equals_plain_python(
     shape: list[tuple[int, int]], limit: int, how: Any, seed: int

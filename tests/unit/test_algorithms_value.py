@@ -41,7 +41,7 @@ def plain(experience: Experience, values: torch.Tensor, clip: float | None) -> d
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=5),
     cut=st.integers(0, 6),

@@ -28,7 +28,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(GROUPS)
 def test_the_busiest_carries_hardly_more_than_it_must(groups: list[tuple[list[int], int]]) -> None:
     candidates, demands = [group for group, _ in groups], [demand for _, demand in groups]

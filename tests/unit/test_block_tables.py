@@ -110,7 +110,7 @@ class Engine:
 
 
 @given(data=st.data(), num_blocks=st.integers(9, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_blocks_stay_within_the_budget_and_have_one_writer(data: st.DataObject, num_blocks: int) -> None:
     engine = Engine(num_blocks, data)
     names = ["enter", "enter", "extend", "extend", "park", "park", "free", "move"]

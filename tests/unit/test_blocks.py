@@ -88,7 +88,7 @@ def touched(box: Box) -> tuple[slice, slice]:
     return slice(row // 128, (row + rows - 1) // 128 + 1), slice(col // 128, (col + cols - 1) // 128 + 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(CASES)
 def test_scales_of_the_source_tile_and_those_of_the_destination_cover_what_it_holds(
     case: tuple[Architecture, tuple[int, int, int], int],
@@ -130,7 +130,7 @@ def test_scales_fill_parameters_of_their_own(case: tuple[Architecture, tuple[int
                 assert counts.all() or name == SCALES_PARAMETER or not name.endswith("_scale_inv"), name
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(CASES)
 def test_split_blocks_are_those_that_several_boxes_touch(case: tuple[Architecture, tuple[int, int, int], int]) -> None:
     made = layouts(*case)

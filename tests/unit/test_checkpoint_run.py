@@ -158,7 +158,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.path / name_of(3)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(harm=st.sampled_from(sorted(HARM)), number=st.integers(0, 2), at=st.integers(0, 10**6))
 def test_any_damage_to_a_file_is_found_and_the_file_named(intact: Path, harm: str, number: int, at: int) -> None:
     name = sorted(read_manifest(intact))[number]

@@ -68,7 +68,7 @@ def function(title: str, weight: float) -> RewardFunction:
 finite = st.floats(-100, 100)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 4), st.integers(1, 3))
 def test_turns_add_up_to_the_whole_reward(data: st.DataObject, num_turns: int, num_functions: int) -> None:
     weights = data.draw(st.lists(finite, min_size=num_functions, max_size=num_functions))

@@ -77,7 +77,7 @@ def jobs(draw):
     return [Entry(name, final=name == "save_hf") for name in names], grids
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(jobs(), st.none() | st.integers(0, 13))
 def test_members_agree_on_every_generation_also_when_training_ends_early(job, stop_at):
     order, grids = job
@@ -90,7 +90,7 @@ def test_members_agree_on_every_generation_also_when_training_ends_early(job, st
             assert len(generations) == 1 and None not in generations, (position, ranks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(jobs())
 def test_what_no_longer_serves_is_closed_while_others_have_the_device(job):
     order, grids = job

@@ -30,7 +30,7 @@ sizes_strategy = st.sampled_from([2, 3, 4])
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(lengths_strategy, sizes_strategy)
 def test_ranks_share_out_every_sequence_evenly(slices: list[int], size: int) -> None:
     lengths = [2 * size * each for each in slices]
@@ -47,7 +47,7 @@ def test_a_rank_has_a_slice_and_the_one_as_far_from_the_end() -> None:
     assert places_of([8, 4], ContextShare(1, 2)).tolist() == [2, 3, 4, 5, 9, 10]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(lengths_strategy, st.integers(10, 100), sizes_strategy, st.integers(1, 8), st.booleans())
 def test_micro_batches_hold_every_token_on_one_rank(
     lengths: list[int], max_tokens: int, size: int, multiple_of: int, equal_lengths: bool
@@ -72,7 +72,7 @@ def test_micro_batches_hold_every_token_on_one_rank(
     assert not equal_lengths or len({sum(batch.segments) for batch in of_ranks[0]}) == 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(lengths_strategy, sizes_strategy, st.integers(0, 5))
 def test_every_token_is_its_samples_on_one_rank_and_the_rest_is_padding(
     lengths: list[int], size: int, behind: int

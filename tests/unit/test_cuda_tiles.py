@@ -25,7 +25,7 @@ from tests.slice_examples import Example, assert_same_bits, examples, expected_b
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
-PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class EmulatedCopies(CudaCopies):
@@ -147,7 +147,7 @@ def large_slices(draw: st.DrawFn) -> Array:
     return slices
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(slices=large_slices())
 def test_tiles_cover_every_element_once_and_fit_a_warp(slices: Array) -> None:
     result = cut(slices)

@@ -12,7 +12,7 @@ from rltrain.evaluation.estimators import best_at_k, pass_at_k, sizes_up_to
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_sample_that_passed(passed: list[bool], data: st.DataObject):
     k = data.draw(st.integers(1, len(passed)))
@@ -20,7 +20,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_sample_that_passed(passed: lis
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(fmean(of_subsets))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(rewards, st.data())
 def test_best_at_k_is_the_mean_over_subsets_of_their_largest_reward(drawn: list[float], data: st.DataObject):
     k = data.draw(st.integers(1, len(drawn)))

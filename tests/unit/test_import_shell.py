@@ -53,7 +53,7 @@ def test_what_is_read_is_what_bash_would_start(script: str) -> None:
     assert [one[1:] for one in started(script) if one[0] == "run"] == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_characters="\0\r\n"), max_size=8), max_size=4))
 def test_quoted_words_stay_as_they_are(words: list[str]) -> None:
     quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
@@ -90,7 +90,7 @@ def test_what_is_no_script_is_refused(script: str) -> None:
         read_text(script, "script", (), {})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text("ab$(){}[]\"'`;&|<>#\\ \n=!", max_size=30))
 def test_nothing_but_a_message_comes_of_nonsense(text: str) -> None:
     with contextlib.suppress(ConfigError):

@@ -98,7 +98,7 @@ def ballast() -> Array:
     return slices
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(example=examples(), data=st.data())
 def test_copies_equal_torch_bit_for_bit_and_touch_nothing_else(
     implementations: list[str], example: Example, data: st.DataObject

@@ -62,7 +62,7 @@ def grids(draw: st.DrawFn, architecture: Architecture, kind: str) -> Grid:
 KINDS = st.sampled_from([("megatron", "engine")] * 4 + [("megatron", "hf"), ("hf", "megatron"), ("engine", "megatron")])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_element_is_written_once_and_as_the_oracle_says(data: st.DataObject) -> None:
     architecture = data.draw(architectures())

@@ -101,7 +101,7 @@ def cut_matrices(draw: st.DrawFn) -> tuple[Tensor, list[int], list[int]]:
 
 
 @pytest.mark.parametrize("native", ["off", "auto"])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=cut_matrices())
 def test_parts_with_reduced_amax_equal_the_whole_tensor_quantised(
     native: str, case: tuple[Tensor, list[int], list[int]]

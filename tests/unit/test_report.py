@@ -160,7 +160,7 @@ def play(log: RankLog, plan: tuple[str, str, Any], outer: str, seconds: list[str
 
 
 class TestOccupation:
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(plans=st.lists(PLAN, min_size=1, max_size=4))
     def test_every_second_counts_once_to_what_surrounds_it_most_closely(
         self, tmp_path_factory: pytest.TempPathFactory, plans: list[Any]
@@ -212,7 +212,7 @@ class TestOccupation:
 
 
 class TestCurves:
-    @settings(max_examples=40)
+    @settings(max_examples=25)
     @given(st.lists(st.text("abc_/<>", min_size=1, max_size=12), max_size=5))
     def test_every_metric_is_drawn_exactly_once(self, others: list[str]) -> None:
         documented = [re.sub(r"<\w+>", "actor", metric.name) for metric in METRICS]
@@ -259,7 +259,7 @@ class TestCurves:
         (section,) = sections(records)
         assert section.panels[0].series[0].points == [(0, 1.0), (1, None), (3, 4.0)]
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300), st.integers(4, 20))
     def test_thinning_keeps_ends_and_extremes(self, values: list[float | None], limit: int) -> None:
         points = list(enumerate(values * 4))
@@ -418,7 +418,7 @@ class TestPage:
         assert loading == [("link", {"rel": "icon", "href": "data:,"})]
         assert "@import" not in text and "url(" not in text and "fetch(" not in text
 
-    @settings(max_examples=50)
+    @settings(max_examples=25)
     @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
     def test_embedded_json_has_no_markup_and_says_the_same(self, value: Any) -> None:
         text = page.embedded_json(value)

@@ -241,10 +241,11 @@ def test_only_their_list_knows_the_training_backends() -> None:
 def test_tests_load_megatron_as_rltrain_does() -> None:
     """Without torch's compiler, which takes seconds to load and warns."""
     for path in (REPOSITORY / "tests").rglob("*.py"):
-        statements = [ast.unparse(node) for node in ast.parse(path.read_text()).body]
-        direct = [i for i, text in enumerate(statements) if text.startswith(("from megatron", "import megatron"))]
-        before = statements[: direct[0]] if direct else []
-        assert not direct or any("rltrain.training.megatron" in text for text in before), relative(path)
+        direct = re.search(r"^(from|import) megatron", text := path.read_text(), re.MULTILINE)
+        before = text[: direct.start()] if direct else ""
+        assert not direct or re.search(r"^(from|import) rltrain\.training\.megatron", before, re.MULTILINE), relative(
+            path
+        )
 
 
 def test_launch_imports_only_commands() -> None:
@@ -269,12 +270,15 @@ def test_pure_modules_do_not_load_torch() -> None:
     assert done.returncode == 0, f"importing {FAST_TO_IMPORT} loads or raises: {done.stderr}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_files_and_functions_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-    functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+def test_files_and_functions_are_short() -> None:
+    too_long = []
+    for path in SOURCES:
+        num_lines = len(path.read_text().splitlines())
+        too_long += [f"{relative(path)}: {num_lines} lines"] if num_lines > MAX_FILE_LINES else []
+        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths = [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
+        too_long += [f"{relative(path)}: {name}, {n} lines" for name, n in lengths if n > MAX_FUNCTION_LINES]
+    assert not too_long, "\n".join(too_long)
 
 
 def test_no_file_is_named_after_nothing() -> None:
@@ -413,7 +417,7 @@ def test_scripts_parse_and_kill_nothing(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "max_lines"),
-    [("launch/quickstart.sh", 60), ("tests/run.sh", 20)]
+    [("launch/quickstart.sh", 60), ("tests/run.sh", 21)]
     + [(relative(script), 40) for script in SCRIPTS if script.parent.name == "slurm"],
 )
 def test_scripts_are_short(script: str, max_lines: int) -> None:

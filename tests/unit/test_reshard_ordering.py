@@ -236,7 +236,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_nothing_in_a_reshard_races(case: Case) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -100,7 +100,7 @@ def message_bytes(made: Cut, i: int, end: End, staging: np.ndarray) -> np.ndarra
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.data())
 def test_every_element_arrives_once_through_bounded_buffers(data: st.DataObject) -> None:
     boxes = data.draw(transfers_to_peers())
@@ -196,7 +196,7 @@ def test_checksums_tell_order_type_and_place() -> None:
     assert one not in others and len({int(other[0]) for other in others}) == 3
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(transfers_to_peers(), st.integers(1, 5))
 def test_runs_at_fixed_places_do_not_meet(boxes: np.ndarray, count: int) -> None:
     made = streams(boxes, TYPES)
@@ -211,7 +211,7 @@ def test_runs_at_fixed_places_do_not_meet(boxes: np.ndarray, count: int) -> None
             assert packs.messages.offsets[i] + packs.messages.sizes[i] <= end[stream]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(transfers_to_peers(), st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_equal_streams_are_kept_once(boxes: np.ndarray, same_as: list[int]) -> None:
     """Peers 3 to 8 get what peers 0 to 2 get, or nothing where these get nothing."""

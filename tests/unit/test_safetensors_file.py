@@ -19,7 +19,7 @@ def random_values(entry: Entry, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(-100, 100, entry.shape, generator=generator).to(entry.dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(tensors=st.lists(ENTRY, max_size=6), piece=st.integers(1, 7))
 def test_safetensors_reads_what_was_appended_in_pieces(
     tensors: list[tuple[torch.dtype, tuple[int, ...]]], piece: int, tmp_path_factory: pytest.TempPathFactory

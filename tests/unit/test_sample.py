@@ -16,7 +16,7 @@ def drawn(sample: Sample, count: int, status: Status = Status.PENDING) -> Sample
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=5), st.integers(0, 3), st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_turns_end_where_the_model_stopped(turns: list[tuple[int, int]], count: int, data: st.DataObject) -> None:
     sample, ends, whose = Sample(0, (9,), 0), [], []
     for num_drawn, num_observed in turns:

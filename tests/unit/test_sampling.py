@@ -147,7 +147,7 @@ def kept_reference(weights: list[float], top_p: float, top_k: int) -> set[int]:
     return kept
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     weights=st.lists(st.integers(1, 10_000), min_size=1, max_size=20, unique=True),
     top_p=st.floats(0.01, 1.0),
@@ -161,7 +161,7 @@ def test_truncation_keeps_the_tokens_of_the_definition(weights: list[int], top_p
     assert kept[0][kept[0] > 0].tolist() == [weights[token] for token in kept_ids]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),

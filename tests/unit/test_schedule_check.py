@@ -47,7 +47,7 @@ def runs(draw: st.DrawFn):
     return config, draw(placements(*roles))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(runs())
 def test_no_mode_deadlocks_whatever_the_placement(run):
     config, placement = run
@@ -59,7 +59,7 @@ def test_no_mode_deadlocks_whatever_the_placement(run):
         posted |= {entry.transfer} if entry.kind == "post" else set()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(GRPO_PLACEMENTS, st.randoms(use_true_random=False))
 def test_any_total_order_with_waits_after_their_posts_finishes(placement: Placement, rng: random.Random):
     """The proof in words: the first entry in the order that is not done can always be done."""
