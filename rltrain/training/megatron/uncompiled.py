@@ -1,19 +1,29 @@
-"""Imports megatron-core without torch's compiler where nothing would be compiled."""
+"""Imports megatron-core without what of it nothing here uses and every process would pay for."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 
 def import_megatron() -> None:
-    """Without CUDA, Megatron's fused functions stay as they are written; with CUDA this does nothing.
+    """Without wandb; and without CUDA, where nothing would be compiled, without torch's compiler.
 
-    Megatron hands them to torch.compile when its modules are imported. That loads torch's compiler, a third of the CPU
-    time of importing this package, for functions that models on CPUs do not call.
+    Megatron hands its fused functions to torch.compile when its modules are imported. That loads torch's compiler, a
+    third of the CPU time of importing this package, for functions that models on CPUs do not call: they stay as they
+    are written. wandb, a sixth of that time, is for timers and an engine of Megatron that have no part in a job here;
+    the job's own metrics import it where a project is given.
     """
-    if torch.cuda.is_available():
-        return
+    with _absent("wandb"):
+        if torch.cuda.is_available():
+            pass
+        else:
+            _import_uncompiled()
+
+
+def _import_uncompiled() -> None:
     compiled = torch.compile
     torch.compile = _as_written  # type: ignore[assignment]
     try:
@@ -25,3 +35,16 @@ def import_megatron() -> None:
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+@contextmanager
+def _absent(package: str) -> Iterator[None]:
+    """What is imported meanwhile does not find `package`, unless it was there before."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -1,0 +1,27 @@
+"""What Megatron would import for nothing is not there while it is imported."""
+
+import importlib
+import sys
+
+import pytest
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+import megatron.core.timers
+
+from rltrain.training.megatron.uncompiled import _absent
+
+
+def test_a_package_is_absent_for_as_long_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    with _absent("wave"), pytest.raises(ImportError):
+        importlib.import_module("wave")
+    assert importlib.import_module("wave") is sys.modules["wave"]
+
+
+def test_one_that_is_in_use_stays() -> None:
+    with _absent("sys"):
+        assert importlib.import_module("sys") is sys
+
+
+def test_megatron_has_no_wandb() -> None:
+    assert megatron.core.timers.wandb is None
