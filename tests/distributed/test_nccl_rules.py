@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases_nccl_rules import PIPELINES
+from tests.distributed.cases_nccl_rules import NUM_STEPS, PIPELINES
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
 
@@ -27,7 +27,7 @@ def told() -> list[dict[str, str]]:
 def test_rounds_of_a_reshard_are_single_calls_that_match(ranks: list[dict[str, Any]], group: str) -> None:
     for rank in ranks:
         assert rank[f"reshard/{group}"]["wrong"] == [] and rank[f"reshard/{group}"]["num_rounds"] > 4
-    assert sum(rank[f"reshard/{group}"]["compared"] for rank in ranks) > 300
+    assert sum(rank[f"reshard/{group}"]["compared"] for rank in ranks) > 150
     assert ranks[1][f"reshard/{group}"]["idle"], "a rank that has nothing to send or to receive"
 
 
@@ -38,12 +38,11 @@ def test_both_ends_know_how_long_messages_of_what_changed_are(ranks: list[dict[s
     assert any(0 < run["changed"] < run["compared"] for run in runs)
 
 
-@pytest.mark.parametrize("group", ["kept", "reopened"])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_pipelines_train_as_over_gloo(ranks: list[dict[str, Any]], pipeline: str, group: str) -> None:
+def test_pipelines_train_as_over_gloo(ranks: list[dict[str, Any]], pipeline: str) -> None:
     for number in PIPELINES[pipeline].ranks:
-        found, expected = ranks[number][f"{pipeline}/{group}"], ranks[number][f"{pipeline}/gloo"]
-        assert len(expected) == 3 and found == pytest.approx(expected, rel=1e-5)
+        found, expected = ranks[number][f"{pipeline}/nccl"], ranks[number][f"{pipeline}/gloo"]
+        assert len(expected) == NUM_STEPS and found == pytest.approx(expected, rel=1e-5)
 
 
 def test_groups_that_come_and_go_between_tasks_reduce_over_their_ranks(ranks: list[dict[str, Any]]) -> None:

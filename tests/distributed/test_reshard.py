@@ -25,7 +25,7 @@ def test_every_placement_equals_the_oracle(check: str, ranks: list[dict[str, Any
                 assert found[key], f"{key} of {name} on rank {rank}: {found}"
             assert found["bandwidth"] >= 0
     compared = sum(found["compared"] for results in ranks for found in results[check].values())
-    assert compared > 300
+    assert compared > 150
 
 
 def test_every_placement_meets_every_architecture() -> None:
@@ -93,7 +93,7 @@ def test_buckets_are_bounded(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("check", ["round trip", "round trip, one file per writer"])
 def test_saved_checkpoints_equal_the_loaded_ones(check: str, ranks: list[dict[str, Any]]) -> None:
-    assert len(ranks[0][check]) == 4
+    assert len(ranks[0][check]) == 2
     for found in ranks[0][check]:
         assert found["wrong"] == []
         assert found["same_names"] and found["loads_alike"]
