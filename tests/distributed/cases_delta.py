@@ -31,7 +31,7 @@ CHECKS = {
     "two nodes, shared memory": Settings(bucket_bytes=2**20, ranks_per_node=2, share_memory=True),
     "without native code": Settings(bucket_bytes=2**20),
 }
-SHARES = (1.0, 0.01, 0.0, 0.3, 1.0, 0.02, 0.02)
+SHARES = (1.0, 0.01, 0.0, 0.3, 1.0, 0.02)
 """Of elements that change before each run."""
 LOSES_BEFORE = 3
 """The run before which one rank loses what it holds, so that it sends everything."""
@@ -113,7 +113,8 @@ def runs(
         for tensor in (held or {}).values() if lost else ():
             tensor.zero_()
         report = prepared.run(given, held, whole=number in (0, LOSES_BEFORE))
-        verify(planned, *layouts, given, held, group=cpu_group)
+        if number == len(SHARES) - 1:
+            verify(planned, *layouts, given, held, group=cpu_group)
         wrong = [key for key, tensor in expected.items() if lost or not same_bits(tensor, (held or {})[key])]
         if lost:  # padding, which is in no plan, is what it became
             wrong = [key for key in wrong if not same_bits_where_written(expected[key], (held or {})[key])]
