@@ -50,7 +50,7 @@ ROTATED = replace(tiny_architecture("phi3", hidden_size=32, vocab_size=61), rota
 """Its heads are rotated in part, and enlarged."""
 SHAPE = [(5, 20), (3, 1), (9, 31), (1, 2), (2, 17), (6, 24), (1, 8), (4, 11)]
 """Prompt and response tokens of the samples, some shorter than the slices of four ranks are many."""
-MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 30, 2, 0.8, 3
+MAX_TOKENS, NUM_STEPS, TEMPERATURE, TOP_K = 50, 2, 0.8, 3
 
 BALANCED = schema.MoE(aux_loss_coef=0.05, z_loss_coef=0.01, bias_update_rate=0.01)
 KL_IN_LOSS = schema.Kl(coef=0.1, where="loss")
@@ -80,10 +80,10 @@ FEW: Layouts = {
     "critic": {"tp2_cp2": SEQUENCE_PARALLEL},
 }
 OTHERS: Layouts = {
-    "grpo": {"cp2": {}, "cp4": {}, "tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
+    "grpo": {"tp2_cp2": {**SEQUENCE_PARALLEL, "recompute": "full"}, "cp2_dp2": {}},
     "gspo": {"cp2_dp2": {"overlap": True}},
     "geometric_mean": {"tp2_cp2": BY_HEADS},
-    "distillation": {"cp4": {}, "tp2_cp2": SEQUENCE_PARALLEL},
+    "distillation": {"tp2_cp2": SEQUENCE_PARALLEL},
     "dpo": {"cp2_dp2": {"distributed_optimizer": False}},
     "critic": {"pp2_cp2": {}},
     "reward_model": {"cp4": {}},

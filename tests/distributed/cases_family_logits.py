@@ -22,13 +22,9 @@ from tests.distributed.family_checkpoints import LENGTHS
 CPU = torch.device("cpu")
 ALL = (0, 1, 2, 3)
 GRIDS = {
-    "one_rank": Grid((0,)),
-    "tp2": Grid((2, 3), tp=2),
     "tp2_sequence_parallel": Grid((1, 2), tp=2),
-    "pp2": Grid((1, 3), pp=2),
     "tp2_pp2": Grid(ALL, tp=2, pp=2),
     "tp4": Grid(ALL, tp=4),
-    "ep2": Grid((0, 1), ep=2),
     "tp2_ep2": Grid(ALL, tp=2, ep=2),
     "tp2_ep4_etp1": Grid(ALL, tp=2, ep=4, etp=1),
     "pp2_ep2": Grid(ALL, pp=2, ep=2),

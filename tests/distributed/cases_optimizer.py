@@ -47,13 +47,11 @@ SMALL = (("moments_dtype", "bfloat16"),)
 MUON = (("name", "muon"),)
 EQUAL = {
     "fp32": Way(tp=2, dp=2),
-    "bf16": Way(tp=2, dp=2, dtype="bfloat16"),
     "bf16_plain": Way(dp=2, dtype="bfloat16", distributed=False),
     "bf16_overlap": Way(dp=4, dtype="bfloat16", overlap=True),
 }
 """In which the place of the states changes no bit."""
 SAVED = {
-    "offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=OFFLOAD), away=True),
     "half_offload": Case(Way(tp=2, dp=2, dtype="bfloat16", optimizer=HALF), away=True),
     "offload_fp32": Case(Way(dp=2, optimizer=OFFLOAD), away=True),
     "bf16_moments": Case(Way(tp=2, dp=2, optimizer=SMALL), away=True),
@@ -62,7 +60,7 @@ SAVED = {
     "offload_on": Case(Way(dp=4), Way(tp=2, dp=2, optimizer=HALF)),
     "bf16_moments_to_tp4": Case(Way(dp=4, optimizer=SMALL), Way(tp=4, optimizer=SMALL)),
 }
-QUICK = ("fp32", "bf16_overlap", "half_offload", "bf16_moments", "offload_off")
+QUICK = ("bf16_overlap", "half_offload", "bf16_moments", "offload_off")
 LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),

@@ -34,8 +34,6 @@ LAYOUTS = {
     "tp2_ep2": Layout(Grid(ALL, tp=2, ep=2)),
     "pp2_ep2_recomputed": Layout(Grid(ALL, pp=2, ep=2), recompute="full"),
     "pp4_moe_recomputed": Layout(Grid(ALL, pp=4), recompute=SELECTIVE),  # type: ignore[arg-type]
-    "tp2_pp2_ep2_etp1": Layout(Grid(ALL, tp=2, pp=2, ep=2, etp=1)),
-    "cp2_ep4": Layout(Grid(ALL, cp=2, ep=4)),
     "tp2_cp2_ep2": Layout(Grid(ALL, tp=2, cp=2, ep=2)),
     "pp2_vpp2_cp2": Layout(Grid(ALL, pp=2, vpp=2, cp=2, layers_per_stage=(1, 1, 1, 1)), recompute="full"),
     "interleaved": Layout(Grid(ALL, pp=4, vpp=2, layers_per_stage=(1, 0, 1, 0, 1, 0, 1, 0))),
@@ -101,7 +99,7 @@ def _beside_engine(path: Path, dtype: str, groups: ProcessGroups) -> dict[str, A
     """How far the trainer's log-probs are from those of an engine that drew, with and without its choices."""
     engine, _ = load_engine(path, dtype=getattr(torch, dtype), record_routing=True)
     requests = [replace(sample, id=number) for number, sample in enumerate(ragged_requests(8))]
-    drawn = engine.generate(requests, SamplingParams(1.0, 1.0, 0, 24, ()))
+    drawn = engine.generate(requests, SamplingParams(1.0, 1.0, 0, 16, ()))
     architecture, grid = read_architecture(path), Grid((0,))
     groups_of_samples = [SampleGroup(sample.id, 0, (sample,)) for sample in drawn]
     experience = pack_groups(groups_of_samples, range(len(drawn)), RoutingShape.of(architecture))

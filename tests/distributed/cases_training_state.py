@@ -33,8 +33,8 @@ from rltrain.training.optimization.stepping import ADAM_STATES
 from tests.uneven_products import uneven_products
 
 WORLD_SIZE = 4
-BEFORE, AFTER = 2, 2
-"""Updates until the state is saved, and those that follow."""
+BEFORE, AFTER = 2, 1
+"""Updates until the state is saved, and after it: equal numbers and states of one leave nothing to a second."""
 MAX_TOKENS = 200
 NUM_SAMPLES = 8
 BUCKET_MB = 0.05
@@ -85,27 +85,22 @@ class Case:
 
 
 CASES = {
-    "tp2_dp2": Case(Way(tp=2, dp=2), away=True),
-    "tp2_dp2_bf16": Case(Way(tp=2, dp=2, dtype="bfloat16"), away=True),
     "dp2_plain_bf16": Case(Way(dp=2, dtype="bfloat16", distributed=False), away=True),
-    "dp2_plain": Case(Way(dp=2, distributed=False)),
     "pp2_dp2_tied": Case(Way(pp=2, dp=2), checkpoint="qwen2_tied"),
     "tp2_pp2_tied_bf16": Case(Way(tp=2, pp=2, dtype="bfloat16"), checkpoint="qwen2_tied"),
     "tp2_dp2_overlap": Case(Way(tp=2, dp=2, dtype="bfloat16", overlap=True), away=True),
     "critic_tp2_dp2": Case(Way(tp=2, dp=2), role="critic", away=True),
     "tp2_pp2_to_dp4": Case(Way(tp=2, pp=2), Way(dp=4)),
     "dp4_overlap_to_dp2": Case(Way(dp=4, overlap=True), Way(dp=2, overlap=True)),
-    "dp4_to_tp4": Case(Way(dp=4), Way(tp=4)),
     "plain_to_distributed": Case(Way(tp=2, dp=2, distributed=False), Way(pp=2, dp=2)),
     "distributed_to_plain": Case(Way(tp=2, dp=2), Way()),
-    "pp2_dp2_to_tp2_tied": Case(Way(pp=2, dp=2), Way(tp=2), checkpoint="qwen2_tied"),
     "bf16_tp2_dp2_to_pp2": Case(Way(tp=2, dp=2, dtype="bfloat16"), Way(pp=2, dtype="bfloat16")),
     "bf16_to_float32": Case(Way(dp=2, dtype="bfloat16"), Way(tp=2)),
     "interleaved_to_tp2_tied": Case(Way(pp=3, vpp=2, layers=(1, 0, 0, 0, 1, 0)), Way(tp=2), checkpoint="qwen2_tied"),
     "critic_pp2_dp2_to_tp2": Case(Way(pp=2, dp=2), Way(tp=2), role="critic"),
 }
 QUICK = (
-    *("tp2_dp2", "pp2_dp2_tied", "tp2_dp2_overlap", "critic_tp2_dp2"),
+    *("pp2_dp2_tied", "tp2_dp2_overlap", "critic_tp2_dp2"),
     *("tp2_pp2_to_dp4", "distributed_to_plain", "bf16_tp2_dp2_to_pp2", "interleaved_to_tp2_tied"),
 )
 WITH_EXPERTS = {
@@ -234,13 +229,12 @@ def quick_cases(checkpoints: dict[str, str], folder: str) -> dict[str, Any]:
 
 def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: Path) -> dict[str, Any]:
     rank, seen = dist.get_rank(), {}
-    after = AFTER if case.other else 1  # bit for bit, equal numbers and states of one update leave nothing to a second
     if rank in case.way.grid.ranks:
         undisturbed = Run(case, case.way, path, groups, load_weights=True)
         undisturbed.train(BEFORE)
         if case.other is not None:  # its numbers are compared with a tolerance
             undisturbed.save(folder / "first")
-        seen["undisturbed"] = {"updates": undisturbed.train(after), "digests": undisturbed.digests()}
+        seen["undisturbed"] = {"updates": undisturbed.train(AFTER), "digests": undisturbed.digests()}
         if case.other is None:
             stopped = Run(case, case.way, path, groups, load_weights=True)
             stopped.train(BEFORE)
@@ -254,7 +248,7 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
         seen["num_updates"] = resumed.trained.num_updates
         seen["shared_steps"] = shared_steps(resumed)
         resumed.save(folder / "second")
-        seen["resumed"] = {"updates": resumed.train(after), "digests": resumed.digests()}
+        seen["resumed"] = {"updates": resumed.train(AFTER), "digests": resumed.digests()}
     dist.barrier()
     if rank == 0:
         first, second = (whole_state(case, path, folder / name) for name in ("first", "second"))

@@ -39,6 +39,7 @@ GRIDS = {
     "pp2": Grid((0, 1), pp=2),
     "dp2": Grid((0, 1)),
 }
+COMBINATIONS = {"qwen3": tuple(GRIDS), "qwen2_tied": ("tp2", "pp2"), "llama3": ("tp1",)}
 VARIANTS = {"recompute": ("tp2_sp", {"recompute": "full"}), "bfloat16": ("tp2_sp", {"dtype": "bfloat16"})}
 LIMITS = (10_000, 50)  # tokens of a micro-batch: one for everything, and several
 
@@ -112,8 +113,8 @@ def all_cases(critics: dict[str, str]) -> dict[str, Any]:
     groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
     results: dict[str, Any] = {}
     for name, path in critics.items():
-        for layout, grid in GRIDS.items():
-            if dist.get_rank() in grid.ranks:
+        for layout in COMBINATIONS[name]:
+            if dist.get_rank() in GRIDS[layout].ranks:
                 results[f"{name}/{layout}"] = _compare(Path(path), layout, groups)
     for variant, (layout, settings) in VARIANTS.items():
         if dist.get_rank() in GRIDS[layout].ranks:

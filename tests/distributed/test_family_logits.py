@@ -9,8 +9,8 @@ from tests.distributed.family_checkpoints import DENSE, SPARSE, make_family_chec
 from tests.distributed.torchrun import run_distributed
 
 FEW = {**dict.fromkeys(DENSE, ["tp2_pp2"]), **dict.fromkeys(SPARSE, ["tp2_ep2"])}
-OTHER_DENSE = ["one_rank", "tp2_sequence_parallel", "pp2", "tp4"]
-OTHER_SPARSE = ["one_rank", "tp2", "tp2_sequence_parallel", "tp2_pp2", "ep2", "tp2_ep4_etp1", "pp2_ep2"]
+OTHER_DENSE = ["tp2_sequence_parallel", "tp4"]
+OTHER_SPARSE = ["tp2_sequence_parallel", "tp2_ep4_etp1", "pp2_ep2"]
 OTHERS = {**dict.fromkeys(DENSE, OTHER_DENSE), **dict.fromkeys(SPARSE, OTHER_SPARSE)}
 TOLERANCE = 1e-4
 

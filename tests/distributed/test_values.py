@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from rltrain.reshard.megatron_layout import padded_vocab_size
-from tests.distributed.cases_values import GRIDS, NAMES, make_critics
+from tests.distributed.cases_values import COMBINATIONS, make_critics
 from tests.distributed.tiny_checkpoints import SHAPE, VOCAB_SIZE
 from tests.distributed.torchrun import run_distributed
 
-COMBINATIONS = [f"{name}/{layout}" for name in NAMES for layout in GRIDS]
+CASES = [f"{name}/{layout}" for name, layouts in COMBINATIONS.items() for layout in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def reports(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*COMBINATIONS, "recompute"])
+@pytest.mark.parametrize("name", [*CASES, "recompute"])
 def test_scores_and_gradients_are_those_of_transformers(ranks: list[dict[str, Any]], name: str) -> None:
     for report in reports(ranks, name):
         assert report["scores"] < 1e-4
@@ -34,7 +34,7 @@ def test_scores_and_gradients_are_those_of_transformers(ranks: list[dict[str, An
             assert difference < 1e-4, parameter
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_parameters_are_those_of_the_layout(ranks: list[dict[str, Any]], name: str) -> None:
     assert all(report["names"] for report in reports(ranks, name))
 
