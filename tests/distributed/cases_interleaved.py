@@ -26,8 +26,8 @@ GRIDS = {
     "vpp2_cp2_ep2": Grid(WORLD, pp=2, vpp=2, cp=2, ep=2),
     "vpp2_dp2_ep2": Grid(WORLD, pp=2, vpp=2, ep=2),
 }
-MICRO_BATCH_TOKENS = (20, 60, 10_000)
-"""Of 12 samples, which make 12, 6 or 2 micro-batches, in rounds of two."""
+MICRO_BATCH_TOKENS = (60, 10_000)
+"""Of 12 samples, which make 6 or 2 micro-batches, in rounds of two."""
 NUM_STEPS = 2
 
 
@@ -56,13 +56,13 @@ def recomputed(checkpoint: str, layout: str, layers: int) -> dict[str, Any]:
     recompute = {"granularity": "full", "layers": layers}
     with mock.patch.dict(cases_training.GRIDS, GRIDS):
         model = cases_training.load_model(Path(checkpoint), layout, groups, recompute=recompute)
-        trainable = cases_training.make_trainable(model, max_tokens=MICRO_BATCH_TOKENS[1])
+        trainable = cases_training.make_trainable(model, max_tokens=MICRO_BATCH_TOKENS[0])
         share = cases_training.share_of(cases_training.load_experience(Path(checkpoint)), layout)
         runs: Counter[int] = Counter()
         for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
             layer.register_forward_hook(lambda layer, *_: runs.update([layer.layer_number - 1]))
         trainable.train_batch(share, cases_training.negative_log_likelihood)
-        num_micro_batches = len(make_micro_batches(model, share, MICRO_BATCH_TOKENS[1]))
+        num_micro_batches = len(make_micro_batches(model, share, MICRO_BATCH_TOKENS[0]))
     return {"runs": {str(layer): count for layer, count in runs.items()}, "micro_batches": num_micro_batches}
 
 
