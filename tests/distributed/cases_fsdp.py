@@ -60,22 +60,19 @@ class Way:
 MEGATRON = Way("megatron", tp=2, ranks=2)
 WAYS = {
     "ranks1": Way(),
-    "ranks2": Way(ranks=2),
     "ranks3": Way(ranks=3),
-    "whole_micro_batch": Way(ranks=2, max_tokens=10_000),
     "copies2": Way(ranks=4, copies=2),
     "copies4": Way(ranks=4, copies=4),
-    "keep_gathered": Way(ranks=2, keep_gathered=True),
+    "keep_gathered": Way(ranks=2, keep_gathered=True, max_tokens=10_000),
     "on_host": Way(ranks=3, on_host=True),
     "recompute": Way(ranks=2, model={"recompute": "full"}),
     "recompute_one_layer": Way(ranks=2, model={"recompute": {"granularity": "full", "layers": 1}}),
-    "cp2": Way(ranks=2, cp=2),
     "cp2_dp2": Way(ranks=4, cp=2),
     "cp4": Way(ranks=4, cp=4),
 }
 """All have the same numbers as MEGATRON."""
 TIED = ("ranks3", "cp2_dp2")
-EVALUATED = ("ranks1", "ranks3", "on_host", "cp2", "cp4", "critic_cp2")
+EVALUATED = ("ranks1", "ranks3", "on_host", "cp4", "critic_cp2")
 OTHERS = {
     "bfloat16": (Way(ranks=3, model={"dtype": "bfloat16"}), Way("megatron", model={"dtype": "bfloat16"})),
     "critic": (Way(ranks=3, role="critic"), Way("megatron", role="critic")),
@@ -223,7 +220,6 @@ def step(model: TrainedModel, way: Way, experience: Experience) -> dict[str, flo
 
 
 STATES = {
-    "ranks3": (Way(ranks=3), Way(ranks=3)),
     "copies2": (Way(ranks=4, copies=2), Way(ranks=4, copies=2)),
     "on_host": (Way(ranks=2, on_host=True), Way(ranks=2, on_host=True)),
     "ranks4_to_ranks3": (Way(ranks=4), Way(ranks=3)),
