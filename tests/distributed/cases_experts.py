@@ -27,7 +27,7 @@ from tests.distributed.family_checkpoints import LENGTHS
 
 ALL = (0, 1, 2, 3)
 NUM_STEPS = 2
-MAX_TOKENS = 50
+MAX_TOKENS = 80
 EXPORTED = "tp2_ep2"
 HALF = ("deepseek_v3/pp2_ep2", "mixtral/tp2_ep2_plain")
 """What is trained in float16 as well, in layouts of all ranks."""

@@ -44,7 +44,7 @@ class Way:
     copies: int = 1
     max_tokens: int = SEVERAL_MICRO_BATCHES
     role: str = "actor"
-    samples: int = 12
+    samples: int = 8
     model: dict[str, Any] = field(default_factory=dict)
     keep_gathered: bool = False
     on_host: bool = False
@@ -84,7 +84,7 @@ OTHERS = {
     "one_sample": (Way(ranks=3, samples=1), Way("megatron", samples=1)),
 }
 
-WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2)
+WITH_SPREAD_HEADS, SPREAD = ("gemma2", "mixtral"), Way(ranks=2, cp=2, samples=12)
 
 
 QUICK = ("ranks1", "ranks3", "on_host", "copies2", "cp2_dp2", "critic")
@@ -118,7 +118,9 @@ def comparisons(checkpoints: dict[str, str], slow: bool) -> dict[str, Any]:
         way = Way(ranks=3, role="reference", model={"dtype": dtype})
         seen[f"frozen/{dtype}"] = frozen(way, paths["qwen3"], groups)
     for name in paths.keys() - {"qwen3", "qwen2_tied"}:
-        seen[f"family/{name}"] = of_family(SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3), paths[name], groups)
+        seen[f"family/{name}"] = of_family(
+            SPREAD if name in WITH_SPREAD_HEADS else Way(ranks=3, samples=12), paths[name], groups
+        )
     return seen
 
 

@@ -41,7 +41,7 @@ WAYS = {
 """Layout, checkpoint, and how it is trained."""
 BUCKET_MB = 0.05
 """Such that the tiny model has several buckets."""
-MAX_TOKENS = 60
+NUM_SAMPLES, MAX_TOKENS = 6, 60
 MAX_SKIPPED = 2
 
 
@@ -66,7 +66,7 @@ def _run(
     """Mini-batches of which some replicas have no share, a step in parts, and one that fails; what the model says."""
     sharded = settings.pop("distributed_optimizer", True)
     trainable = make_overlapped(load_model(path, layout, groups, **settings), overlap, sharded)
-    whole = load_experience(path)
+    whole = load_experience(path).select(torch.arange(NUM_SAMPLES))
     share, none = share_of(whole, layout), whole.select(torch.arange(0))
     replica = GRIDS[layout].coordinates(dist.get_rank()).dp
     begun = []

@@ -200,12 +200,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 CASES = [
-    *((placement, "qwen2", kind) for placement in list(PLACEMENTS)[2:4] for kind in KINDS),
-    *((placement, "qwen2", "fp32 to fp8") for placement in PLACEMENTS if placement not in list(PLACEMENTS)[2:4]),
+    *((list(PLACEMENTS)[3], "qwen2", kind) for kind in KINDS),
+    *((placement, "qwen2", "fp32 to fp8") for placement in PLACEMENTS if placement != list(PLACEMENTS)[3]),
     *((placement, "one KV head", "fp32 to fp8") for placement in list(PLACEMENTS)[:2]),
     *((placement, "experts", "bf16 to fp8") for placement in list(PLACEMENTS)[:4]),
 ]
-QUICK = [case for case in CASES if case[0] == list(PLACEMENTS)[3] or case[1] == "one KV head"]
+QUICK = [case for case in CASES if case[:2] in ((list(PLACEMENTS)[3], "qwen2"), (list(PLACEMENTS)[0], "one KV head"))]
 SLOW = [case for case in CASES if case not in QUICK]
 
 

@@ -26,16 +26,21 @@ FEW = {
     MODEL: ["one_rank", EXPORTED, "pp2_ep2", "cp2_ep4_allgather"],
     "gemma3": ["one_rank", "tp2_sequence_parallel"],
 }
+LATENT_SLICED, PLAIN_SLICED = SLICED[::2], SLICED[1::2]
 MANY = {name: ["one_rank"] for name in SPARSE if name != MODEL} | {
-    "qwen3_moe": list(LAYOUTS),
+    "qwen3_moe": [name for name in LAYOUTS if name not in (*FEW[MODEL][1:], *LATENT_SLICED)],
     "mixtral": ["one_rank", "tp2_ep2_plain"],
-    "moonlight": ["one_rank", "tp2", "pp4", "tp2_cp2_ep2_etp1"],
-    MODEL: ["one_rank", *(name for name in SLICED if name not in FEW[MODEL])],
-    "qwen2_moe": ["one_rank", "tp2_ep2", "pp2_ep2", "cp2_ep2"],
-    "glm4_moe": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "cp2_ep2"],
+    "moonlight": ["one_rank", "pp4", "tp2_cp2_ep2_etp1"],
+    MODEL: ["one_rank", *(name for name in LATENT_SLICED if name not in FEW[MODEL])],
+    "qwen2_moe": ["one_rank", "tp2_ep2", "cp2_ep2"],
+    "glm4_moe": ["one_rank", "tp2_pp2_ep2_etp1"],
     "glm4_moe_lite": ["one_rank", "tp2_ep2"],
-    "minimax_m2": ["one_rank", "tp2_ep2", "tp2_pp2_ep2_etp1", "cp2_ep2"],
-    **{name: ["one_rank", "tp2", "tp2_sequence_parallel", "pp4", "recomputed"] for name in OTHER_DENSE},
+    "minimax_m2": ["one_rank", "tp2_ep2", "cp2_ep2"],
+    **{name: ["one_rank", "tp2_sequence_parallel"] for name in OTHER_DENSE if name not in FEW},
+    "gemma": ["one_rank", "tp2_sequence_parallel", "pp4"],
+    "gemma2": ["one_rank", "tp2_sequence_parallel", "pp4", "recomputed"],
+    "gemma3_linear": ["one_rank", "pp4", "recomputed"],
+    "seed_oss": ["one_rank", "tp2", "tp2_sequence_parallel"],
 }
 """Dense ones among them have what none of the others has: windows, rotary embeddings of their own, further norms."""
 RELATIVE = 1e-4

@@ -31,7 +31,7 @@ def test_every_placement_equals_the_oracle(kind: str, way: str, ranks: list[dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted({kind for *_, kind in SLOW}))
 @pytest.mark.parametrize("way", WAYS)
 def test_so_does_every_other_one(kind: str, way: str, ranks: list[dict[str, Any]]) -> None:
     check(SLOW, kind, way, ranks)
