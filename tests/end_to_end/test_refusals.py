@@ -50,16 +50,16 @@ def test_the_dry_run_needs_no_checkpoint(overrides):
     assert "bytes unknown: nowhere/config.json does not exist yet" in done.stdout
 
 
-OUT_OF_TWO = (
-    ["placement={'actor, reference': 0, 'rollout, reward': 1-7}"],
-    ["placement", "rank 7 does not exist", "0-1"],
+OUT_OF_ONE = (
+    ["placement={'actor, reference': 0, 'rollout, reward': 0-7}"],
+    ["placement", "rank 7 does not exist"],
 )
 
 
 @pytest.mark.parametrize(
     ("wrong", "words", "num_ranks"),
     [
-        pytest.param(*OUT_OF_TWO, 2, id="placement", marks=pytest.mark.by_command_line),
+        pytest.param(*OUT_OF_ONE, 1, id="placement", marks=pytest.mark.by_command_line),
         pytest.param(*REFUSED["an unknown key"], 4, id="key"),
         pytest.param(*MISSING_CHECKPOINT, 4, id="checkpoint"),
     ],
