@@ -37,7 +37,7 @@ def rewards(warmed_up, data_overrides, tmp_path_factory):
             f"model.path={warmed_up}",
             f"output_dir={tmp_path_factory.mktemp(name)}",
             f"steps={STEPS}",
-            "batch.prompts_per_step=8",
+            "batch={prompts_per_step: 8, samples_per_prompt: 8}",
             "data.eval.max_rows=64",
             "data.train.max_rows=1024",
             "checkpoint.save_hf=false",

@@ -13,12 +13,12 @@ def test_a_job_over_two_nodes_finishes(quickstart_files: Path, data_overrides: l
         f"output_dir={tmp_path}",
         *data_overrides,
         "placement={'actor, reference': 'node:0', 'rollout, reward': 'node:1'}",
-        "steps=2",
-        "batch.prompts_per_step=4",
-        "data.eval.max_rows=8",
+        "steps=1",
+        "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
+        "data.eval.max_rows=4",
         "data.train.max_rows=1024",
     ]
     first, second = run_on_two_nodes(program, num_ranks=(2, 2), timeout_s=200)
     assert [first[0], second[0]] == [0, 0], f"{first}\n{second}"
-    assert "step 2/2" in first[1] + first[2]
+    assert "step 1/1" in first[1] + first[2]
     assert (tmp_path / "hf/config.json").exists()
