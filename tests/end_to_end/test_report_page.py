@@ -52,8 +52,7 @@ STICKING_OUT = """[...document.querySelectorAll('body *')]
   .map(e => e.tagName + '.' + e.className)"""
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(("size", "dark"), [(LAPTOP, False), (PHONE, True)], ids=["light laptop", "dark phone"])
 def test_the_page_shows_everything_without_a_complaint(
     browser: Browser, page: Path, tmp_path: Path, size: tuple[int, int], dark: bool
 ) -> None:
