@@ -8,7 +8,12 @@ pytestmark = pytest.mark.slow
 
 TWO_RANKS = ("placement={actor: 0, 'rollout, reward': 1}", "actor.parallel.tp=1", "loss.kl.coef=0")
 COLOCATED = ("placement={'actor, rollout, reward': all}", "actor.parallel.tp=1", "loss.kl.coef=0")
-SHORT = ("batch.prompts_per_step=8", "rollout.parallel.tp=1", "data.eval=null", "evaluation.interval=0")
+SHORT = (
+    "batch={prompts_per_step: 8, samples_per_prompt: 4}",
+    "rollout.parallel.tp=1",
+    "data.eval=null",
+    "evaluation.interval=0",
+)
 WIDE = ("model.dtype=bfloat16", "model.residual_dtype=float32", "model.head_dtype=float32")
 
 
