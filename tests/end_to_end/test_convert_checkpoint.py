@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rltrain.tools.convert_command import main
 from tests.converted_checkpoints import make_checkpoint, stored_tensors
-from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen, run
+from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, SETTING, Popen, run
 
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -32,11 +32,13 @@ def succeed(launcher: list[str], *arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.by_command_line
-def test_two_processes_convert_there_and_back(tmp_path: Path) -> None:
+def test_two_processes_convert_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There as a user starts it, and back in forked processes."""
     original, megatron, back = tmp_path / "original", tmp_path / "megatron", tmp_path / "back"
     tensors = make_checkpoint(original, "qwen3_moe", dtype=torch.bfloat16, shard="20KB")
-    printed = succeed(TWO, "hf-to-megatron", "--input", original, "--output", megatron)
+    with monkeypatch.context() as not_forked:
+        not_forked.setenv(SETTING, "off")
+        printed = succeed(TWO, "hf-to-megatron", "--input", original, "--output", megatron)
     assert printed.count(f"wrote {megatron}") == 1
     assert sorted(path.name for path in (megatron / "release").glob("__*_0.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     succeed(TWO, "megatron-to-hf", "--input", megatron, "--output", back, "--max-file-gb", 2e-5)
