@@ -90,6 +90,7 @@ def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], 
 def test_weights_come_while_conversations_are_under_way(data_overrides: list[str], tmp_path: Path) -> None:
     """Asynchronously, with partial rollouts, evaluations, environments, adapters, and a judge at a server of its own:
     one rank trains, the other asks three servers."""
+    steps = 3
     urls, output, judge = tmp_path / "urls", tmp_path / "run", make_judge_who_loves("1", tmp_path / "judge")
     with ExitStack() as servers:
         options = ("--token", TOKEN, "--max-context-tokens", "128")
@@ -101,7 +102,7 @@ def test_weights_come_while_conversations_are_under_way(data_overrides: list[str
             "prompt: '{prompt} {response}', verdict: 'tests.reward_models:points', sampling: {max_response_tokens: 4}"
         )
         with start_job(
-            *(urls, output, *data_overrides, f"steps={STEPS}", "evaluation.interval=2", "data.eval.max_rows=8"),
+            *(urls, output, *data_overrides, f"steps={steps}", "evaluation.interval=2", "data.eval.max_rows=8"),
             "placement={'actor, reference, judge': 0, 'rollout, reward, env': 1}",
             "schedule={mode: asynchronous, max_staleness: 1, partial_rollouts: true, on_stale: mask}",
             "env={function: 'tests.end_to_end.sums_environment:TwoSums', num_workers: 1, max_turn_tokens: 40}",
@@ -119,4 +120,4 @@ def test_weights_come_while_conversations_are_under_way(data_overrides: list[str
     shown = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert all(sample["rewards"]["judge"] == sample["response"].endswith("1") for sample in shown)
     ids = [number for of_step in sample_ids(output).values() for number in of_step]
-    assert len(ids) == len({*ids}) == STEPS * PROMPTS * SAMPLES
+    assert len(ids) == len({*ids}) == steps * PROMPTS * SAMPLES
