@@ -39,7 +39,7 @@ def test_roles_take_turns_beside_an_optimizer_that_stays_on_the_host(
         "evaluation.interval=0",
         "steps=3",
         "placement={'actor, rollout, reference, reward': all}",
-        "batch.prompts_per_step=8",
+        "batch={prompts_per_step: 8, samples_per_prompt: 4}",
         "model.dtype=bfloat16",
     )
     moving = ("actor.offload=true", "reference.offload=true", "rollout.offload=true", "model.activation_offload=true")
