@@ -18,14 +18,13 @@ VICTIMS = {
     "generate": (3, "rollout"),
     "score": (2, "reward"),
     "reference_logprobs": (1, "reference"),
-    "values": (0, "critic"),
     "update_critic": (1, "critic"),
     "update": (0, "actor"),
     "weight_sync": (2, "rollout"),
 }
 
-KILLED_IN = ("generate", "score", "update", "weight_sync")
-"""While others wait for an engine, for samples, in a collective of training, in a sync."""
+KILLED_IN = ("generate", "update", "weight_sync")
+"""While others wait for samples, in a collective of training, in a sync."""
 
 
 @pytest.fixture
