@@ -1,11 +1,13 @@
 """Every policy loss and every kind of off-policy correction trains the quickstart's model."""
 
+import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, train
+from tests.end_to_end.jobs import REPOSITORY, column, read_records, run
 
 pytestmark = pytest.mark.slow
 
@@ -25,15 +27,27 @@ LOSSES = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each, one after the other in one process."""
+    folder = tmp_path_factory.mktemp("policy_losses")
+    common = [f"model.path={warmed_up}", data_overrides[0], *ONE_RANK, SMALL]
+    jobs = [
+        [*common, f"output_dir={folder / policy}", f"loss={{policy: {policy}, old_logprobs: actor, {chosen}}}"]
+        for policy, chosen in LOSSES.items()
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
+    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return folder
+
+
 @pytest.mark.parametrize("policy", LOSSES)
-def test_a_policy_loss_trains(policy: str, warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
+def test_a_policy_loss_trains(runs: Path, policy: str) -> None:
     """Two steps of two updates. The weights are the engine's, so that nothing is far off and nothing is rejected."""
-    records = train(
-        REPOSITORY / "configs/quickstart.yaml",
-        *(f"model.path={warmed_up}", f"output_dir={tmp_path}", data_overrides[0], *ONE_RANK, SMALL),
-        f"loss={{policy: {policy}, old_logprobs: actor, {LOSSES[policy]}}}",
-        num_ranks=1,
-    )
+    records = read_records(runs / policy)
     norms = column(records, "train/grad_norm")
     assert len(norms) == 2 and all(0 < norm < math.inf for norm in norms)
     assert max(column(records, "train/ratio_max")) < 3, "the policy leaves the one that drew"
