@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.jobs import REPOSITORY, train, try_to_train
-from tests.end_to_end.test_resume import Run, saved_and_resumed  # noqa: F401
+from tests.end_to_end.test_resume import SAVED, STEPS, Run, saved_and_resumed  # noqa: F401
 from tests.end_to_end.waiting_reward import RUN, STEP
 
 CONFIG = REPOSITORY / "configs/quickstart.yaml"
@@ -90,11 +90,11 @@ def test_a_run_that_goes_on_has_evaluated_what_was_due_before(
     apart = ("placement={actor: 0, 'rollout, reward': 1, evaluation: 2-3}", "evaluation.parallel={tp: 2}")
     (whole, _), (resumed, _) = saved_and_resumed("configs/quickstart.yaml", (*settings, *apart), ())
     scores = {step: metrics["eval/score"] for step, metrics in whole.items()}
-    assert [*scores] == [*range(7)] and len(set(scores.values())) > 1
+    assert [*scores] == [*range(STEPS + 1)] and len(set(scores.values())) > 1
     assert {step: metrics["eval/score"] for step, metrics in resumed.items()} == {
-        step: scores[step] for step in range(3, 7)
+        step: scores[step] for step in range(SAVED, STEPS + 1)
     }
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [tmp_path / run / "hf_best/best.json" for run in ("first", "0")]
     assert json.loads(kept[0].read_text())["step"] == best
-    assert kept[1].exists() == (best >= 3), "what was saved has the best value before"
+    assert kept[1].exists() == (best >= SAVED), "what was saved has the best value before"

@@ -15,10 +15,11 @@ from rltrain.tools.convert_command import main as convert
 from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids, train
 from tests.end_to_end.test_fp8_rollouts import FP8
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 5, 3
 PARTIAL = "schedule={mode: asynchronous, max_staleness: 2, partial_rollouts: true, on_stale: mask}"
+PROMPTS, SAMPLES = 4, 8
 SMALL = (
-    "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}",
+    f"batch={{prompts_per_step: {PROMPTS}, samples_per_prompt: {SAMPLES}, mini_batches: 2}}",
     f"steps={STEPS}",
     "logging.sample_ids=true",
     "data.train.max_rows=1024",
@@ -82,7 +83,7 @@ def assert_close_in_the_next_step(rest: dict[int, Any], whole: dict[int, Any]) -
 
 FEW = "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 2}"
 FEW_ROWS = "data.eval.max_rows=16"
-BY_SOLVED_RATE = ("data.solved_rate={outside: 0.3, retire_after: 2}", "data.train.max_rows=16")
+BY_SOLVED_RATE = ("data.solved_rate={outside: 0.3, retire_after: 2}", f"data.train.max_rows={2 * PROMPTS}")
 """Of rows few enough to come again."""
 CONFIGS = {
     "sequential": (
@@ -113,7 +114,7 @@ CONFIGS = {
         "configs/quickstart_dpo.yaml",
         (
             "placement={actor: 0-1, reference: 2-3}",
-            "evaluation={interval: 2, stop_at: null}",
+            *(FEW_ROWS, "evaluation={interval: 2, stop_at: null}"),
             *(f"data.{part}.chosen_key=response" for part in ("train", "eval")),
             *(f"data.{part}.rejected_key=label" for part in ("train", "eval")),
         ),
@@ -177,11 +178,10 @@ def test_with_one_engine_so_does_one_in_which_the_first_groups_to_finish_count_a
     saved_and_resumed, schedule
 ):
     one_engine = (
-        APART,
+        "placement={'actor, reference': 0-1, 'rollout, reward': 2}",
         "data.eval=null",
-        *BY_SOLVED_RATE,
-        "rollout.parallel.tp=2",
-        "rollout.max_running_requests=24",
+        *(FEW, *BY_SOLVED_RATE),
+        "rollout.max_running_requests=8",
         schedule,
     )
     again = ("checkpoint.resume=none", f"checkpoint.save_interval={SAVED}")
@@ -195,7 +195,7 @@ def test_so_does_one_whose_actor_visits_the_experts_that_the_engine_chose(saved_
     """Of responses that were under way as of experience that was."""
     overrides = (
         *(APART, FEW, "data.eval=null", f"model.path={upcycled}", "model.router_replay=rollout"),
-        *("rollout.parallel.tp=2", "rollout.max_running_requests=24"),
+        *("rollout.parallel.tp=2", "rollout.max_running_requests=12"),
         "schedule={mode: asynchronous, max_staleness: 2, in_flight_sync: false, partial_rollouts: true}",
     )
     (whole, whole_ids), (rest, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], overrides, ())
@@ -221,14 +221,14 @@ SEVERAL_PASSES = ("batch.mini_batches=4", "batch.mini_batches_by=prompts", "batc
 def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_resumed, tmp_path):
     """With an engine of two ranks, and several passes over each step's mini-batches."""
     schedule = "schedule={partial_rollouts: true, max_staleness: 1}"
-    engine = (*SELECTING, *SEVERAL_PASSES, "rollout.parallel.tp=2", "rollout.max_running_requests=24", schedule)
+    engine = (*SELECTING, *SEVERAL_PASSES, "rollout.parallel.tp=2", "rollout.max_running_requests=32", schedule)
     whole, resumed = saved_and_resumed(CONFIGS["sequential"][0], engine, ())
     assert resumed == tuple(map(after, whole))
     dropped = dropped_ids(tmp_path / "first")
     assert after(dropped) == dropped_ids(tmp_path / "0")
     metrics, trained_on = whole
     by_step = {step: record["rollout/dynamic_filter/dropped"] for step, record in metrics.items()}
-    assert by_step == {step: len(dropped.get(step, [])) // 8 for step in range(STEPS)} and any(by_step.values())
+    assert by_step == {step: len(dropped.get(step, [])) // SAMPLES for step in range(STEPS)} and any(by_step.values())
     for record in metrics.values():
         reasons = {k: v for k, v in record.items() if k.startswith("rollout/dynamic_filter/drop_")}
         assert sum(reasons.values()) == record["rollout/dynamic_filter/dropped"]
@@ -240,7 +240,7 @@ def test_so_does_one_with_groups_that_are_selected_by_their_rewards(saved_and_re
 @pytest.mark.slow
 def test_two_engines_that_select_groups_ahead_of_training_account_for_every_sample(saved_and_resumed, tmp_path):
     ((_, trained_on),) = saved_and_resumed(CONFIGS["sequential"][0], (*SELECTING, PARTIAL))
-    assert {len(ids) for ids in trained_on.values()} == {64}
+    assert {len(ids) for ids in trained_on.values()} == {PROMPTS * SAMPLES}
     dropped = dropped_ids(tmp_path / "first")
     counts = Counter(number for ids in (*trained_on.values(), *dropped.values()) for number in ids)
     assert set(counts.values()) == {1} and dropped
@@ -279,12 +279,12 @@ def test_so_does_one_in_another_layout(saved_and_resumed, name):
 )
 def test_where_responses_go_on_every_sample_is_trained_on_once(saved_and_resumed, schedule, engines):
     """Two engines before the checkpoint; behind it as many, or one of two ranks."""
-    common = (APART, "data.eval=null", *BY_SOLVED_RATE, schedule, "rollout.max_running_requests=24")
+    common = (APART, "data.eval=null", *BY_SOLVED_RATE, schedule, "rollout.max_running_requests=12")
     (_, whole_ids), (_, rest_ids) = saved_and_resumed(CONFIGS["sequential"][0], common, (engines,))
     before = {step: ids for step, ids in whole_ids.items() if step < SAVED}
     counts = Counter(number for ids in (*before.values(), *rest_ids.values()) for number in ids)
-    assert counts == Counter(range(STEPS * 8 * 8))
-    assert {len(ids) for ids in rest_ids.values()} == {8 * 8}
+    assert counts == Counter(range(STEPS * PROMPTS * SAMPLES))
+    assert {len(ids) for ids in rest_ids.values()} == {PROMPTS * SAMPLES}
 
 
 @pytest.mark.slow
@@ -292,7 +292,10 @@ def test_under_another_schedule_the_steps_ahead_are_drawn_anew(saved_and_resumed
     config, overrides = CONFIGS["asynchronous"]
     _, (rest, ids) = saved_and_resumed(config, overrides, ("schedule={mode: sequential, max_staleness: 0}",))
     assert sorted(rest) == sorted(ids) == [*range(SAVED, STEPS)]
-    assert Counter(number for step in ids.values() for number in step) == Counter(range(SAVED * 64, STEPS * 64))
+    per_step = PROMPTS * SAMPLES
+    assert Counter(number for step in ids.values() for number in step) == Counter(
+        range(SAVED * per_step, STEPS * per_step)
+    )
 
 
 @pytest.mark.slow
