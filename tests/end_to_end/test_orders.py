@@ -66,7 +66,7 @@ LEAD = 2
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_over_many_steps_every_sample_is_trained_on_once(short_run, mode, tmp_path):
-    steps, groups, samples = 80, 4, 4
+    steps, groups, samples = 40, 4, 4
     records, ids = short_run(
         MODES[mode],
         f"steps={steps}",
