@@ -1,4 +1,4 @@
-"""The quickstart's two runs on four processes: the model learns, and what is reported is so."""
+"""The quickstart's two runs, the second on its four processes: the model learns, and what is reported is so."""
 
 import json
 import math
@@ -29,7 +29,9 @@ def grpo(warmed_up, data_overrides, tmp_path_factory):
 
 def test_the_warm_up_stops_once_it_has_learned_the_format(quickstart_files, data_overrides, tmp_path):
     config = REPOSITORY / "configs/quickstart_sft.yaml"
-    records = train(config, f"model.path={quickstart_files}/model", f"output_dir={tmp_path}", *data_overrides)
+    paths = [f"model.path={quickstart_files}/model", f"output_dir={tmp_path}", *data_overrides]
+    one_pair = "placement={actor: 0-1, 'rollout, reward': 1}"
+    records = train(config, *paths, one_pair, "evaluation.interval=10", num_ranks=2)
     scores = column(records, "eval/score")
     assert scores[0] < 0.05
     assert scores[-1] >= 0.35 > max(scores[:-1])
