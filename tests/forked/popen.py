@@ -66,7 +66,7 @@ class Popen(subprocess.Popen[Any]):
             "parent": os.getpid(),
         }
         streams = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
-        self._asked = _ask(request, streams)
+        self._asked = ask(address(), request, streams)
         self.pid = json.loads(self._asked.recv(1024))["pid"]
         self._child_created = True
         self._close_pipe_fds(stdin, to_stdin, of_stdout, stdout, of_stderr, stderr)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def run(
 
 def ranks_of(agent: int) -> dict[int, int]:
     """rank -> number of its process, of the ranks that the process `agent` has had forked and that still run."""
-    with _ask({"ranks_of": agent}, []) as asked:
+    with ask(address(), {"ranks_of": agent}, []) as asked:
         found = json.loads(asked.recv(65536))
     return {int(rank): pid for rank, pid in found.items() if rank != "null"}
 
@@ -145,10 +145,11 @@ def address() -> str:
     return str(path)
 
 
-def _ask(request: dict[str, Any], streams: list[int]) -> socket.socket:
+def ask(path: str, request: dict[str, Any], streams: list[int]) -> socket.socket:
+    """The connection over which the zygote at `path` answers."""
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-    asked.connect(address())
+    asked.connect(path)
     socket.send_fds(asked, [json.dumps(request).encode()], streams)
     return asked
 

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,13 +147,13 @@ class Zygote:
             os._exit(0)
 
 
-def become(request: dict[str, Any]) -> NoReturn:
+def become(request: dict[str, Any], prepare: Callable[[], None]) -> NoReturn:
     """Run the Python command that was asked for, as an interpreter of its own would, and end this process.
 
     What is left out is the interpreter's end: freeing every module would copy the zygote's memory, half a second of it.
     """
     try:
-        _run(request)
+        _run(request, prepare)
         code = 0
     except SystemExit as exit_request:
         code = _exit_code(exit_request)
@@ -174,7 +175,7 @@ def _exit_code(exit_request: SystemExit) -> int:
     return 1
 
 
-def _run(request: dict[str, Any]) -> None:
+def _run(request: dict[str, Any], prepare: Callable[[], None]) -> None:
     if request["new_session"]:
         os.setsid()
     os.chdir(request["folder"])
@@ -186,7 +187,7 @@ def _run(request: dict[str, Any]) -> None:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     own_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[1:1] = own_path
-    _fork_ranks_too()
+    prepare()
     if command[0] == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = command[1:]
@@ -210,23 +211,28 @@ def _fork_ranks_too() -> None:
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth - 1).f_code.co_name
 
 
-def _import_all() -> None:
-    for module in PRELOADED:
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"imports started threads {threads}: forks would inherit the locks that they hold"
 
 
-def main() -> None:
+def prepare_forks(path: str, modules: Sequence[str]) -> None:
+    """Import `modules`, of which all forks have one copy."""
     try:
-        _import_all()
+        _import_all(modules)
     except BaseException:
-        shutil.rmtree(Path(sys.argv[1]).parent)  # which tells those who wait for the socket in it
+        shutil.rmtree(Path(path).parent)  # which tells those who wait for the socket in it
         raise
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARE_COLLECTIONS)
-    become(Zygote(sys.argv[1]).serve())
+
+
+def main() -> None:
+    prepare_forks(sys.argv[1], PRELOADED)
+    become(Zygote(sys.argv[1]).serve(), _fork_ranks_too)
 
 
 if __name__ == "__main__":

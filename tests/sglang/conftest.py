@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from rltrain.rollout.sglang.process import Server
+from rltrain.rollout.sglang.spec import server_environment
 from tests.asked_for import is_asked_for
 from tests.end_to_end.conftest import data_overrides, quickstart_files, warmed_up
+from tests.forked.popen import forks
 from tests.rollout_models import write_checkpoint
+from tests.sglang.forked_python import forked_python
 from tests.sglang.servers import FROM_DISK, running, server_spec
 
 __all__ = ["data_overrides", "quickstart_files", "warmed_up"]
@@ -39,8 +42,20 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
 
 
 @pytest.fixture(scope="session")
-def sglang_python() -> str:
+def real_sglang_python() -> str:
     return os.environ["RLTRAIN_SGLANG_PYTHON"]
+
+
+@pytest.fixture(scope="session")
+def sglang_python(real_sglang_python: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Whose servers are forks of one process, where processes are forked at all."""
+    if not forks():
+        yield real_sglang_python
+        return
+    folder = tmp_path_factory.mktemp("python")
+    spec = server_spec(real_sglang_python, checkpoint, folder / "engine.log")
+    with forked_python(real_sglang_python, server_environment(spec), folder) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

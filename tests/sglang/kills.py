@@ -27,16 +27,11 @@ def ports(logs: Path) -> list[int]:
 def serving(port: int) -> list[int]:
     """The processes that were started to serve at a port, the oldest first: the others are its forks, until they take
     names of their own."""
-    found = commands().items()
-    return sorted(pid for pid, command in found if "rltrain_serve.py" in command and f'"port": {port},' in command)
-
-
-def commands() -> dict[int, str]:
-    """What every process of SGLang's Python was started with."""
-    found = {}
+    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            if words[0] == os.environ["RLTRAIN_SGLANG_PYTHON"]:
-                found[int(path.parent.name)] = " ".join(words)
-    return found
+            command = path.read_text(errors="replace")
+            serves = "rltrain_serve.py" in command and "rltrain_supervise.py" not in command
+            if serves and f'"port": {port},' in command:
+                found.append(int(path.parent.name))
+    return sorted(found)

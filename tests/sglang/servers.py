@@ -12,6 +12,8 @@ from rltrain.reshard.layout import Layout
 from rltrain.reshard.parts import split
 from rltrain.rollout.layout import engine_layout
 from rltrain.rollout.sglang.process import Server, ServerSpec
+from rltrain.rollout.sglang.server.rltrain_supervise import descendants
+from tests.sglang.forked_python import forks_of
 
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 120.0
@@ -54,6 +56,14 @@ def running(server: Server) -> Server:
         server.start()
         server.wait_until_ready(START_TIMEOUT_S, lambda: None)
     return server
+
+
+def processes(server: Server) -> list[int]:
+    """All that it has, its supervisor left out; those that it forked last come last."""
+    assert server._process is not None
+    own = descendants(server._process.pid)
+    forked = forks_of(own[0], server.spec.python)
+    return [*own, *forked, *(pid for fork in forked for pid in descendants(fork))]
 
 
 def call(server: Server, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -20,10 +20,9 @@ from rltrain.rollout.sample import Sample, Status
 from rltrain.rollout.sglang.client import Client
 from rltrain.rollout.sglang.engine import SGLangEngine
 from rltrain.rollout.sglang.process import Server
-from rltrain.rollout.sglang.server.rltrain_supervise import descendants
 from rltrain.rollout.sglang.weights.delivery import Delivery
 from tests.rollout_models import VOCAB_SIZE, ragged_requests, write_checkpoint
-from tests.sglang.servers import START_TIMEOUT_S, parts_of, server_spec
+from tests.sglang.servers import START_TIMEOUT_S, parts_of, processes, server_spec
 
 TOLERANCE = 1e-4
 MAX_CONTEXT_TOKENS = 256
@@ -296,9 +295,7 @@ def test_a_killed_server_is_replaced_and_everything_completes(
     completions = {}
     while time.monotonic() < deadline:
         completions |= {done.id: done for done in rig.engine.step()}
-    assert rig.server._process is not None
-    victim = descendants(rig.server._process.pid)[-1]
-    os.kill(victim, signal.SIGKILL)
+    os.kill(processes(rig.server)[-1], signal.SIGKILL)
     completions |= drain(rig.engine)
     assert (rig.server.num_starts, rig.engine.num_restarts) == (num_starts + 1, num_restarts + 1)
     assert rig.engine.policy_version == 1

@@ -1,0 +1,61 @@
+"""SGLang's Python, once: forks servers that need not import SGLang again. See tests/sglang/forked_python.py."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from selectors import EVENT_READ
+from typing import Any
+
+from tests.forked.zygote import Child, Zygote, become, prepare_forks
+
+PRELOADED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "sglang.srt.plugins",
+)
+
+
+class ServersZygote(Zygote):
+    """What it forks has a process group of its own, and ends with whoever asked for it, as that ends with it."""
+
+    def _fork(self, connection: socket.socket, request: dict[str, Any], streams: list[int]) -> None:
+        before = set(self.children)
+        super()._fork(connection, request, streams)
+        if self.request is None:
+            (pid,) = set(self.children) - before
+            os.setpgid(pid, pid)
+            child = self.children[pid]
+            self.selector.register(connection, EVENT_READ, lambda: self._kill_all(child))  # who asked has ended
+
+    def _ended(self, child: Child) -> None:
+        self.selector.unregister(child.connection)
+        self._kill_all(child)
+        super()._ended(child)
+
+    def _end(self) -> None:
+        for child in self.children.values():
+            self._kill_all(child)
+        super()._end()
+
+    def _kill_all(self, child: Child) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def forget_temporary_folder() -> None:
+    """The supervisor of every server gives it one."""
+    tempfile.tempdir = None
+
+
+def main() -> None:
+    prepare_forks(sys.argv[1], PRELOADED)
+    become(ServersZygote(sys.argv[1]).serve(), forget_temporary_folder)
+
+
+if __name__ == "__main__":
+    main()
