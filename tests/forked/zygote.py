@@ -220,6 +220,7 @@ def _import_all(modules: Sequence[str]) -> None:
 
 def prepare_forks(path: str, modules: Sequence[str]) -> None:
     """Import `modules`, of which all forks have one copy."""
+    gc.disable()
     try:
         _import_all(modules)
     except BaseException:
@@ -227,6 +228,7 @@ def prepare_forks(path: str, modules: Sequence[str]) -> None:
         raise
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(*RARE_COLLECTIONS)
 
 

@@ -6,6 +6,7 @@ Later ones win. Imports only the standard library and SGLang.
 """
 
 import functools
+import gc
 import json
 import logging
 import multiprocessing
@@ -125,10 +126,13 @@ def fork_on_cpu() -> None:
 def main() -> None:
     token = take_token()
     keep_out_of_the_log(token)
+    gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the time
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    gc.freeze()
+    gc.enable()
     load_plugins()
     given = json.loads(sys.argv[1])
     parser = rltrain_arguments.make_parser()
