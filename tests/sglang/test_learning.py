@@ -11,12 +11,6 @@ from tests.sglang.test_jobs import IN_MANY_PARTS
 TIMEOUT_S = 2400
 KILLED_AFTER = 2
 """Steps."""
-FEWER_SAMPLES = (
-    "batch={prompts_per_step: 16, samples_per_prompt: 16, mini_batches: 4}",
-    "actor.optimizer.lr=5e-4",
-    "data.eval.max_rows=256",
-)
-"""Without a GPU a server computes the attention of each by itself."""
 
 
 @pytest.mark.slow
@@ -40,7 +34,6 @@ def test_the_quickstart_is_learned_and_a_server_that_is_killed_is_started_again(
         *IN_MANY_PARTS,
         "placement={'actor, reference': 0, 'rollout, reward': 1}",
         "actor.parallel.tp=1",
-        *FEWER_SAMPLES,
         "evaluation={interval: 10, stop_at: 0.7}",
         num_ranks=2,
         timeout_s=TIMEOUT_S,
