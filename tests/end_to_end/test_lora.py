@@ -163,18 +163,15 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path):
-    """Above, Megatron's actor learns the same, and so does one whose engines get adapters merged into the base."""
+@pytest.mark.parametrize("chosen", [APART, SHARDED], ids=["megatron, apart", "fsdp, merged"])
+def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path, chosen):
     common = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
     records = train(
         REPOSITORY / QUICKSTART,
         *common,
-        *APART,
-        *SHARDED,
-        "placement={'actor, reference': 0-1, 'rollout, reward': 2}",
+        *chosen,
         f"steps={STEPS}",
         "evaluation={interval: 15, stop_at: 0.9}",
         f"output_dir={tmp_path}",
-        num_ranks=3,
     )
     assert column(records, "eval/score")[-1] >= 0.9
