@@ -146,7 +146,7 @@ def test_weights_change_between_the_turns_of_an_agent_and_inside_them(
 ) -> None:
     """In front of an engine of two ranks, which takes new weights while it draws for the actor on another."""
     monkeypatch.setenv(RECORDS, str(tmp_path / "sessions.jsonl"))
-    steps = 3
+    steps = 4
     records = train(
         "configs/quickstart.yaml",
         *data_overrides,
@@ -212,8 +212,7 @@ def test_environments_on_half_of_the_actors_ranks_and_the_rollout_on_the_other(
 @pytest.mark.slow
 def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
     """It goes by the answers in a quarter of the games when it begins, and in the end in all."""
-    command = [sys.executable, "tools/make_text_game.py", "--output", str(tmp_path / "start"), "--seed", "0"]
-    made = run([*command, "--warm-up-games", "6000"], 120)
+    made = run([sys.executable, "tools/make_text_game.py", "--output", str(tmp_path / "start"), "--seed", "0"], 120)
     assert made.returncode == 0, made.stderr
     start, warm_up = tmp_path / "start", tmp_path / "sft"
     train(

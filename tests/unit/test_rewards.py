@@ -39,6 +39,12 @@ def misbehaving() -> Iterator[Scorer]:
         yield scorer
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Scorer]:
+    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer:
+        yield scorer
+
+
 @pytest.mark.parametrize(
     ("response", "label", "options", "expected"),
     [
@@ -90,9 +96,12 @@ def test_numbers_of_any_kind_are_rewards(misbehaving: Scorer, response: str, val
         ("huge", "returned int 1000"),
     ],
 )
-def test_an_error_costs_its_sample(response: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    with Scorer(reward(f"{MODULE}:misbehave"), timeout_s=20, num_workers=1) as scorer, caplog.at_level(logging.WARNING):
-        assert scorer.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
+def test_an_error_costs_its_sample(
+    patient: Scorer, response: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patient, "_num_failures", 0)  # after ten it says no more
+    with caplog.at_level(logging.WARNING):
+        assert patient.score(samples("half", response, "int")) == Scores([0.5, 0.0, 3.0], num_errors=1, num_timeouts=0)
     assert reason in caplog.text and repr(response) in caplog.text
 
 
