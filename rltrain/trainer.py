@@ -110,6 +110,9 @@ class Trainer:
         """Of the entry that this rank has come to, those aside that it joins out of turn."""
         self.end = order.end
         """Position at which training ends; later entries are executed only if they are final."""
+        self.ending: set[int] = set()
+        """The ranks that end training there with this one. What is awaited behind it is sent all the same: whoever has
+        come to the end stays until those have that have yet to send."""
 
     def run(self) -> bool:
         """Every entry of this rank, in order; whether it came to the end, and was not stopped by a signal."""
@@ -128,11 +131,7 @@ class Trainer:
                         self.joins.reach(position)
                         continue
                 self._execute(position)
-            self.transfers.finish(end=self.end)
-            self.checkpointing.finish()
-            if not self.hosted:
-                with self.trace.span("the end of the run", "wait"):
-                    self.reporter.await_end()
+            self._come_to_the_end()
         except BaseException as error:
             error.add_note(f"on rank {self.rank}, which {self.job.job_store.activity(self.rank)}")
             self.reporter.abandon()
@@ -147,11 +146,22 @@ class Trainer:
         self.trace.close()
         return self.checkpointing.stopped_by is None
 
+    def _come_to_the_end(self) -> None:
+        self.transfers.finish(end=self.end)
+        self.checkpointing.finish()
+        if self.ending and not self.checkpointing.stopped_by:
+            with self.trace.span("the end of the others", "wait"):
+                self.job.job_store.meet("end", len(self.ending), waiting_for="the end of the other ranks")
+        if not self.hosted:
+            with self.trace.span("the end of the run", "wait"):
+                self.reporter.await_end()
+
     def decide_to_stop(self, step: int, chunk: int) -> None:
         """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
         leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
         if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
             self.end = self.position
+            self.ending = {rank for role in self.order[self.end].roles for rank in self.job.placement.ranks(role)}
 
     def stop_if_reached(self, step: int, chunk: int) -> None:
         """Everybody learns whether an evaluation had reached the goal when the first rank had done with the step."""

@@ -51,6 +51,12 @@ class JobStore:
         found: bool = json.loads(self.store.compare_set(key, "", json.dumps(proposed)))
         return found
 
+    def meet(self, key: str, num_ranks: int, waiting_for: str) -> None:
+        """Return once so many ranks have come here. Collective over: those ranks."""
+        if self.store.add(f"{key}/came", 1) == num_ranks:
+            self.put(key, True)
+        self.get(key, waiting_for)
+
     def forget(self, key: str) -> None:
         self.store.delete_key(key)
 
