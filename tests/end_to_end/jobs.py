@@ -18,6 +18,17 @@ def train(config: str | Path, *overrides: str, num_ranks: int = 4, timeout_s: fl
     return read_records(Path(output_dir))
 
 
+def train_in_turn(
+    config: str | Path, jobs: list[list[str]], folder: Path, num_ranks: int, timeout_s: float = 300
+) -> None:
+    """Jobs by their overrides, one after the other in the same processes, which must all succeed."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    script = ["tests/end_to_end/consecutive_jobs.py", str(config), str(folder / "jobs.json")]
+    done = run([*torchrun, *script], timeout_s)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+
+
 def read_records(output: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

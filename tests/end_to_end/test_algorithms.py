@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from rltrain.algorithms.registry import ALGORITHMS
 from rltrain.observability.names import is_documented
-from tests.end_to_end.jobs import REPOSITORY, column, run, sample_ids
+from tests.end_to_end.jobs import REPOSITORY, column, sample_ids, train_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -73,11 +72,7 @@ def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
     resume = f"checkpoint.resume={folder / RESUMED}/checkpoints/step_0000001"
     jobs.append([*common, f"algorithm={RESUMED}", f"output_dir={folder / 'resumed'}", *more[RESUMED], resume])
     jobs.append([*common, "algorithm=remax", f"output_dir={folder / 'remax in an environment'}", *IN_ENVIRONMENT])
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
-    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)
     return folder
 
 

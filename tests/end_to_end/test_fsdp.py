@@ -5,7 +5,6 @@ test_delta.py has one that learns until it is done.
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.end_to_end.jobs import REPOSITORY, column, run, train
+from tests.end_to_end.jobs import REPOSITORY, column, train, train_in_turn
 from tests.end_to_end.test_resume import (
     PROMPTS,
     SAMPLES,
@@ -54,11 +53,7 @@ def jobs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
         [*paths, *SMALL, f"checkpoint.save_interval={SAVED}", *chosen, f"output_dir={folder / name}"]
         for name, chosen in settings.items()
     ]
-    (folder / "jobs.json").write_text(json.dumps(listed))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
-    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    train_in_turn(REPOSITORY / "configs/quickstart.yaml", listed, folder, num_ranks=4)
     return {name: reported(folder / name)[0] for name in settings}
 
 

@@ -1,13 +1,11 @@
 """Every policy loss and every kind of off-policy correction trains the quickstart's model."""
 
-import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, column, read_records, run
+from tests.end_to_end.jobs import REPOSITORY, column, read_records, train_in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -36,11 +34,7 @@ def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
         [*common, f"output_dir={folder / policy}", f"loss={{policy: {policy}, old_logprobs: actor, {chosen}}}"]
         for policy, chosen in LOSSES.items()
     ]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    script = ["tests/end_to_end/consecutive_jobs.py", str(REPOSITORY / "configs/quickstart.yaml")]
-    done = run([*torchrun, *script, str(folder / "jobs.json")], timeout_s=300)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)
     return folder
 
 

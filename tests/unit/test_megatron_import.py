@@ -4,10 +4,12 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
 import megatron.core.timers
 
+from rltrain.training.megatron import uncompiled
 from rltrain.training.megatron.uncompiled import _absent
 
 
@@ -25,3 +27,18 @@ def test_one_that_is_in_use_stays() -> None:
 
 def test_megatron_has_no_wandb() -> None:
     assert megatron.core.timers.wandb is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_it_is_imported_without_wandb_everywhere(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[tuple[str, object]] = []
+
+    def import_module(name: str) -> object:
+        imported.append((name, sys.modules["wandb"]))
+        return sys.modules[name]
+
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(uncompiled.importlib, "import_module", import_module)
+    uncompiled.import_megatron()
+    assert imported == [("megatron.core.jit", None)] and "wandb" not in sys.modules

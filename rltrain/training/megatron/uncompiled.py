@@ -1,8 +1,9 @@
 """Imports megatron-core without what of it nothing here uses and every process would pay for."""
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,21 +17,21 @@ def import_megatron() -> None:
     are written. wandb, a sixth of that time, is for timers and an engine of Megatron that have no part in a job here;
     the job's own metrics import it where a project is given.
     """
-    with _absent("wandb"):
-        if torch.cuda.is_available():
-            pass
-        else:
-            _import_uncompiled()
+    on_cpu = not torch.cuda.is_available()
+    with _absent("wandb"), _uncompiled() if on_cpu else nullcontext():
+        jit = importlib.import_module("megatron.core.jit")
+    if on_cpu:
+        jit.disable_jit_fuser()
 
 
-def _import_uncompiled() -> None:
+@contextmanager
+def _uncompiled() -> Iterator[None]:
     compiled = torch.compile
     torch.compile = _as_written  # type: ignore[assignment]
     try:
-        import megatron.core.jit
+        yield
     finally:
         torch.compile = compiled
-    megatron.core.jit.disable_jit_fuser()
 
 
 def _as_written(function: Callable[..., Any]) -> Callable[..., Any]:
