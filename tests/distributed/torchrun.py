@@ -1,5 +1,6 @@
 """Runs a function on real torchrun ranks over gloo, forked, and returns what each rank returned."""
 
+import faulthandler
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ def run_distributed(
 def _main(case: str, arguments: str, results: str) -> None:
     import torch
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     module, function = case.split(":")

@@ -30,6 +30,8 @@ NUM_SLOTS = 8
 GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
 LONG = SamplingParams(0.0, 1.0, 0, 100, ())
 LIMIT_S = 600.0
+MAX_ATTEMPTS = 5
+"""At having weights change while a response is drawn: on a busy machine the server may have drawn all of them before."""
 
 
 @dataclass
@@ -146,12 +148,13 @@ def drain(engine: SGLangEngine) -> dict[int, Sample]:
 
 
 def draw(engine: SGLangEngine, requests: Sequence[Sample], num_tokens: int) -> dict[int, Sample]:
-    """Until one that is still in flight has so many tokens; those that have ended."""
+    """Until one that is still in flight has so many tokens, or none is, where the server was faster; those that have
+    ended."""
     completions: dict[int, Sample] = {}
     ids = [request.id for request in requests]
     deadline = time.monotonic() + LIMIT_S
-    while not any(len(sample.tokens) >= num_tokens for sample in engine.progress(ids)):
-        assert engine.num_unfinished and time.monotonic() < deadline
+    while engine.num_unfinished and not any(len(sample.tokens) >= num_tokens for sample in engine.progress(ids)):
+        assert time.monotonic() < deadline
         completions |= {done.id: done for done in engine.step()}
     return completions
 
@@ -264,18 +267,25 @@ def test_every_token_has_the_version_of_the_weights_that_drew_it(
 ) -> None:
     """The weights really change, and what was cached of the old ones stays in use: so a token of a wrong version, one
     that was lost or one drawn twice changes all that follow."""
-    requests = ragged_requests(NUM_SLOTS + 4)
-    rig.engine.submit(requests, LONG)
-    completions = {}
-    for version in (1, 2, 3):
-        completions |= draw(rig.engine, requests, 10 * version)
-        rig.sync(checkpoints[version % 2], version)
-    completions |= drain(rig.engine)
     of_version = [references[version % 2] for version in range(4)]
-    for request in requests:
-        assert_greedy(request, completions[request.id], of_version)
-    seen = [set(completions[request.id].policy_versions) for request in requests]
-    assert any(len(versions) > 1 for versions in seen), "no response saw a change of weights"
+    seen: list[set[int]] = []
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            rig.sync(checkpoints[0], 0)
+        requests = ragged_requests(NUM_SLOTS + 4)
+        rig.engine.submit(requests, LONG)
+        completions = {}
+        for version in (1, 2, 3):
+            completions |= draw(rig.engine, requests, 10 * version)
+            rig.sync(checkpoints[version % 2], version)
+        completions |= drain(rig.engine)
+        for request in requests:
+            assert_greedy(request, completions[request.id], of_version)
+        seen = [set(completions[request.id].policy_versions) for request in requests]
+        if any(len(versions) > 1 for versions in seen):
+            break
+    else:
+        pytest.fail(f"no response saw a change of weights: {seen}")
 
 
 def test_a_prompt_that_old_weights_have_cached_is_computed_again(
@@ -298,7 +308,7 @@ def test_a_killed_server_is_replaced_and_everything_completes(
     rig.sync(checkpoints[1], 1)
     requests = ragged_requests(NUM_SLOTS + 4)
     rig.engine.submit(requests, LONG)
-    completions = draw(rig.engine, requests, 10)
+    completions = draw(rig.engine, requests, 1)
     os.kill(processes(rig.server)[-1], signal.SIGKILL)
     completions |= drain(rig.engine)
     assert (rig.server.num_starts, rig.engine.num_restarts) == (num_starts + 1, num_restarts + 1)

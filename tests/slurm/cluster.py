@@ -84,7 +84,7 @@ class Cluster:
         munge = [f"--{what}={self.folder}/munge/{what}" for what in ("socket", "key-file", "pid-file", "log-file")]
         self._daemon("munged", "--foreground", "--force", *munge, f"--seed-file={self.folder}/munge/seed")
         self._until(lambda: (self.folder / "munge/socket").exists(), "munged to listen", 20)
-        self._daemon("slurmctld", "-D", "-c", "-i", inside=self.hosts.on(0))
+        self._controller = self._daemon("slurmctld", "-D", "-c", "-i", inside=self.hosts.on(0))
         for node in range(1, self.num_nodes + 1):
             self.boot(node)
         self._until(lambda: self._idle() == self.num_nodes, "all nodes to be idle", 60)
@@ -108,6 +108,14 @@ class Cluster:
         process = self._nodes.pop(node)
         process.kill()
         process.wait()
+
+    def restart_controller(self) -> None:
+        """With its state, but for messages that nodes have not answered. One of them ends the life of a job that a lost
+        node has ended; it is sent again after a minute, when the job's next life, of the same number, is under way."""
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._controller.wait(timeout=30)
+        self._controller = self._daemon("slurmctld", "-D", "-i", inside=self.hosts.on(0))
+        self._until(self._answers, "the controller to answer", 30)
 
     def submit(self, script: str, *arguments: str, options: tuple[str, ...] = (), **environment: str) -> int:
         """The number of the job."""
@@ -158,18 +166,25 @@ class Cluster:
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
-    def _daemon(self, name: str, *arguments: str, inside: list[str] | None = None) -> None:
+    def _daemon(self, name: str, *arguments: str, inside: list[str] | None = None) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("ab") as output:
             command = [*(inside or []), f"/usr/sbin/{name}", *arguments]
-            self._daemons.append(
-                subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            started = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
+        self._daemons.append(started)
+        return started
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.run("scontrol", "ping"))
+        except AssertionError:  # it does not listen yet
+            return False
 
     def _idle(self) -> int:
-        try:
-            return int(self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() or 0)
-        except AssertionError:  # the controller does not listen yet
+        if not self._answers():
             return 0
+        return int(self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() or 0)
 
     def _until(self, holds: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

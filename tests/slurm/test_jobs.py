@@ -90,6 +90,7 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(
     job.until(lambda: len(job.steps()) >= 3, "third step")
     cluster.power_off(2)
     job.until(lambda: job.restarts() == 1, "requeueing")
+    cluster.restart_controller()
     cluster.boot(2)
     job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
     assert job.state() == "COMPLETED" and job.going_on() == 1, job.told
