@@ -240,11 +240,11 @@ def test_a_tiny_model_learns_a_text_game(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_environments_that_step_while_engines_decode_are_faster() -> None:
-    """Beside the order in which they take turns; repeated once where the machine was busy."""
-    for attempt in range(2):
-        found = run([sys.executable, "tools/benchmarks/environments.py", "--steps", "2"], 600)
+    """Beside the order in which they take turns; repeated where the machine was busy."""
+    for _ in range(3):
+        found = run([sys.executable, "tools/benchmarks/environments.py", "--steps", "2", "--rounds", "1"], 600)
         assert found.returncode == 0, found.stderr
         speedup = json.loads(found.stdout.splitlines()[-1])["speedup"]
-        if speedup >= 1.3 or attempt:
+        if speedup >= 1.3:
             break
     assert speedup >= 1.3

@@ -34,7 +34,8 @@ def test_the_quickstart_is_learned_and_a_server_that_is_killed_is_started_again(
         *IN_MANY_PARTS,
         "placement={'actor, reference': 0, 'rollout, reward': 1}",
         "actor.parallel.tp=1",
-        "evaluation={interval: 10, stop_at: 0.7}",
+        "evaluation={interval: 5, stop_at: 0.7}",
+        "data.eval.max_rows=256",
         num_ranks=2,
         timeout_s=TIMEOUT_S,
     )

@@ -168,14 +168,15 @@ def test_samples_are_drawn_by_the_weights_that_were_given(rig: Rig, kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_under_way_goes_on_by_new_weights(rig: Rig, kind: str) -> None:
-    for _ in range(2):
-        rig.server(kind, pace_s=0.003)
+    servers = [rig.server(kind, pace_s=0.05), rig.server(kind, pace_s=0.05)]
     engine = rig.start()
     sync(engine, 0)
     engine.submit(samples(), LONG)
     done = finish(engine, lambda: any(len(one.tokens) > 10 for one in engine.progress([100, 101])))
     sync(engine, 1)
     suspended = engine.suspend()
+    for server in servers:
+        server.pace_s = 0.001
     assert suspended and sorted(one.id for one in [*done, *suspended]) == [one.id for one in samples()]
     assert [one.id for one in suspended] == sorted(one.id for one in suspended) and drawn_right(suspended)
     engine.submit(suspended, LONG)

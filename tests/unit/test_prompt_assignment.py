@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_from_its_first_position(store):
 
 
 def test_engines_of_unequal_speed_share_all_positions_out(store):
-    """Over several horizons, with room of one group at a time; the slow engine pauses after every group."""
+    """Over several horizons, with room of one group at a time; while the slow engine has a group the others do three."""
     num_engines, per_step, num_steps = 3, 12, 4
 
     def engine(rank: int, own: dist.Store) -> list[list[int]]:
@@ -75,15 +75,15 @@ def test_engines_of_unequal_speed_share_all_positions_out(store):
             claimed.append([])
             while done.add(f"step {step}", 0) < per_step:
                 positions = assignment.claim(1, max_position=(step + 1) * per_step)
-                if rank == 0:
-                    time.sleep(5e-3)
                 claimed[-1] += positions
-                done.add(f"step {step}", len(positions))
+                others_did = done.add(f"step {step}", len(positions)) + 3
+                while rank == 0 and done.add(f"step {step}", 0) < min(others_did, per_step):
+                    time.sleep(1e-3)
         return claimed
 
     by_engine = on_ranks(store, engine, num_engines)
     for step in range(num_steps):
         dealt = Counter(position for claimed in by_engine for position in claimed[step])
         assert dealt == Counter(range(step * per_step, (step + 1) * per_step))
-    num_claimed = [sum(map(len, claimed)) for claimed in by_engine]
-    assert num_claimed[0] < min(num_claimed[1:]), "fast ones take more"
+    slow, *fast = (sum(map(len, claimed)) for claimed in by_engine)
+    assert 3 * slow <= sum(fast), "fast ones take more"
