@@ -19,6 +19,7 @@ from rltrain.config.loader import load_config
 from rltrain.data.experience import Experience
 from rltrain.errors import UserError
 from rltrain.exchange.exchange import Shipment, body_bytes, decode, encode
+from rltrain.rollout.sglang.server import rltrain_weight_loader
 from rltrain.system.messages import Connection, MessageServer, PeerLost
 from tests.mutations import mutated_bytes, mutated_json
 from tests.talking_engine import OWNER, Endpoint, endpoint
@@ -144,6 +145,30 @@ def test_tensors_in_files(tmp_path: Path, count: int) -> None:
             assert HfFolder(tmp_path, "model.path").file_of.keys() == found.tensors.keys()
         except UserError:
             continue
+
+
+@pytest.mark.filterwarnings("ignore:Truncating the start/stop/step of slice")
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_a_weight_sync_tells_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Its scheduler survives; where it reports no error it has the weights, if their checksums came through."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rltrain_weight_loader, "_mapped", {})
+    model, staged = torch.nn.Linear(4, 3), {"weight": torch.ones(3, 4), "bias": torch.full((3,), 2.0)}
+    Path("memory").write_bytes(b"".join(tensor.numpy().tobytes() for tensor in staged.values()))
+    checksums = [rltrain_weight_loader.checksum_of(tensor) for tensor in staged.values()]
+    fields = [["weight", "float32", [3, 4], 0, checksums[0]], ["bias", "float32", [3], 48, checksums[1]]]
+    memory = {"id": "m", "kind": "file", "path": "memory", "bytes": 60}
+    message = {"op": "load", "id": 1, "reply": "reply", "memory": memory, "fields": fields}
+    num_loaded = 0
+    for damaged in mutated_json(message, count):
+        Path("reply").write_bytes(b"")
+        model.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in staged.items()})
+        rltrain_weight_loader.load(model, [(damaged.decode(errors="surrogateescape"), torch.zeros(0))])
+        reply = json.loads(Path("reply").read_bytes() or b'{"error": "none came"}')
+        if reply["error"] is None and all(f"{checksum}]" in damaged.decode(errors="replace") for checksum in checksums):
+            num_loaded += 1
+            assert all(torch.equal(value, staged[name]) for name, value in model.state_dict().items()), damaged
+    assert num_loaded
 
 
 @pytest.mark.parametrize("count", [FEW // 4, pytest.param(MANY // 10, marks=pytest.mark.slow)])
