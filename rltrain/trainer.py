@@ -97,7 +97,8 @@ class Trainer:
         self.joins = next((sync for task, sync in self.in_flight.items() if SYNCED[task] in self.hosted), None)
         """Those that an engine of this rank joins."""
         serve = self.joins.join_if_due if self.joins else None
-        exchange = Exchange(self.rank, job.groups.cpu[tuple(range(job.world.size))], job.waiter, serve)
+        everybody = job.groups.cpu[tuple(range(job.world.size))]
+        exchange = Exchange(self.rank, everybody, job.waiter, serve, job.world.ranks_per_node)
         for role in self.roles.values():
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)

@@ -52,6 +52,7 @@ class Transfers:
     def finish(self, end: int) -> None:
         """Wait until all has been received that somebody waits for before position `end`, where the run ended."""
         self._retire_before(end)
+        self.exchange.finish()
 
     def save(self, position: int) -> dict[str, Tensor]:
         """What this rank posted before `position` that is awaited behind it: copies, for `restore`; {} if nothing is.

@@ -1,14 +1,15 @@
-"""Moves experience between roles: from every source replica's owner straight to the ranks of each destination replica.
+"""Moves experience between roles: from every source replica's owner to the ranks of each destination replica.
 
-Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
+By which ranks it gets there is in `fan_out`. Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
 the token counts of all groups. A message is a fixed-size header and one buffer of bytes, which is left out where it
 would be empty: a replica has the counts of all groups from one owner, and most owners have nothing for most replicas of
 a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import torch
@@ -19,10 +20,13 @@ from rltrain.cluster.grid import Grid
 from rltrain.data.assignment import assign_groups
 from rltrain.data.experience import FIELDS, WIDE, Experience, join
 from rltrain.errors import ExchangeError
+from rltrain.exchange.fan_out import intake, receivers
 from rltrain.liveness.waiting import Waiter
 
 HEADER = ("num_samples", "num_tokens", "num_groups")
-TAGS_PER_TRANSFER = 2
+OWN, RELAYED = 0, 2
+"""First tag of messages from an owner, and of those from who passes on what owners on other nodes have sent."""
+TAGS_PER_TRANSFER = 4
 FIRST_TAG = 2**30
 """gloo numbers the collectives of a group from 0, and takes those for tags in some: messages on their way, in a group
 that others use too, must not be among them."""
@@ -58,29 +62,39 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Posted:
-    """What this rank sends by a route: the works, and (header, body) by replica, which stay until these are done."""
+class Sent:
+    """What this rank sends by a route: the works, and (header, body) of every message, which stay until these are
+    done."""
 
     route: Route
-    works: list[dist.Work]
-    messages: list[tuple[Tensor, Tensor]]
     group_tokens: Tensor
+    works: list[dist.Work] = field(default_factory=list)
+    messages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    peers: set[int] = field(default_factory=set)
 
 
 class Exchange:
     """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
 
-    `serve` is what this rank does for others while it waits, if anything.
+    `ranks_per_node` tells what goes between nodes; None: all ranks are on one. `serve` is what this rank does for
+    others while it waits, if anything.
     """
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup, waiter: Waiter, serve: Callable[[], None] | None = None
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        waiter: Waiter,
+        serve: Callable[[], None] | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         self.rank = rank
         self.group = group
         self.waiter = waiter
         self.serve = serve
-        self.outbox: dict[int, Posted] = {}
+        self.ranks_per_node = ranks_per_node or sys.maxsize
+        self.outbox: dict[int, Sent] = {}
+        self.relayed: list[Sent] = []
         self.to_self: dict[int, Shipment] = {}
 
     def post(self, route: Route, shipment: Shipment) -> None:
@@ -89,32 +103,35 @@ class Exchange:
         owners = route.source.owners()
         if self.rank not in owners:
             return
-        experience = shipment.experience.only(route.fields)
-        replicas = assign_groups(shipment.group_tokens, route.destination.dp, route.num_blocks)
-        works: list[dist.Work] = []
-        kept: list[tuple[Tensor, Tensor]] = []
+        experience, group_tokens = shipment.experience.only(route.fields), shipment.group_tokens
+        replica_of = assign_groups(group_tokens, route.destination.dp, route.num_blocks)[experience.group_ids]
+        nothing = Shipment(experience.select(torch.empty(0, dtype=torch.int64)), group_tokens[:0])
+        sent, no_message = Sent(route, group_tokens), encode(nothing, route.fields)
         for dp in range(route.destination.dp):
-            samples = torch.nonzero(replicas[experience.group_ids] == dp).flatten()
+            samples = torch.nonzero(replica_of == dp).flatten()
             tells = owners[dp % len(owners)] == self.rank
-            part = Shipment(experience.select(samples), shipment.group_tokens if tells else shipment.group_tokens[:0])
-            messages = header, body = encode(part, route.fields)
-            kept.append(messages)
-            for peer in route.destination.replica(dp):
-                if peer == self.rank:
-                    self.to_self[route.position] = part
-                    continue
-                for number, message in enumerate(messages[: 2 if len(body) else 1]):
-                    works.append(started(dist.isend(message, peer, group=self.group, tag=route.tag(number))))
-        self.outbox[route.position] = Posted(route, works, kept, shipment.group_tokens)
+            part, message = nothing, no_message
+            if len(samples) or tells:
+                part = Shipment(experience.select(samples), group_tokens if tells else nothing.group_tokens)
+                message = encode(part, route.fields)
+            peers = receivers(self.rank, route.destination.replica(dp), self.ranks_per_node)
+            self._send(sent, OWN, message, [peer for peer in peers if peer != self.rank])
+            if self.rank in peers:
+                self.to_self[route.position] = part
+        self.outbox[route.position] = sent
 
     def wait(self, route: Route) -> Shipment:
         """Everything that the source sent to this rank's replica, sorted by group id. Blocks."""
-        sources = [rank for rank in route.source.owners() if rank != self.rank]
-        headers = {rank: torch.empty(header_length(route.fields), dtype=torch.int64) for rank in sources}
-        self._receive(route, 0, headers)
-        bodies = {rank: torch.empty(body_bytes(headers[rank], route.fields), dtype=torch.uint8) for rank in sources}
-        self._receive(route, 1, {rank: body for rank, body in bodies.items() if len(body)})
-        shipments = [decode(headers[rank], bodies[rank], route.fields) for rank in sources]
+        replica = route.destination.replica(route.destination.coordinates(self.rank).dp)
+        taken = intake(self.rank, route.source.owners(), replica, self.ranks_per_node)
+        legs = [(rank, OWN) for rank in taken.owners]
+        legs += [(taken.relay, RELAYED)] if taken.relay is not None else []
+        arrived = self._receive(route, legs)
+        if taken.followers:
+            from_afar = joined([arrived.pop((rank, OWN)) for rank in taken.from_afar])
+            self._relay(route, from_afar, taken.followers)
+            arrived[self.rank, RELAYED] = from_afar
+        shipments = [*arrived.values()]
         if route.position in self.to_self:
             shipments.append(self.to_self.pop(route.position))
         return joined(shipments)
@@ -125,21 +142,53 @@ class Exchange:
         parts = joined([decode(header, body, posted.route.fields) for header, body in posted.messages])
         return replace(parts, group_tokens=posted.group_tokens.clone())
 
-    def _receive(self, route: Route, part: int, buffers: Mapping[int, Tensor]) -> None:
-        works = [
-            started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(part))) for rank, buffer in buffers.items()
-        ]
-        self.waiter.wait(works, f"wait {route.name}", list(buffers), self.serve)
-
     def retire(self, transfers: Sequence[int]) -> None:
         """Wait until the sends of these positions have been received, and free their buffers."""
         for position in transfers:
             if position in self.outbox:
-                posted = self.outbox[position]
-                destination = posted.route.destination
-                peers = [rank for dp in range(destination.dp) for rank in destination.replica(dp)]
-                self.waiter.wait(posted.works, f"delivery of {posted.route.name}", peers, self.serve)
+                self._await_delivery(self.outbox[position])
                 del self.outbox[position]
+
+    def finish(self) -> None:
+        """Wait until neighbours have received what this rank passed on to them."""
+        while self.relayed:
+            self._await_delivery(self.relayed[0])
+            del self.relayed[0]
+
+    def _relay(self, route: Route, shipment: Shipment, followers: Sequence[int]) -> None:
+        """Pass on what came from other nodes. What was passed on by earlier waits has been received by then, or soon
+        is: those come before this one on every rank."""
+        sent = Sent(route, shipment.group_tokens)
+        self._send(sent, RELAYED, encode(shipment, route.fields), followers)
+        self.finish()
+        self.relayed.append(sent)
+
+    def _send(self, sent: Sent, first_tag: int, message: tuple[Tensor, Tensor], peers: Sequence[int]) -> None:
+        header, body = message
+        for peer in peers:
+            for number, part in enumerate((header, body) if len(body) else (header,)):
+                tag = sent.route.tag(first_tag + number)
+                sent.works.append(started(dist.isend(part, peer, group=self.group, tag=tag)))
+        sent.messages.append(message)
+        sent.peers.update(peers)
+
+    def _receive(self, route: Route, legs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Shipment]:
+        """By sender and the first tag of its messages."""
+        headers = {leg: torch.empty(header_length(route.fields), dtype=torch.int64) for leg in legs}
+        self._fill(route, 0, headers)
+        bodies = {leg: torch.empty(body_bytes(headers[leg], route.fields), dtype=torch.uint8) for leg in legs}
+        self._fill(route, 1, {leg: body for leg, body in bodies.items() if len(body)})
+        return {leg: decode(headers[leg], bodies[leg], route.fields) for leg in legs}
+
+    def _fill(self, route: Route, part: int, buffers: Mapping[tuple[int, int], Tensor]) -> None:
+        works = [
+            started(dist.irecv(buffer, rank, group=self.group, tag=route.tag(first_tag + part)))
+            for (rank, first_tag), buffer in buffers.items()
+        ]
+        self.waiter.wait(works, f"wait {route.name}", sorted({rank for rank, _ in buffers}), self.serve)
+
+    def _await_delivery(self, sent: Sent) -> None:
+        self.waiter.wait(sent.works, f"delivery of {sent.route.name}", sorted(sent.peers), self.serve)
 
 
 def joined(parts: Sequence[Shipment]) -> Shipment:

@@ -17,11 +17,13 @@ from tests.unit.test_experience import make_experience
 
 FIELDS = ("group_ids", "prompt_ids", "lengths", "tokens", "response_mask", "rollout_logprobs", "reward_parts")
 SAMPLES_PER_GROUP = 2
+RANKS_PER_NODE = (4, 2, 1)
 
 
-def make_exchange(timeout_s=60.0, stall_report_s=30.0):
+def make_exchange(timeout_s=60.0, stall_report_s=30.0, ranks_per_node=None):
     job_store = JobStore(join_world(timeout_s))
-    return Exchange(job_store.world.rank, dist.group.WORLD, Waiter(job_store, stall_report_s)), job_store
+    waiter = Waiter(job_store, stall_report_s)
+    return Exchange(job_store.world.rank, dist.group.WORLD, waiter, ranks_per_node=ranks_per_node), job_store
 
 
 def random_grid(rng: random.Random) -> Grid:
@@ -32,7 +34,8 @@ def random_grid(rng: random.Random) -> Grid:
 
 
 def random_routes(num_transfers: int, seed: int = 0) -> dict:
-    """Many transfers between random grids, all posted before any is waited for; every group arrives once and whole."""
+    """Many transfers between random grids, all posted before any is waited for, on nodes of one, two and four ranks;
+    every group arrives once and whole."""
     exchange, _ = make_exchange()
     rng = random.Random(seed)
     transfers = []
@@ -45,11 +48,13 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
         group_tokens = torch.tensor(lengths).view(-1, SAMPLES_PER_GROUP).sum(1)
         route = Route(f"transfer {position}", source, destination, FIELDS, position)
         transfers.append((route, whole, group_tokens))
+        exchange.ranks_per_node = RANKS_PER_NODE[position % len(RANKS_PER_NODE)]
         if exchange.rank in source.ranks:
             mine = whole.group_ids % source.dp == source.coordinates(exchange.rank).dp
             exchange.post(route, Shipment(whole.select(mine.nonzero().flatten()), group_tokens))
-    num_received = 0
+    num_received = num_relayed = 0
     for route, whole, group_tokens in transfers:
+        exchange.ranks_per_node = RANKS_PER_NODE[route.position % len(RANKS_PER_NODE)]
         if exchange.rank in route.destination.ranks:
             dp = route.destination.coordinates(exchange.rank).dp
             due = assign_groups(group_tokens, route.destination.dp)[whole.group_ids] == dp
@@ -60,8 +65,12 @@ def random_routes(num_transfers: int, seed: int = 0) -> dict:
             for name in FIELDS:
                 assert torch.equal(getattr(received.experience, name), getattr(expected, name)), (route, name)
             num_received += 1
+            num_relayed += any(sent.route is route for sent in exchange.relayed)
+            assert len(exchange.relayed) <= 1, "what was passed on before has been received, and is kept no longer"
     exchange.retire(list(exchange.outbox))
-    return {"received": num_received, "outbox": len(exchange.outbox), "kept": len(exchange.to_self)}
+    exchange.finish()
+    kept = len(exchange.to_self) + len(exchange.outbox) + len(exchange.relayed)
+    return {"received": num_received, "relayed": num_relayed, "kept": kept}
 
 
 def late_source() -> dict:
@@ -88,19 +97,23 @@ def late_source() -> dict:
     return {"tokens": shipment.experience.tokens.tolist()}
 
 
-def missing_source() -> str:
-    """Rank 0 never posts: rank 1 gives up in time and says who is missing and what it does."""
-    exchange, job_store = make_exchange(timeout_s=1.0 if dist.get_rank() == 1 else 30.0, stall_report_s=0.4)
+def missing_ranks() -> str:
+    """Rank 0 never posts, and rank 2 does not pass on what it gets for its replica: ranks 1 and 3 give up in time and
+    say who is missing and what it does."""
+    waits = dist.get_rank() in (1, 3)
+    exchange, job_store = make_exchange(1.0 if waits else 30.0, stall_report_s=0.4, ranks_per_node=2)
     job_store.heartbeat.begin("generate[7] (rollout)")
     job_store.heartbeat.start()
     dist.barrier()
     message = "no error"
-    if exchange.rank == 1:
+    destination = Grid((1,)) if exchange.rank == 1 else Grid((2, 3), tp=2)
+    if waits:
         start = time.monotonic()
         try:
-            exchange.wait(Route("samples[7]", Grid((0,)), Grid((1,)), FIELDS, 0))
+            exchange.wait(Route("samples[7]", Grid((0,)), destination, FIELDS, 0))
         except StallError as error:
             message = f"{error} after {time.monotonic() - start:.0f} s"
     job_store.put(f"done/{exchange.rank}", True)
-    job_store.get("done/1", waiting_for="rank 1")
+    for rank in (1, 3):
+        job_store.get(f"done/{rank}", waiting_for=f"rank {rank}")
     return message

@@ -8,7 +8,8 @@ CASES = "tests.distributed.cases_exchange"
 def test_every_group_arrives_once_and_whole_between_random_grids():
     results = run_distributed(f"{CASES}:random_routes", 4, {"num_transfers": 60})
     assert sum(result["received"] for result in results) > 100
-    assert all(result["outbox"] == 0 and result["kept"] == 0 for result in results)
+    assert all(result["kept"] == 0 for result in results)
+    assert sum(result["relayed"] for result in results) > 5
 
 
 def test_a_late_rank_is_reported_by_name_and_does_no_harm():
@@ -17,8 +18,9 @@ def test_a_late_rank_is_reported_by_name_and_does_no_harm():
     assert "rank 1 waits at wait samples[0]: rank 0 is at generate[0]" in results[1]["reports"][0]
 
 
-def test_a_missing_rank_ends_the_wait_with_its_name():
-    message = run_distributed(f"{CASES}:missing_source", 2)[1]
-    assert "rank 1 waits at wait samples[7]: rank 0 is at generate[7] (rollout)" in message
-    assert "timeouts.no_progress_s" in message
-    assert "after 1 s" in message
+def test_missing_ranks_end_the_waits_with_their_names():
+    _, of_source, _, of_neighbour = run_distributed(f"{CASES}:missing_ranks", 4)
+    for message, waiting, missing in ((of_source, 1, 0), (of_neighbour, 3, 2)):
+        assert f"rank {waiting} waits at wait samples[7]: rank {missing} is at generate[7] (rollout)" in message
+        assert "timeouts.no_progress_s" in message
+        assert "after 1 s" in message
