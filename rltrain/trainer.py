@@ -98,7 +98,7 @@ class Trainer:
         """Those that an engine of this rank joins."""
         serve = self.joins.join_if_due if self.joins else None
         everybody = job.groups.cpu[tuple(range(job.world.size))]
-        exchange = Exchange(self.rank, everybody, job.waiter, serve, job.world.ranks_per_node)
+        exchange = Exchange(self.rank, everybody, job.waiter, job.world.ranks_per_node, serve)
         for role in self.roles.values():
             role.serve = serve
         self.transfers = Transfers(job, order, exchange, self.roles, self.trace)

@@ -7,7 +7,6 @@ a large job. Traffic is host memory over a gloo group, so it never holds a devic
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
@@ -76,8 +75,8 @@ class Sent:
 class Exchange:
     """The two ends of every transfer for this rank. Sends stay in an outbox, works and tensors, until retired.
 
-    `ranks_per_node` tells what goes between nodes; None: all ranks are on one. `serve` is what this rank does for
-    others while it waits, if anything.
+    `ranks_per_node` tells what goes between nodes. `serve` is what this rank does for others while it waits, if
+    anything.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class Exchange:
         rank: int,
         group: dist.ProcessGroup,
         waiter: Waiter,
+        ranks_per_node: int,
         serve: Callable[[], None] | None = None,
-        ranks_per_node: int | None = None,
     ) -> None:
         self.rank = rank
         self.group = group
         self.waiter = waiter
+        self.ranks_per_node = ranks_per_node
         self.serve = serve
-        self.ranks_per_node = ranks_per_node or sys.maxsize
         self.outbox: dict[int, Sent] = {}
         self.relayed: list[Sent] = []
         self.to_self: dict[int, Shipment] = {}

@@ -1,8 +1,8 @@
 """By which ranks a transfer enters the nodes of a replica, and who passes it on there.
 
 What a replica is due crosses the network once for each of its nodes: an owner sends it to all ranks of the replica on
-its own node, and to one rank on every other, which passes on to its neighbours what came from there. So messages of a
-rank are as many as there are nodes of replicas, or owners, and ranks of its node.
+its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on other
+nodes have sent. So no rank but that one hears of owners on other nodes.
 
 A rank waits for another of its own replica alone, whose next task needs both of them anyway: so an order that can
 finish still can.

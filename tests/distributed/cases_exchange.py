@@ -20,10 +20,10 @@ SAMPLES_PER_GROUP = 2
 RANKS_PER_NODE = (4, 2, 1)
 
 
-def make_exchange(timeout_s=60.0, stall_report_s=30.0, ranks_per_node=None):
+def make_exchange(timeout_s=60.0, stall_report_s=30.0, ranks_per_node=4):
     job_store = JobStore(join_world(timeout_s))
     waiter = Waiter(job_store, stall_report_s)
-    return Exchange(job_store.world.rank, dist.group.WORLD, waiter, ranks_per_node=ranks_per_node), job_store
+    return Exchange(job_store.world.rank, dist.group.WORLD, waiter, ranks_per_node), job_store
 
 
 def random_grid(rng: random.Random) -> Grid:

@@ -22,7 +22,7 @@ from rltrain.schedule.steps import build_order
 from rltrain.transfers import Transfers
 from tests.unit.test_experience import make_experience
 
-NUM_RANKS = 4
+NUM_RANKS, RANKS_PER_NODE = 4, 2
 NUM_STEPS, PER_STEP, NUM_SAMPLES = 6, 8, 2
 CHUNKS = 2
 Received = dict[str, list[list[float]]]
@@ -64,7 +64,7 @@ class Rank:
         rank = job_store.world.rank
         grids = {role: Grid(self.placement.ranks(role)) for role in self.placement.roles}
         self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
-        self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0))
+        self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0), RANKS_PER_NODE)
         self.job = SimpleNamespace(shape=RunShape.of(self.config), grids=grids)
         self.received: Received = {}
 

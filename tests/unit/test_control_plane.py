@@ -10,6 +10,7 @@ SIZES = (64, 256)
 CALLS = {"meet in the store": 6, "agree": 8, "heartbeats": 4, "join in flight": 3, "save": 4}
 """Of a rank, in the mean, at most; those of heartbeats per second."""
 MOST_CONNECTIONS = 4
+HEADER_AND_BODY = 2
 
 
 @pytest.fixture
@@ -27,9 +28,14 @@ def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Pat
         small, large = (control_plane.PHASES[phase](job) for job in jobs)
         assert large.store_calls <= most_calls, (phase, large)
         assert large.all_store_bytes <= 1.3 * growth * small.all_store_bytes or phase == "meet in the store", phase
-    for phase in ("exchange", "meet for a sync"):
-        small, large = (control_plane.PHASES[phase](job) for job in jobs)
-        assert large.message_bytes <= growth * small.message_bytes, (phase, "of the rank that sends most")
+    exchanged, met = ([control_plane.PHASES[phase](job) for job in jobs] for phase in ("exchange", "meet for a sync"))
+    for small, large in (exchanged, met):
+        assert large.message_bytes <= growth * small.message_bytes, "of the rank that sends most"
+    for job, cost in zip(jobs, exchanged, strict=True):
+        neighbours = control_plane.RANKS_PER_NODE - 1
+        owners, replicas = job.grids["rollout"].dp, job.grids["actor"].dp
+        assert cost.messages <= HEADER_AND_BODY * (replicas + neighbours), "one rank of a replica, and its neighbours"
+        assert cost.received <= HEADER_AND_BODY * owners and cost.least_received == HEADER_AND_BODY
     assert all(control_plane.connect(job).communicators <= MOST_CONNECTIONS for job in jobs)
 
 

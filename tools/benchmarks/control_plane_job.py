@@ -38,6 +38,8 @@ class Cost:
         "messages",
         "message_bytes",
         "peers",
+        "received",
+        "least_received",
         "communicators",
     )
     seconds: float = 0.0
@@ -54,6 +56,9 @@ class Cost:
     """Of the rank that sends most."""
     message_bytes: int = 0
     peers: int = 0
+    received: int = 0
+    """Messages of the rank that receives most, of those looked at."""
+    least_received: int = 0
     communicators: int = 0
     per_second: bool = False
     """Whether calls are per second of the phase, not in all of it."""

@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -173,29 +174,47 @@ def wait_for_value(job: JobAtSize) -> Cost:
 
 
 def exchange(job: JobAtSize) -> Cost:
-    """The samples of a step, from every engine to every replica: what the first engine's owner sends."""
+    """The samples of a step, from every engine to every replica: what owners send, and what ranks of the first replica
+    receive and pass on."""
     source, destination = job.grids["rollout"], job.grids["actor"]
-    owners = source.owners()
+    route = Route("samples", source, destination, ("group_ids", "lengths", "sample_ids", "tokens"), position=0)
+    assert set(route.fields) <= set(TRANSFERS["samples"])
+    waiter = cast(Waiter, SimpleNamespace(wait=lambda *_: None))
+    costs: list[Cost] = []
+    received: list[int] = []
+    with counted_messages(job.size) as messages:
+        messages.kept_for = {*destination.replica(0)}
+
+        def become(rank: int) -> Exchange:
+            messages.become(rank)
+            return Exchange(rank, cast(dist.ProcessGroup, None), waiter, RANKS_PER_NODE)
+
+        for owner in source.owners():
+            end, shipment = become(owner), _samples_of_engine(job, source.coordinates(owner).dp)
+            with timed() as since:
+                end.post(route, shipment)
+                costs.append(_cost_of_messages(messages, since()))
+        for rank in destination.replica(0):  # who passes on comes first
+            end = become(rank)
+            with timed() as since:
+                assert len(end.wait(route).group_tokens) == job.config.batch.prompts_per_step
+                costs.append(_cost_of_messages(messages, since()))
+            received.append(messages.num_received)
+    most = {name: max(getattr(cost, name) for cost in costs) for name in Cost.QUANTITIES}
+    return Cost(**{**most, "received": max(received), "least_received": min(received)})
+
+
+def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
+    """Every engine has drawn as many groups, of eight samples of four tokens."""
     num_groups = job.config.batch.prompts_per_step
-    fields = ("group_ids", "lengths", "sample_ids", "tokens")
-    assert set(fields) <= set(TRANSFERS["samples"])
-    route = Route("samples", source, destination, fields, position=0)
-    samples = [group for group in range(0, num_groups, len(owners)) for _ in range(8)]
+    samples = [group for group in range(engine, num_groups, job.grids["rollout"].dp) for _ in range(8)]
     experience = Experience(
         group_ids=torch.tensor(samples),
         lengths=torch.full((len(samples),), 4),
         sample_ids=torch.arange(len(samples)),
         tokens=torch.zeros(4 * len(samples), dtype=torch.int64),
     )
-    shipment = Shipment(experience, torch.full((num_groups,), 32))
-    with counted_messages(job.size) as messages:
-        most = Cost()
-        for owner in (owners[0], owners[-1]):
-            messages.become(owner)
-            with timed() as since:
-                Exchange(owner, cast(dist.ProcessGroup, None), cast(Waiter, None)).post(route, shipment)
-                most = max(most, _cost_of_messages(messages, since()), key=lambda cost: cost.message_bytes)
-    return most
+    return Shipment(experience, torch.full((num_groups,), 32))
 
 
 def sync(job: JobAtSize) -> Cost:

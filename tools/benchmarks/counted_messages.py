@@ -1,4 +1,4 @@
-"""Stand-ins for process groups that carry nothing and count the sizes of what they are given."""
+"""Stand-ins for process groups that count the sizes of what they are given, and carry what they are told to keep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class Messages:
-    """Of the rank whose code runs: what it sends, to whom, and the rank lists it made groups of."""
+    """Of the rank whose code runs: what it sends, to whom, what it receives, the rank lists it made groups of."""
 
     num_ranks: int
     rank: int = 0
@@ -22,13 +22,25 @@ class Messages:
     peers: set[int] = field(default_factory=set)
     num_groups: int = 0
     num_calls: int = 0
+    num_received: int = 0
+    kept_for: set[int] = field(default_factory=set)
+    """Ranks that run later: what is sent to them waits for them."""
+    kept: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    """By sender, receiver and tag."""
 
     def become(self, rank: int) -> None:
         """The rank whose code runs next."""
-        self.__init__(self.num_ranks, rank)  # type: ignore[misc]
+        self.__init__(self.num_ranks, rank, kept_for=self.kept_for, kept=self.kept)  # type: ignore[misc]
 
-    def isend(self, tensor: Tensor, peer: int, **where: Any) -> "Done":
+    def isend(self, tensor: Tensor, peer: int, tag: int, **where: Any) -> "Done":
         self._note(tensor, [peer])
+        if peer in self.kept_for:
+            self.kept[self.rank, peer, tag] = tensor
+        return Done()
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int, **where: Any) -> "Done":
+        tensor.copy_(self.kept.pop((peer, self.rank, tag)))
+        self.num_received += 1
         return Done()
 
     def new_group(self, ranks: list[int], **settings: Any) -> object:
@@ -69,9 +81,9 @@ class Done:
 
 @contextmanager
 def counted_messages(num_ranks: int) -> Iterator[Messages]:
-    """Inside, what torch.distributed is asked for is counted, and goes nowhere."""
+    """Inside, what torch.distributed is asked for is counted, and goes to nobody but those for whom it is kept."""
     messages = Messages(num_ranks)
-    names = ("isend", "new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
+    names = ("isend", "irecv", "new_group", "monitored_barrier", "all_reduce", "all_to_all_single")
     stand_ins = {name: getattr(messages, name) for name in names}
     with mock.patch.multiple(
         dist,
