@@ -99,7 +99,12 @@ class Grid:
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """The ranks that together hold one copy of the model and work on the same data."""
-        return tuple(int(r) for r in self.array[:, dp].reshape(-1))
+        return self._replicas[dp]
+
+    @cached_property
+    def _replicas(self) -> list[tuple[int, ...]]:
+        """By data-parallel index."""
+        return [tuple(row) for row in self.array.transpose(1, 0, 2, 3).reshape(self.dp, -1).tolist()]
 
     def owner(self, dp: int) -> int:
         """The rank that speaks for a replica: last pipeline stage (it has the outputs), first tp and cp rank."""

@@ -13,14 +13,14 @@ def assign_groups(group_tokens: Tensor, num_replicas: int, num_blocks: int = 1) 
     replica gets its share of each. Ties go to the lower id and index.
     """
     num_groups, tokens = len(group_tokens), group_tokens.tolist()
-    replicas = torch.zeros(num_groups, dtype=torch.int64)
+    replicas = [0] * num_groups
     for block in torch.arange(num_groups).tensor_split(num_blocks):
         loads = [(0, replica) for replica in range(num_replicas)]  # a heap: the lightest first
         for group in sorted(block.tolist(), key=lambda g: (-tokens[g], g)):
             load, lightest = loads[0]
             replicas[group] = lightest
             heapreplace(loads, (load + tokens[group], lightest))
-    return replicas
+    return torch.tensor(replicas, dtype=torch.int64)
 
 
 def mini_batch_of(

@@ -32,9 +32,9 @@ def test_nothing_grows_as_ranks_squared(control_plane: ModuleType, tmp_path: Pat
     for small, large in (exchanged, met):
         assert large.message_bytes <= growth * small.message_bytes, "of the rank that sends most"
     for job, cost in zip(jobs, exchanged, strict=True):
-        neighbours = control_plane.RANKS_PER_NODE - 1
         owners, replicas = job.grids["rollout"].dp, job.grids["actor"].dp
-        assert cost.messages <= HEADER_AND_BODY * (replicas + neighbours), "one rank of a replica, and its neighbours"
+        assert cost.messages <= HEADER_AND_BODY * replicas, "to one rank of each"
+        assert cost.passed_on == HEADER_AND_BODY * (control_plane.RANKS_PER_NODE - 1)
         assert cost.received <= HEADER_AND_BODY * owners and cost.least_received == HEADER_AND_BODY
     assert all(control_plane.connect(job).communicators <= MOST_CONNECTIONS for job in jobs)
 

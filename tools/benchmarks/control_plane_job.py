@@ -40,6 +40,8 @@ class Cost:
         "peers",
         "received",
         "least_received",
+        "passed_on",
+        "passed_on_bytes",
         "communicators",
     )
     seconds: float = 0.0
@@ -59,6 +61,9 @@ class Cost:
     received: int = 0
     """Messages of the rank that receives most, of those looked at."""
     least_received: int = 0
+    passed_on: int = 0
+    """Messages to others of the node."""
+    passed_on_bytes: int = 0
     communicators: int = 0
     per_second: bool = False
     """Whether calls are per second of the phase, not in all of it."""

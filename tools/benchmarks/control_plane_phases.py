@@ -180,7 +180,8 @@ def exchange(job: JobAtSize) -> Cost:
     route = Route("samples", source, destination, ("group_ids", "lengths", "sample_ids", "tokens"), position=0)
     assert set(route.fields) <= set(TRANSFERS["samples"])
     waiter = cast(Waiter, SimpleNamespace(wait=lambda *_: None))
-    costs: list[Cost] = []
+    sent: list[Cost] = []
+    passed_on: list[Cost] = []
     received: list[int] = []
     with counted_messages(job.size) as messages:
         messages.kept_for = {*destination.replica(0)}
@@ -193,15 +194,21 @@ def exchange(job: JobAtSize) -> Cost:
             end, shipment = become(owner), _samples_of_engine(job, source.coordinates(owner).dp)
             with timed() as since:
                 end.post(route, shipment)
-                costs.append(_cost_of_messages(messages, since()))
+                sent.append(_cost_of_messages(messages, since()))
         for rank in destination.replica(0):  # who passes on comes first
             end = become(rank)
             with timed() as since:
                 assert len(end.wait(route).group_tokens) == job.config.batch.prompts_per_step
-                costs.append(_cost_of_messages(messages, since()))
+                passed_on.append(_cost_of_messages(messages, since()))
             received.append(messages.num_received)
-    most = {name: max(getattr(cost, name) for cost in costs) for name in Cost.QUANTITIES}
-    return Cost(**{**most, "received": max(received), "least_received": min(received)})
+    return replace(
+        max(sent, key=lambda cost: (cost.messages, cost.message_bytes)),
+        seconds=max(cost.seconds for cost in (*sent, *passed_on)),
+        received=max(received),
+        least_received=min(received),
+        passed_on=max(cost.messages for cost in passed_on),
+        passed_on_bytes=max(cost.message_bytes for cost in passed_on),
+    )
 
 
 def _samples_of_engine(job: JobAtSize, engine: int) -> Shipment:
