@@ -1,9 +1,10 @@
 """Moves experience between roles: from every source replica's owner to the ranks of each destination replica.
 
-By which ranks it gets there is in `fan_out`. Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
-the token counts of all groups. A message is a fixed-size header and one buffer of bytes, which is left out where it
-would be empty: a replica has the counts of all groups from one owner, and most owners have nothing for most replicas of
-a large job. Traffic is host memory over a gloo group, so it never holds a device, with tags that no collective has.
+Prompt groups are atomic and go to the replica that `data.assignment` gives them, which every rank computes alike from
+the token counts of all groups; by which of its ranks they get there is in `fan_out`. A message is a fixed-size header
+and one buffer of bytes, which is left out where it would be empty: a replica has the counts of all groups from one
+owner, and most owners have nothing for most replicas of a large job. Traffic is host memory over a gloo group, so it
+never holds a device, with tags that no collective has.
 """
 
 import math

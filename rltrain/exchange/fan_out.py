@@ -4,8 +4,8 @@ What a replica is due crosses the network once for each of its nodes: an owner s
 its own node, and to one rank on every other, which passes on to its neighbours in one message what all owners on other
 nodes have sent. So no rank but that one hears of owners on other nodes.
 
-A rank waits for another of its own replica alone, whose next task needs both of them anyway: so an order that can
-finish still can.
+So a rank waits for one of its own replica too, with which the task behind the wait has it wait anyway: an order that
+can finish still can.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Cases for test_interface_bytes.py: what hosts' interfaces have sent and received when weights and experience moved."""
+"""Cases for test_interface_bytes.py: what hosts' interfaces carried when weights and experience moved."""
 
 import ctypes
 import os

@@ -1,6 +1,5 @@
 """What four hosts' interfaces carry: every byte once for each host that needs it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
