@@ -43,7 +43,7 @@ def make_config(placement: Mapping[str, str | int]) -> Config:
 
 @dataclass
 class StandIn:
-    """A role whose replicas are single ranks."""
+    """A role without a model."""
 
     grid: Grid
     rank: int
@@ -57,12 +57,13 @@ class StandIn:
 class Rank:
     """One rank of a job, on groups of its own: what an earlier one left unreceived cannot be met."""
 
-    def __init__(self, job_store: JobStore, placement: Mapping[str, str | int]) -> None:
+    def __init__(self, job_store: JobStore, placement: Mapping[str, str | int], training_tp: int) -> None:
         self.config = make_config(placement)
         self.placement = resolve_placement(placement, NUM_RANKS, NUM_RANKS)
         self.order = build_order(self.config, self.placement)
         rank = job_store.world.rank
-        grids = {role: Grid(self.placement.ranks(role)) for role in self.placement.roles}
+        tp = {"actor": training_tp, "reference": training_tp}
+        grids = {role: Grid(self.placement.ranks(role), tp=tp.get(role, 1)) for role in self.placement.roles}
         self.roles = {role: StandIn(grids[role], rank) for role in self.placement.hosts(rank)}
         self.exchange = Exchange(rank, dist.new_group(), Waiter(job_store, 30.0), RANKS_PER_NODE)
         self.job = SimpleNamespace(shape=RunShape.of(self.config), grids=grids)
@@ -131,15 +132,17 @@ class Rank:
             self.received[str(sample)] = [[step, chunk, reward], *(x[i].tolist() for x in (tokens, logprobs, judged))]
 
 
-def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str]]], step: int) -> list[dict]:
-    """For each pair of placements what an actor's rank got in a run on the first, which saves at `step`, and in one on
-    the second that goes on from there."""
+def cut_and_go_on(placements: list[tuple[dict[str, str], dict[str, str], int]], step: int) -> list[dict]:
+    """For each pair of placements, and TP of training, what an actor's rank got in a run on the first, which saves at
+    `step`, and in one on the second that goes on from there."""
     job_store = JobStore(join_world(60.0))
     return [_cut_and_go_on(job_store, *pair, step, number) for number, pair in enumerate(placements)]
 
 
-def _cut_and_go_on(job_store: JobStore, before: dict[str, str], after: dict[str, str], step: int, number: int) -> dict:
-    first, second = Rank(job_store, before), Rank(job_store, after)
+def _cut_and_go_on(
+    job_store: JobStore, before: dict[str, str], after: dict[str, str], training_tp: int, step: int, number: int
+) -> dict:
+    first, second = Rank(job_store, before, training_tp), Rank(job_store, after, training_tp)
     saved = first.follow(first.order, save_at=first.order.boundary(step))
     files = dist.PrefixStore(f"files {number}", job_store.world.store)
     files.set(str(job_store.world.rank), safetensors.torch.save(saved))
@@ -149,5 +152,5 @@ def _cut_and_go_on(job_store: JobStore, before: dict[str, str], after: dict[str,
         "before": first.received,
         "after": second.received,
         "num_saved": len(saved),
-        "outbox": len(second.exchange.outbox),
+        "outbox": len(second.exchange.outbox) + len(second.exchange.relayed),
     }

@@ -17,8 +17,18 @@ PLACEMENTS = {
         {"actor,reference": "0", "rollout": "1", "reward": "2-3"},
         {"actor,reference": "0-1", "rollout": "3", "reward": "2"},
     ),
+    "a replica of two ranks on another node": (
+        {"actor,reference": "0-1", "rollout,reward": "2-3"},
+        {"actor,reference": "0-1", "rollout,reward": "2"},
+    ),
 }
-NUM_OWNERS = {"more engines": 1, "fewer engines": 3, "fewer rewards, more actors": 2}
+TRAINING_TP = {"a replica of two ranks on another node": 2}
+NUM_OWNERS = {
+    "more engines": 1,
+    "fewer engines": 3,
+    "fewer rewards, more actors": 2,
+    "a replica of two ranks on another node": 2,
+}
 """Source ranks of what crosses."""
 CUT = 3
 
@@ -29,7 +39,7 @@ def results() -> dict[str, list[dict[str, Any]]]:
     ranks = run_distributed(
         "tests.distributed.cases_transfers:cut_and_go_on",
         NUM_RANKS,
-        {"placements": [*PLACEMENTS.values()], "step": CUT},
+        {"placements": [(*pair, TRAINING_TP.get(name, 1)) for name, pair in PLACEMENTS.items()], "step": CUT},
     )
     return dict(zip(PLACEMENTS, zip(*ranks, strict=True), strict=True))
 
@@ -41,7 +51,9 @@ def test_training_gets_from_the_cut_on_what_it_would_have_got(results, placement
     resumed = {sample: values for rank in ranks for sample, values in rank["after"].items()}
     assert len(undisturbed) == NUM_STEPS * PER_STEP * NUM_SAMPLES
     assert resumed == {sample: values for sample, values in undisturbed.items() if values[0][0] >= CUT}
-    assert sum(len(rank["after"]) for rank in ranks) == len(resumed), "no sample comes twice"
+    times = TRAINING_TP.get(placements, 1)
+    assert sum(len(rank["after"]) for rank in ranks) == times * len(resumed), "no sample comes to a replica twice"
+    assert all(undisturbed[sample] == values for rank in ranks for sample, values in rank["before"].items())
     assert all(rank["outbox"] == 0 for rank in ranks)
 
 
