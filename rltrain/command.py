@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
 def begin_as_rank() -> None:
     """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
     deprecations in each other's calls. A crash of a native library says on standard error where each thread was."""
-    faulthandler.enable()
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job listens, Ctrl-C ends a rank without a traceback
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

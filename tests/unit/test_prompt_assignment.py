@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_from_its_first_position(store):
 
 
 def test_engines_of_unequal_speed_share_all_positions_out(store):
-    """Over several horizons, with room of one group at a time; while the slow engine has a group the others do three."""
+    """Over several horizons, with room of one group at a time; while the slow engine has one the others do three."""
     num_engines, per_step, num_steps = 3, 12, 4
 
     def engine(rank: int, own: dist.Store) -> list[list[int]]:
