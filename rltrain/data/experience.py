@@ -3,7 +3,7 @@
 Samples are packed end to end, with one row per sample beside them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 SIBLINGS_APART = 2**40
 """Between the sample ids of the trajectories of one episode, of which the first has that of its sample."""
+
+LONG_SAMPLE_TOKENS = 256
+"""In the mean, from which samples are copied whole."""
 
 Extent = Literal["sample", "token"]
 
@@ -163,8 +166,26 @@ class Experience:
 
     def select(self, samples: Tensor) -> "Experience":
         """The samples at these indices [n] int64, in their order."""
-        index = {"sample": samples, "token": self.token_index(samples)}
-        return Experience(**{name: values[index[FIELDS[name][1]]] for name, values in self.columns().items()})
+        of_tokens = self._token_copier(samples)
+        return Experience(
+            **{
+                name: values[samples] if FIELDS[name][1] == "sample" else of_tokens(values)
+                for name, values in self.columns().items()
+            }
+        )
+
+    def _token_copier(self, samples: Tensor) -> Callable[[Tensor], Tensor]:
+        """What copies the tokens of these samples from a field. Long samples are copied whole, those that follow each
+        other here as well at once: an index for every token takes ten times as long."""
+        if int(self.lengths[samples].sum()) <= LONG_SAMPLE_TOKENS * len(samples):
+            index = self.token_index(samples)
+            return lambda values: values[index]
+        begins = torch.ones(len(samples) + 1, dtype=torch.bool)
+        begins[1:-1] = samples.diff() != 1
+        ends = self.lengths.cumsum(0)
+        first, last = samples[begins[:-1]], samples[begins[1:]]
+        runs = [*zip((ends - self.lengths)[first].tolist(), ends[last].tolist(), strict=True)]
+        return lambda values: torch.cat([values[start:end] for start, end in runs])
 
     def token_index(self, samples: Tensor) -> Tensor:
         """[tokens of these samples] where they stand among all tokens, the samples in the order of their indices."""

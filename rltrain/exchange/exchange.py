@@ -128,7 +128,7 @@ class Exchange:
         legs += [(taken.relay, RELAYED)] if taken.relay is not None else []
         arrived = self._receive(route, legs)
         if taken.followers:
-            from_afar = joined([arrived.pop((rank, OWN)) for rank in taken.from_afar])
+            from_afar = together([arrived.pop((rank, OWN)) for rank in taken.from_afar])
             self._relay(route, from_afar, taken.followers)
             arrived[self.rank, RELAYED] = from_afar
         shipments = [*arrived.values()]
@@ -191,11 +191,16 @@ class Exchange:
         self.waiter.wait(sent.works, f"delivery of {sent.route.name}", sorted(sent.peers), self.serve)
 
 
+def together(parts: Sequence[Shipment]) -> Shipment:
+    """All samples of parts of one shipment, and what one of the parts says of all groups."""
+    return Shipment(join(part.experience for part in parts), max((part.group_tokens for part in parts), key=len))
+
+
 def joined(parts: Sequence[Shipment]) -> Shipment:
     """All samples of parts of one shipment, by group id, and what one of the parts says of all groups. A copy."""
-    experience = join(part.experience for part in parts)
-    by_group = torch.argsort(experience.group_ids, stable=True)
-    return Shipment(experience.select(by_group), max((part.group_tokens for part in parts), key=len).clone())
+    whole = together(parts)
+    by_group = torch.argsort(whole.experience.group_ids, stable=True)
+    return Shipment(whole.experience.select(by_group), whole.group_tokens.clone())
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -1,5 +1,7 @@
 """Experience: selecting and joining samples, their assignment to replicas, and their encoding as bytes."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,7 +38,8 @@ sample_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 def test_take_keeps_each_sample_whole(lengths, data):
     experience = make_experience(lengths)
     samples = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=10))
-    chosen = experience.select(torch.tensor(samples, dtype=torch.int64))
+    with mock.patch("rltrain.data.experience.LONG_SAMPLE_TOKENS", data.draw(st.sampled_from([0, 6, 256]))):
+        chosen = experience.select(torch.tensor(samples, dtype=torch.int64))
     expected = [experience.tokens.split(lengths)[i] for i in samples]
     assert chosen.lengths.tolist() == [lengths[i] for i in samples]
     assert torch.equal(chosen.tokens, torch.cat([torch.empty(0, dtype=torch.int64), *expected]))
