@@ -32,6 +32,8 @@ FIRST_TAG = 2**30
 that others use too, must not be among them."""
 NUM_TAGS = 2**30
 ALIGNMENT_BYTES = 8
+Message = tuple[Tensor, Tensor]
+"""Header and body."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Sent:
-    """What this rank sends by a route: the works, and (header, body) of every message, which stay until these are
-    done."""
+    """What this rank sends by a route: the works, and the messages, which stay until these are done."""
 
     route: Route
     group_tokens: Tensor
     works: list[dist.Work] = field(default_factory=list)
-    messages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     peers: set[int] = field(default_factory=set)
 
 
@@ -105,15 +106,18 @@ class Exchange:
             return
         experience, group_tokens = shipment.experience.only(route.fields), shipment.group_tokens
         replica_of = assign_groups(group_tokens, route.destination.dp, route.num_blocks)[experience.group_ids]
-        nothing = Shipment(experience.select(torch.empty(0, dtype=torch.int64)), group_tokens[:0])
-        sent, no_message = Sent(route, group_tokens), encode(nothing, route.fields)
+        sent = Sent(route, group_tokens)
+        nothing: tuple[Shipment, Message] | None = None
         for dp in range(route.destination.dp):
             samples = torch.nonzero(replica_of == dp).flatten()
             tells = owners[dp % len(owners)] == self.rank
-            part, message = nothing, no_message
-            if len(samples) or tells:
-                part = Shipment(experience.select(samples), group_tokens if tells else nothing.group_tokens)
+            is_nothing = not (len(samples) or tells)
+            if is_nothing and nothing:
+                part, message = nothing
+            else:
+                part = Shipment(experience.select(samples), group_tokens if tells else group_tokens[:0])
                 message = encode(part, route.fields)
+                nothing = (part, message) if is_nothing else nothing
             peers = receivers(self.rank, route.destination.replica(dp), self.ranks_per_node)
             self._send(sent, OWN, message, [peer for peer in peers if peer != self.rank])
             if self.rank in peers:
@@ -163,7 +167,7 @@ class Exchange:
         self.finish()
         self.relayed.append(sent)
 
-    def _send(self, sent: Sent, first_tag: int, message: tuple[Tensor, Tensor], peers: Sequence[int]) -> None:
+    def _send(self, sent: Sent, first_tag: int, message: Message, peers: Sequence[int]) -> None:
         header, body = message
         for peer in peers:
             for number, part in enumerate((header, body) if len(body) else (header,)):
@@ -209,7 +213,7 @@ def started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def encode(shipment: Shipment, fields: Sequence[str]) -> tuple[Tensor, Tensor]:
+def encode(shipment: Shipment, fields: Sequence[str]) -> Message:
     """Header [`header_length`] int64, its checksum last, and body [bytes] uint8: group_tokens, then each field, padded
     to whole 8 bytes."""
     experience, group_tokens = shipment.experience, shipment.group_tokens
