@@ -14,11 +14,11 @@ from rltrain.tasks.roles import model_roles, served_roles
 
 Mode = Literal["colocated", "disaggregated", "hybrid"]
 
-NODE_PREFIX = "node:"
+NODE_PREFIX, REST = "node:", "rest"
 RANGE = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 GRAMMAR = (
-    'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", or "all"; with '
-    'RLinf\'s processes behind a colon: "0-3:0-3"'
+    'inclusive ranks such as 3, "0,2,3", "0-3", "0-3,5,7", nodes such as "node:1-2" or "node:0,2", "all", or "rest" by '
+    'itself; with RLinf\'s processes behind a colon: "0-3:0-3"'
 )
 
 
@@ -98,9 +98,8 @@ def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_p
     """
     placed: dict[str, tuple[int, ...]] = {}
     given: dict[str, str] = {}
-    for key, value in mapping.items():
-        where = f"placement.{key}: {str(value)!r}"
-        ranks = parse_ranks(str(value), world_size, ranks_per_node, where)
+    for key, ranks in _ranks_of_keys(mapping, world_size, ranks_per_node).items():
+        where = _where(mapping, key)
         for role in split_roles(key):
             if not role:
                 raise PlacementError(f"{where}: the key has an empty role name; expected comma-joined role names")
@@ -112,6 +111,36 @@ def resolve_placement(mapping: Mapping[str, str | int], world_size: int, ranks_p
     names = role_names()
     roles = sorted(placed, key=lambda role: (names.index(role) if role in names else len(names), role))
     return Placement({role: placed[role] for role in roles}, given, world_size)
+
+
+def _where(mapping: Mapping[str, str | int], key: str) -> str:
+    """What messages about a key begin with."""
+    return f"placement.{key}: {str(mapping[key])!r}"
+
+
+def _ranks_of_keys(
+    mapping: Mapping[str, str | int], world_size: int, ranks_per_node: int
+) -> dict[str, tuple[int, ...]]:
+    """The ranks of every key, in the order of `mapping`. PlacementError."""
+    to_rest = [key for key, value in mapping.items() if str(value).strip() == REST]
+    ranks = {
+        key: parse_ranks(str(value), world_size, ranks_per_node, _where(mapping, key))
+        for key, value in mapping.items()
+        if key not in to_rest
+    }
+    if len(to_rest) > 1:
+        raise PlacementError(
+            f"{_where(mapping, to_rest[1])}: placement.{to_rest[0]} says so too; expected one key for all roles that "
+            f'share what is left: "{", ".join(to_rest)}": {REST}'
+        )
+    for key in to_rest:
+        ranks[key] = tuple(sorted(set(range(world_size)).difference(*ranks.values())))
+        if not ranks[key]:
+            raise PlacementError(
+                f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all of "
+                "this world; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
+            )
+    return {key: ranks[key] for key in mapping}
 
 
 def parse_ranks(text: str, world_size: int, ranks_per_node: int, where: str = "placement") -> tuple[int, ...]:

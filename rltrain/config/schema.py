@@ -155,7 +155,8 @@ class Config(Section):
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
     placement: dict[str, str | int]
-    """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all"."""
+    """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all". "rest", for one
+    key: the ranks that no other one names, however many the job is started with."""
     model: Model
     data: Data
     schedule: Schedule = Schedule()
@@ -189,7 +190,10 @@ class Config(Section):
             return given
         placed = {role.strip(): ranks for key, ranks in given["placement"].items() for role in str(key).split(",")}
         if "env" in placed and "rollout" in placed and "reward" not in placed:
-            placement = {**given["placement"], "reward": placed["rollout"]}
+            placement = {
+                f"{key}, reward" if "rollout" in split_roles(str(key)) else key: ranks
+                for key, ranks in given["placement"].items()
+            }
             given = {"reward": {"function": "environment"}, **given, "placement": placement}
         reward = given.get("reward", {})
         if {*rewarding_roles()} & {*placed} and isinstance(reward, dict) and not {"function", "functions"} & {*reward}:

@@ -61,6 +61,37 @@ def test_formatted_ranges_are_the_shortest(ranks):
     assert len(format_ranks(ranks).split(",")) == runs
 
 
+@given(st.lists(rank_sets, max_size=2), st.integers(1, 2 * WORLD))
+def test_the_rest_is_what_no_other_role_names_in_a_world_of_any_size(taken, world_size):
+    named = [{rank for rank in ranks if rank < world_size} for ranks in taken]
+    mapping = {"rollout, reward": " rest ", **dict(zip(("actor", "critic"), map(format_ranks, named), strict=False))}
+    left = set(range(world_size)).difference(*named)
+    if not all(named) or not left:
+        with pytest.raises(PlacementError, match="no rank is left" if all(named) else "is missing"):
+            resolve_placement(mapping, world_size, 4)
+        return
+    placement = resolve_placement(mapping, world_size, 4)
+    assert placement.ranks("rollout") == placement.ranks("reward") == tuple(sorted(left))
+    assert not placement.idle
+
+
+def test_the_rest_is_of_one_key_whose_refusals_name_it():
+    with pytest.raises(PlacementError) as refused:
+        resolve_placement({"actor": 0, "rollout": "rest", "reward": "rest"}, 4, 4)
+    assert "placement.reward: 'rest': placement.rollout says so too" in str(refused.value)
+    assert 'share what is left: "rollout, reward": rest' in str(refused.value)
+    with pytest.raises(PlacementError, match=r"placement\.rollout: 'rest': no rank is left: other roles are on 0-3"):
+        resolve_placement({"rollout": "rest", "actor": "all"}, 4, 4)
+    placement = resolve_placement({"actor": "0-1", "rollout": "rest"}, 5, 5)
+    with pytest.raises(PlacementError, match="placement.rollout: 'rest': role rollout has 3 ranks"):
+        role_grids(make_config(rollout={"parallel": {"tp": 2}}), placement)
+
+
+def test_a_reward_that_nobody_places_is_where_the_rollout_is_wherever_that_is():
+    config = make_config({"actor, env": 0, "rollout": "rest"}, env={"function": "calculator"})
+    assert placement_of(config, 3, 3).ranks("reward") == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -85,6 +116,9 @@ def test_formatted_ranges_are_the_shortest(ranks):
         ("actor", "0-3,node:1", "'node:1' is no rank"),
         ("actor", "everything", "'everything' is no rank"),
         ("actor", "0-1-2", "'0-1-2' is no rank"),
+        ("actor", "0-1,rest", "'rest' is no rank"),
+        ("actor", "rest:0-1", "'rest:0-1' is no rank"),
+        ("actor", "node:rest", '\'rest\' is no node or range of nodes; expected inclusive ranks such as 3, "0,2,3"'),
         ("actor", "٣", "is no rank"),
         ("actor,", "0", "the key has an empty role name"),
         ("actor,actor", "0", "role actor is already placed by placement.actor,actor: '0'"),
