@@ -64,6 +64,8 @@ class Checkpointing:
         """The steps of checkpoints that this rank has yet to complete, in their order."""
         self._late = frozenset(job.placement.hosting_nothing_but(roles_beside_steps()))
         """Ranks that come to a boundary when others are long past it."""
+        self._earlier_logs = job.resumed.logs if job.resumed else {}
+        """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
         self._metrics: Metrics = {}
 
     @property
@@ -147,7 +149,7 @@ class Checkpointing:
 
     def _of_rank(self, step: int) -> Contents:
         tensors, states = random_states(self.job.world.device)
-        logs = {log.name: log.num_bytes for role in self.roles.values() for log in role.logs}
+        logs = {**self._earlier_logs, **{log.name: log.num_bytes for role in self.roles.values() for log in role.logs}}
         texts = {"random": states, "metrics": json.dumps(self.reporter.unfinished(step)), "logs": json.dumps(logs)}
         return Contents(tensors, texts)
 

@@ -99,8 +99,9 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
             logger.warning(doubt)
     job_store = JobStore(world, guarded=True)
     watchdog = start_watchdog(job_store, config)
-    refuse_folders_apart(world, claim_folders(config, job_leader(grids), job_store))
-    order, resumed = where_to_begin(config, placement, architectures, job_store)
+    leader = job_leader(grids)
+    refuse_folders_apart(world, claim_folders(config, leader, job_store))
+    order, resumed = where_to_begin(config, placement, architectures, leader, job_store)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
@@ -112,20 +113,19 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
 
 
 def where_to_begin(
-    config: Config, placement: Placement, architectures: Mapping[str, Architecture], job_store: JobStore
+    config: Config, placement: Placement, architectures: Mapping[str, Architecture], leader: int, job_store: JobStore
 ) -> tuple[Order, Resumed | None]:
     """What is to be done, and the checkpoint from which it goes on, if any. Collective over: all ranks."""
     checkpoint = find_checkpoint(config, job_store)
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint, restarted=job_store.world.restarted)
-    if job_store.world.rank == 0:
-        open_history(config, checkpoint)
+    logs = open_history(config, checkpoint) if job_store.world.rank == leader else {}
     if checkpoint is None:
         return build_order(config, placement), None
     order, continues = remaining_order(config, placement, checkpoint)
     if not continues and job_store.world.rank == 0:
-        logger.warning("the run had ended, or its schedule has changed: the steps ahead are drawn anew")
-    return order, replace(checkpoint, continues=continues)
+        logger.warning("the run had ended, or its schedule or its roles have changed: the steps ahead are drawn anew")
+    return order, replace(checkpoint, continues=continues, logs=logs)
 
 
 def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:

@@ -19,7 +19,17 @@ from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.stopping import PAUSE
 from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
-from rltrain.observability.run_logs import ID_FILE, LOGS, REWOUND, begin_logs, forget_steps, logs_in, read_id, shorten
+from rltrain.observability.run_logs import (
+    ID_FILE,
+    LOGS,
+    REWOUND,
+    begin_logs,
+    forget_steps,
+    logs_in,
+    read_id,
+    sample_log_sizes,
+    shorten,
+)
 from rltrain.roles.role import Job
 from rltrain.schedule.check import check
 from rltrain.schedule.order import Order
@@ -190,8 +200,9 @@ def claim_folders(config: Config, leader: int, job_store: JobStore) -> dict[str,
     return {key: (path, text) for key, (path, text) in claimed.items()}
 
 
-def open_history(config: Config, checkpoint: Resumed | None) -> None:
-    """Let the logs and checkpoints in the run's folders end at `checkpoint`, and be of one history.
+def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
+    """Let the logs and checkpoints in the run's folders end at `checkpoint`, and be of one history. Returns the sizes
+    of the logs of samples that are left.
 
     Where the run goes on from one of its own, what it logged after that is taken back, for it comes again; where there
     are checkpoints of later steps it was sent back, so these and their logs are kept apart. What belongs to another
@@ -212,12 +223,14 @@ def open_history(config: Config, checkpoint: Resumed | None) -> None:
         if logs := logs_in(output_dir, LOGS):
             logger.warning("the logs of an earlier run are now in %s", set_aside(logs, "output_dir"))
         begin_logs(output_dir)
-        return
+        return {}
     if later and (logs := logs_in(output_dir, REWOUND)):
         logger.warning("a copy of the logs with these steps is in %s", set_aside(logs, "output_dir", keep=True))
     forget_steps(output_dir, checkpoint.step)
-    for contents in map(read_contents, checkpoint.files("ranks")):
-        shorten(output_dir, json.loads(contents.metadata["logs"]))
+    saved = [json.loads(contents.metadata["logs"]) for contents in map(read_contents, checkpoint.files("ranks"))]
+    logs = sample_log_sizes(output_dir)
+    shorten(output_dir, {name: max(sizes.get(name, 0) for sizes in saved) for name in logs})
+    return sample_log_sizes(output_dir)
 
 
 def restore(job: Job, transfers: Transfers, reporter: Reporter) -> None:

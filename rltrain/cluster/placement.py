@@ -137,8 +137,8 @@ def _ranks_of_keys(
         ranks[key] = tuple(sorted(set(range(world_size)).difference(*ranks.values())))
         if not ranks[key]:
             raise PlacementError(
-                f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all of "
-                "this world; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
+                f"{_where(mapping, key)}: no rank is left: other roles are on {format_ranks(range(world_size))}, all "
+                "that there are; expected more ranks (torchrun's --nnodes, --nproc-per-node), or fewer for those roles"
             )
     return {key: ranks[key] for key in mapping}
 

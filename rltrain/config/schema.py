@@ -155,8 +155,8 @@ class Config(Section):
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"
     placement: dict[str, str | int]
-    """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all". "rest", for one
-    key: the ranks that no other one names, however many the job is started with."""
+    """Role (or comma-joined roles) -> inclusive rank ranges, for example "0-3,5" or "node:1-2" or "all". One key may
+    say "rest": the ranks that no other one names, however many the job is started with."""
     model: Model
     data: Data
     schedule: Schedule = Schedule()

@@ -16,7 +16,8 @@ WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER = "tensorboard"
 ID_FILE = "run_id"
 """Names the history that the logs tell; checkpoints have it too."""
-REWOUND = (METRICS_FILE, "samples.jsonl", "sample_ids", "evaluation_samples")
+SAMPLE_LOGS = ("samples.jsonl", "sample_ids", "dropped_sample_ids", "evaluation_samples")
+REWOUND = (METRICS_FILE, *SAMPLE_LOGS)
 EXPORTS = ("hf_steps", "hf_best", "hf_candidate")
 LOGS = (*REWOUND, *EXPORTS, "trace", "stalls", "engines", "report", TENSORBOARD_FOLDER, WANDB_ID_FILE, JOB_FILE)
 """What a run leaves in its folder beside checkpoints and its last export, which the next one replaces at once."""
@@ -72,6 +73,12 @@ def forget_steps(output_dir: Path, first_step: int) -> None:
         return
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def sample_log_sizes(output_dir: Path) -> dict[str, int]:
+    """Bytes of every log of samples, by its name in the run's folder, whichever rank of whichever job wrote it."""
+    files = [path for name in SAMPLE_LOGS for path in (output_dir / name, *(output_dir / name).glob("*.jsonl"))]
+    return {path.relative_to(output_dir).as_posix(): path.stat().st_size for path in files if path.is_file()}
 
 
 def shorten(output_dir: Path, sizes: Mapping[str, int]) -> None:

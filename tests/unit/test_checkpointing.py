@@ -77,6 +77,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> C
         architectures={},
         stop=None,
         leader=placement.ranks("actor")[0],
+        resumed=None,
     )
     nothing: Any = Nothing()
     return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]

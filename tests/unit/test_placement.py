@@ -118,7 +118,7 @@ def test_a_reward_that_nobody_places_is_where_the_rollout_is_wherever_that_is():
         ("actor", "0-1-2", "'0-1-2' is no rank"),
         ("actor", "0-1,rest", "'rest' is no rank"),
         ("actor", "rest:0-1", "'rest:0-1' is no rank"),
-        ("actor", "node:rest", '\'rest\' is no node or range of nodes; expected inclusive ranks such as 3, "0,2,3"'),
+        ("actor", "node:rest", "'rest' is no node or range of nodes; expected inclusive ranks such as 3, \"0,2,3\""),
         ("actor", "٣", "is no rank"),
         ("actor,", "0", "the key has an empty role name"),
         ("actor,actor", "0", "role actor is already placed by placement.actor,actor: '0'"),

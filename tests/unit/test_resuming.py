@@ -20,6 +20,7 @@ from rltrain.errors import CheckpointError, ConfigError
 from rltrain.liveness.job_store import JobStore
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.resuming import check_resumed, claim_folders, find_checkpoint, open_history
+from rltrain.roles.sample_log import SampleLog
 from rltrain.tools.report.run_folder import read_run
 from tests.unit.held_lock import locked
 from tests.unit.shared_store import Jobs, open_store
@@ -232,6 +233,52 @@ def test_a_run_that_is_sent_back_keeps_apart_what_came_after(history, caplog) ->
     assert logged(history.output) == [], "it cannot go on after steps that are not before it"
     assert logged(history.output / "earlier_2") == [[*range(5)]] * 2
     assert history.saved == []
+
+
+class ElasticHistory(History):
+    """As many ranks log samples as there are: all that `Checkpointing` has the files of a checkpoint say of them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.begin()
+        self.earlier: dict[str, int] = {}
+
+    def go_on(self, num_ranks: int, last: int, *, saved: int | None) -> None:
+        """From the newest checkpoint on up to the step `last`; `saved` after as many."""
+        found = self.checkpoints.candidates()
+        self.earlier = open_history(self.config, found[0]) if found else {}
+        logs = [SampleLog(self.config.output_dir, f"sample_ids/rank{rank}.jsonl") for rank in range(num_ranks)]
+        for step in range(found[0].step if found else 0, last + 1):
+            if step == saved:
+                self.save_logs(step, logs)
+            for rank, log in enumerate(logs):
+                log.append({"step": step, "of": [rank, num_ranks]})
+
+    def save_logs(self, step: int, logs: list[SampleLog]) -> None:
+        sizes = [{log.name: log.num_bytes} for log in logs]
+        sizes[0] = self.earlier | sizes[0]
+        files = {
+            f"ranks/rank_{rank:05d}.safetensors": Contents({"x": torch.ones(1)}, {"logs": json.dumps(of_rank)})
+            for rank, of_rank in enumerate(sizes)
+        }
+        run = {"history": read_id(self.output / ID_FILE)}
+        self.checkpoints.complete(step, write_files(self.checkpoints.begin(step), files), run, keep=0)
+
+    def logged(self) -> list[tuple[int, int, int]]:
+        """(step, number of ranks, rank) of all that was logged."""
+        lines = [line for path in self.output.glob("sample_ids/*") for line in path.read_text().splitlines()]
+        return sorted((record["step"], record["of"][1], record["of"][0]) for record in map(json.loads, lines))
+
+
+def test_ranks_that_come_and_go_leave_every_sample_in_the_logs_once(config) -> None:
+    run = ElasticHistory(config())
+    run.go_on(4, 3, saved=2)
+    run.go_on(2, 5, saved=4)  # ranks 2 and 3 of before are gone; what they logged before its checkpoint is not
+    run.go_on(5, 6, saved=None)  # whose ranks 2 to 4 the checkpoint does not know
+    run.go_on(3, 7, saved=6)
+    run.go_on(4, 6, saved=None)
+    worlds = [4, 4, 2, 2, 3, 3, 4]
+    assert run.logged() == [(step, size, rank) for step, size in enumerate(worlds) for rank in range(size)]
 
 
 @pytest.mark.parametrize("save_interval", [0, 2])

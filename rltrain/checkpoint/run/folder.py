@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ STEP_NAME = re.compile(r"step_(\d{7,})")
 class Resumed:
     """The checkpoint that a run goes on from: `step` training steps have been done.
 
-    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew.
+    `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `logs`: on the
+    job's leader, the bytes of the logs of samples that the run goes on after, those of ranks that are gone among them.
     """
 
     folder: Path
     step: int
     continues: bool = True
+    logs: Mapping[str, int] = field(default_factory=dict)
 
     def files(self, role: str) -> list[Path]:
         """What the ranks of a role saved, in the order of their names."""
