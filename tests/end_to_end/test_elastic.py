@@ -1,6 +1,12 @@
 """Runs that go on with more or fewer ranks than their checkpoint was saved by."""
 
+import json
+import os
 import shutil
+import signal
+import socket
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +15,7 @@ import pytest
 from rltrain.checkpoint.run.folder import name_of
 from tests.end_to_end.jobs import REPOSITORY, train
 from tests.end_to_end.test_resume import PARTIAL, Run, reported
+from tests.forked.popen import FORKED_ENVIRONMENT, Popen, ranks_of
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +34,14 @@ class Elastic:
             shutil.rmtree(self.folder / "checkpoints" / name_of(step), ignore_errors=True)
         config, output = REPOSITORY / "configs/quickstart.yaml", f"output_dir={self.folder}"
         train(config, *self.overrides, output, num_ranks=num_ranks, timeout_s=120)
+        return self.whole(STEPS)
+
+    def whole(self, steps: int) -> Run:
+        """What a run of so many steps has reported, which is each of them, and every sample, once."""
         metrics, ids = reported(self.folder)
-        assert list(metrics) == [*range(STEPS)]
+        assert list(metrics) == [*range(steps)]
         counts = Counter(number for of_step in ids.values() for number in of_step)
-        assert counts == Counter(range(STEPS * PROMPTS * SAMPLES)), "every sample is trained on once"
+        assert counts == Counter(range(steps * PROMPTS * SAMPLES))
         return metrics, ids
 
 
@@ -50,18 +61,13 @@ def elastic(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> Elast
 
 
 def test_replicas_of_the_actor_come_and_go(elastic: Elastic) -> None:
-    """One, three and two of them. What is drawn from the weights of a checkpoint is equal, and what is learnt from it
-    but for the order of sums."""
+    """One of them and three. What is drawn from the weights of a checkpoint is equal, and what is learnt from it but
+    for the order of sums."""
     elastic.overrides += ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1"]
-    (first, first_ids), (second, _), (third, _) = [
-        elastic.go_on(num_ranks, after=after) for num_ranks, after in ((2, 0), (4, 1), (3, 3))
-    ]
-    assert second[0] == first[0] and [second[step] for step in (1, 2)] == [third[step] for step in (1, 2)]
-    assert second[1] == pytest.approx(first[1], rel=1e-4, abs=1e-4)
-    assert third[3] == pytest.approx(second[3], rel=1e-4, abs=1e-4)
-    assert {step: sorted(ids) for step, ids in first_ids.items()} == {
-        step: [*range(step * PROMPTS * SAMPLES, (step + 1) * PROMPTS * SAMPLES)] for step in range(STEPS)
-    }
+    (first, first_ids), (second, second_ids) = elastic.go_on(2), elastic.go_on(4, after=3)
+    assert [second[step] for step in range(3)] == [first[step] for step in range(3)]
+    assert second[3] == pytest.approx(first[3], rel=1e-4, abs=1e-4)
+    assert all(sorted(second_ids[step]) == sorted(first_ids[step]) for step in range(STEPS))
 
 
 def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
@@ -71,3 +77,44 @@ def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
     first, second, third = [elastic.go_on(num_ranks, after=after)[0] for num_ranks, after in ((4, 0), (3, 1), (4, 3))]
     assert second[0] == first[0] and [second[step] for step in (1, 2)] == [third[step] for step in (1, 2)]
     assert {metrics["train/lr"] for metrics in first.values()} == {metrics["train/lr"] for metrics in third.values()}
+
+
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=4"
+"""When torchrun takes a node for lost, and how long it waits for others to come back, in seconds."""
+
+
+def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
+    """Two agents stand for two nodes; the first one has torchrun's rendezvous."""
+    steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
+    placed = ["placement={'actor, reference': 0, 'rollout, reward': rest}", "actor.parallel.tp=1", f"steps={steps}"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=2"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    environment = {**os.environ, **FORKED_ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = []
+    for node in range(2):
+        rendezvous = f"--rdzv-conf=is_host={int(node == 0)},{KEEP_ALIVE}"
+        command = [*torchrun, rendezvous, "launch/train.py", *config, *elastic.overrides, *placed]
+        with (tmp_path / f"node{node}").open("wb") as log:
+            agents.append(Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
+    left, lost = agents
+    checkpoints, job = elastic.folder / "checkpoints", elastic.folder / "job.json"
+    try:
+        deadline = time.monotonic() + 60
+        while len([*checkpoints.glob("step_*")]) < 2:
+            assert time.monotonic() < deadline and left.poll() is None, (tmp_path / "node0").read_text()
+            time.sleep(0.02)
+        assert json.loads(job.read_text())["world_size"] == 4
+        for process in (lost.pid, *ranks_of(lost.pid).values()):
+            os.kill(process, signal.SIGKILL)
+        status = left.wait(60)
+    finally:
+        for agent in agents:
+            agent.kill()
+    told = (tmp_path / "node0").read_text()
+    assert status == 0, told
+    assert told.count("\nrltrain: ") == 1 and "\nrltrain: killed" in told and "going on after step" in told, told
+    assert json.loads(job.read_text())["world_size"] == 2
+    elastic.whole(steps)
