@@ -24,6 +24,7 @@ from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_va
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
 from rltrain.liveness.stopping import StopRequest
 from rltrain.liveness.waiting import Waiter
 from rltrain.liveness.watchdog import Watchdog
@@ -64,6 +65,8 @@ def run_config(make_config: Callable[[], Config]) -> int:
         job, order, watchdog = prepare(make_config, world)
         trainer = Trainer(job, order)
         came_to_its_end = trainer.run()
+        if job.stop:
+            await_signal_of_launcher(job.stop, world, trainer.checkpointing.stopped_by)
         watchdog.stop()
         if job.stop:
             job.stop.close()
@@ -72,8 +75,10 @@ def run_config(make_config: Callable[[], Config]) -> int:
     if not came_to_its_end:
         if reason := trainer.checkpointing.paused_by:
             ending.by(ParityError(reason))
+        leave_store(job.job_store, ending)
         end_quietly()  # experience that nobody will receive is on its way, which teardown would wait for
     dist.destroy_process_group()
+    leave_store(job.job_store, ending)
     return 0
 
 

@@ -43,6 +43,8 @@ class World:
     node: int = 0
     """In the order of torchrun's agents, which is that of the ranks; `node:` in a placement counts so."""
     num_nodes: int = 1
+    has_store_in_rank_0: bool = False
+    """Whether the store is rank 0's, and ends with it, and not an agent's: TORCH_DISABLE_SHARE_RDZV_TCP_STORE."""
 
     @cached_property
     def background(self) -> dist.Store:
@@ -93,6 +95,7 @@ def join_world(timeout_s: float) -> World:
         address=address,
         node=node,
         num_nodes=num_nodes,
+        has_store_in_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
 

@@ -66,6 +66,8 @@ class StopRequest:
         self._replaced: dict[signal.Signals, Any] = {}
         # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
         self._arrivals, self._arrive = socket.socketpair()
+        self.heard = threading.Event()
+        """This rank has got a signal itself."""
         self._over = threading.Event()
         self._thread = JobThread(target=self._follow, daemon=True, name="stop request")
 
@@ -104,6 +106,7 @@ class StopRequest:
         while (requested := self._next_signal(None)) is None:
             if self._over.is_set():
                 return
+        self.heard.set()
         deadline = time.monotonic() + self.within_s
         self._end_if_others_are_gone(requested)
         if not self.saves:
