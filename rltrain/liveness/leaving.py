@@ -1,11 +1,14 @@
 """The end of ranks that have done their part: whoever others still need stays."""
 
 import logging
+import math
 import time
 
 from rltrain.cluster.world import World
+from rltrain.errors import StallError
 from rltrain.liveness.ending import Ending
 from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.polling import poll_s
 from rltrain.liveness.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
@@ -31,21 +34,23 @@ def await_signal_of_launcher(stop: StopRequest, world: World, stopped_by: str | 
 
 def leave_store(job_store: JobStore, ending: Ending) -> None:
     """The last call of a rank to the store. Rank 0, where it has the store itself, returns after all others, or ends
-    with them where the job fails. Collective over: all ranks."""
+    with them where the job fails: also where they are lost. Collective over: all ranks."""
     world, store = job_store.world, job_store.world.background
     if not world.has_store_in_rank_0:
         return
     if world.rank:
         store.add(LEFT, 1)
         return
-    deadline: float | None = None
-    while store.add(LEFT, 0) < world.size - 1:
+    others, deadline = range(1, world.size), math.inf
+    while (num_left := store.add(LEFT, 0)) < len(others):
         if ending.has_begun:
             ending.follow()
-        if deadline is None:
-            others = job_store.heartbeat.board.read(range(1, world.size)).values()
-            deadline = time.monotonic() + LEAVES_WITHIN_S if all(beat.finished for beat in others) else None
-        elif time.monotonic() > deadline:
-            logger.warning("%d ranks that are done have not left", world.size - 1 - store.add(LEFT, 0))
+        if gone := job_store.observer.gone(others):
+            ending.by(StallError(f"ranks {gone} were lost before their end"))
+        if time.monotonic() > deadline:
+            logger.warning("%d ranks that are done have not left", len(others) - num_left)
             return
-        time.sleep(LOOK_S)
+        statuses = job_store.observer.look(others).values()
+        if deadline == math.inf and all(status.beat.finished for status in statuses):
+            deadline = time.monotonic() + LEAVES_WITHIN_S
+        time.sleep(max(LOOK_S, poll_s(world.size)))

@@ -7,10 +7,13 @@ from collections.abc import Callable, Collection
 from rltrain.config.schema import Timeouts
 from rltrain.liveness.heartbeat import Board, Posted
 from rltrain.liveness.stall import RankStatus, Stall, find_stall, forbids_a_stall
+from rltrain.system.processes import has_ended
 
 MOST_BETWEEN_LOOKS_S = 2.0
 """Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
 silence of the others."""
+LOST_S = 10.0
+"""A rank of another machine without a heartbeat for this long is gone."""
 
 
 class Observer:
@@ -37,6 +40,17 @@ class Observer:
         """How `ranks` stand now."""
         seen = self._see(ranks)
         return {rank: _status(*seen[rank]) for rank in sorted(seen)}
+
+    def gone(self, ranks: Collection[int]) -> list[int]:
+        """Those of `ranks` whose process has ended, or is not heard of any more, before they had done their part."""
+        statuses = self.look(ranks)
+        ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
+        statuses |= self.look(ended)  # what they said last: one that has just finished is not gone
+        return [
+            rank
+            for rank, status in statuses.items()
+            if (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
+        ]
 
     def find_stall(self) -> Stall | None:
         """The stall of the job, or None while there is none.

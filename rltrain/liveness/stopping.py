@@ -15,7 +15,6 @@ import torch.distributed as dist
 from rltrain.liveness.ending import FAILED, Ending
 from rltrain.liveness.heartbeat import Board
 from rltrain.liveness.observer import Observer
-from rltrain.system.processes import has_ended
 from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,6 @@ PAUSE = "paused: "
 """What reasons begin with that a rank has to stop at, without a signal."""
 
 LOOK_S = 0.5
-LOST_S = 10.0
-"""A rank of another machine without a heartbeat for this long is gone."""
 
 
 class StopRequest:
@@ -148,21 +145,12 @@ class StopRequest:
         try:
             if self.ending.has_begun:
                 self.ending.follow()
-            gone = self._others_are_gone()
+            gone = bool(self._observer.gone(self._looks_at))
         except dist.DistNetworkError as error:
             logger.debug("stop request: the store is gone: %s", error)
             gone = True
         if gone:
             os._exit(128 + requested)
-
-    def _others_are_gone(self) -> bool:
-        statuses = self._observer.look(self._looks_at)
-        ended = [rank for rank, status in statuses.items() if has_ended(status.beat.process)]
-        statuses |= self._observer.look(ended)  # what they said last: one that has just finished is not lost
-        return any(
-            (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
-            for rank, status in statuses.items()
-        )
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:

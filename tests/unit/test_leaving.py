@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from rltrain.cluster.world import World
 from rltrain.liveness import leaving
 from rltrain.liveness.ending import Ending
+from rltrain.liveness.heartbeat import Beat
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
 from rltrain.liveness.stopping import StopRequest
+from rltrain.system.processes import process_here
 from tests.unit.shared_store import Jobs, open_store
 
 NUM_RANKS = 3
@@ -36,15 +39,16 @@ def job_store_of(rank: int, store: dist.Store) -> JobStore:
 
 
 def ends(jobs: Jobs, *, never: int | None = None) -> list[float]:
-    """When each rank has left, of which the last one comes to its end late, and `never` says that it has."""
+    """When rank 0 has left, and each of the others comes to its end, the last one late; `never` does not leave."""
 
     def body(rank: int, store: dist.Store) -> float:
         job_store = job_store_of(rank, store)
         time.sleep(LATE_S if rank == NUM_RANKS - 1 else 0)
         job_store.heartbeat.finish()
+        at_its_end = time.monotonic()
         if rank != never:
             leave_store(job_store, Ending(job_store.world.background, rank, NUM_RANKS))
-        return time.monotonic()
+        return at_its_end if rank else time.monotonic()
 
     return jobs.run(body, NUM_RANKS)
 
@@ -62,16 +66,24 @@ def test_it_does_not_wait_for_ever_for_one_that_is_done(jobs: Jobs, monkeypatch:
     assert "1 ranks that are done have not left" in caplog.text
 
 
-def test_it_ends_with_a_job_that_fails(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def follow(ending: Ending) -> None:
-        raise SystemExit
+@pytest.mark.parametrize("lost", [True, False])
+def test_it_ends_with_a_job_that_fails(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Because another rank says so, or is lost without a word, as its node is."""
 
-    monkeypatch.setattr(Ending, "follow", follow)
-    (store,) = jobs.start(1)
-    job_store = job_store_of(0, store)
-    job_store.world.background.set("failure", "{}")
-    with pytest.raises(SystemExit):
-        leave_store(job_store, Ending(job_store.world.background, 0, NUM_RANKS))
+    def end(ending: Ending, error: object = None) -> None:
+        raise SystemExit(str(error))
+
+    monkeypatch.setattr(Ending, "by", end)
+    monkeypatch.setattr(Ending, "follow", end)
+    first, other = map(job_store_of, range(2), jobs.start(2))
+    if lost:
+        with subprocess.Popen(["true"]) as process:
+            process.wait()
+        other.heartbeat.board.put(Beat(1, task="update", process=process_here(process.pid)))
+    else:
+        other.world.background.set("failure", "{}")
+    with pytest.raises(SystemExit, match=r"ranks \[1\] were lost" if lost else "None"):
+        leave_store(first, Ending(first.world.background, 0, NUM_RANKS))
 
 
 def test_a_rank_of_several_nodes_stays_until_it_gets_the_signal_that_has_stopped_the_job(jobs: Jobs) -> None:
