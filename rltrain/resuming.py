@@ -228,8 +228,8 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
         logger.warning("a copy of the logs with these steps is in %s", set_aside(logs, "output_dir", keep=True))
     forget_steps(output_dir, checkpoint.step)
     saved = [json.loads(contents.metadata["logs"]) for contents in map(read_contents, checkpoint.files("ranks"))]
-    logs = sample_log_sizes(output_dir)
-    shorten(output_dir, {name: max(sizes.get(name, 0) for sizes in saved) for name in logs})
+    written = sample_log_sizes(output_dir)
+    shorten(output_dir, {name: max(sizes.get(name, 0) for sizes in saved) for name in written})
     return sample_log_sizes(output_dir)
 
 

@@ -84,9 +84,11 @@ KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=4
 
 
 def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
-    """Two agents stand for two nodes; the first one has torchrun's rendezvous."""
+    """Two agents stand for two nodes, the first one with torchrun's rendezvous. Ranks of both train together, so those
+    that are left notice at once."""
     steps, config = 12, ["--config=configs/quickstart.yaml", f"output_dir={elastic.folder}"]
-    placed = ["placement={'actor, reference': 0, 'rollout, reward': rest}", "actor.parallel.tp=1", f"steps={steps}"]
+    placed = ["placement={'rollout, reward': 0, 'actor, reference': rest}", "actor.parallel.tp=1", f"steps={steps}"]
+    placed.append("timeouts.no_progress_s=30")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
