@@ -79,7 +79,7 @@ def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
     assert {metrics["train/lr"] for metrics in first.values()} == {metrics["train/lr"] for metrics in third.values()}
 
 
-KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=4"
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
 """When torchrun takes a node for lost, and how long it waits for others to come back, in seconds."""
 
 

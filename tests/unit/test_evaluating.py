@@ -92,7 +92,7 @@ def test_what_is_given_counts(evaluated, tmp_path: Path):
 def test_environments_come_along(evaluated):
     """What they give is the reward, where the config says nothing else of it."""
     config = evaluated("placement={'actor, critic': 0, rollout: 1, env: 1}", more="env: {function: calculator}")
-    assert config.placement["rollout"] == 1
+    assert config.placement["rollout, reward"] == 1
     of_default = evaluated(more="env: {function: calculator}")
     assert of_default.placement == {"rollout, reward, env": "all"}
     assert (config.reward.function, of_default.reward.function) == ("environment", "exact_match")

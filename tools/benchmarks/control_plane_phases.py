@@ -295,6 +295,7 @@ def _checkpointing(job: JobAtSize, job_store: JobStore, rank: int) -> Checkpoint
         placement=job.placement,
         leader=job_leader(job.grids),
         stop=None,
+        resumed=None,
         architectures={},
         job_store=job_store,
     )
