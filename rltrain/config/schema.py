@@ -122,6 +122,9 @@ class Timeouts(Section):
     no_progress_s: Positive = 1800.0
     """The job then ends with a message that names the rank, its role, task and step. Longer than the longest piece of
     work without progress: a micro-batch, a decode step, a reward, a checkpoint file, a first compilation."""
+    lost_s: Positive = 300.0
+    """Without a sign of life of a rank for this long its host counts as lost or cut off, and the job ends, whoever else
+    still gets on. Longer than the longest call that holds Python's interpreter lock."""
     report_s: Positive = 30.0
     """After this long a wait is reported, with what the awaited ranks are doing."""
     tasks: dict[str, float] = Field(default_factory=dict)

@@ -66,12 +66,12 @@ class JobStore:
         return f"{what_it_does(beat)} since {max(time.time() - beat.since, 0):.0f} s"
 
     def end_wait_in_vain(self, describe: Callable[[], str]) -> None:
-        """Raise StallError if nobody in the job gets on; `describe` says what it waits for, in words.
+        """Raise StallError if nobody in the job gets on, or a rank is lost; `describe` says what it waits for.
 
         To be called every LOOK_S seconds of a wait inside `heartbeat.waiting`.
         """
-        if not self.guarded and (stall := self.observer.find_stall()):
-            raise StallError(f"{describe()}: {stall}")
+        if not self.guarded and (verdict := self.observer.verdict()):
+            raise StallError(f"{describe()}: {verdict}")
 
     def _wait_for(self, key: str, waiting_for: str) -> None:
         with self.heartbeat.waiting(waiting_for, ()):

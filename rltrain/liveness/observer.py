@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection
 
 from rltrain.config.schema import Timeouts
 from rltrain.liveness.heartbeat import Board, Posted
-from rltrain.liveness.stall import RankStatus, Stall, find_stall, forbids_a_stall
+from rltrain.liveness.stall import Lost, RankStatus, Stall, find_stall, forbids_a_stall
 from rltrain.system.processes import has_ended
 
 MOST_BETWEEN_LOOKS_S = 2.0
 """Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
 silence of the others."""
 LOST_S = 10.0
-"""A rank of another machine without a heartbeat for this long is gone."""
+"""A rank of another machine without a heartbeat for this long is gone, where there is another sign of it."""
+Seen = dict[int, tuple[Posted, float]]
+"""By rank: its beat, and for how many seconds there has been no other."""
 
 
 class Observer:
@@ -30,8 +32,10 @@ class Observer:
         self.limits = limits
         self.clock = clock
         self._seen: dict[int, tuple[int, float]] = {}
-        """Rank -> its last beat's number, and the seconds for which there has been no other."""
-        self._looked_at: dict[int, float] = {}
+        """Rank -> its last beat's number, and `_looked_for_s` when that was new."""
+        self._looked_at: float | None = None
+        self._looked_for_s = 0.0
+        """Seconds in which this process is known to have run."""
         self._looking = threading.Lock()
         self._witness = 0
         """The rank whose beat was the last to show that there is no stall."""
@@ -52,12 +56,16 @@ class Observer:
             if (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
         ]
 
-    def find_stall(self) -> Stall | None:
-        """The stall of the job, or None while there is none.
+    def verdict(self) -> Stall | Lost | None:
+        """Why the job is to end: the stall of all ranks, or that one is lost, whatever the others do; else None.
 
         Beats are read to the end until one of them rules a stall out: usually the one that did so last time.
         """
-        seen, statuses = self._see(self.ranks), dict[int, RankStatus]()
+        seen = self._see(self.ranks)
+        return self._stall(seen) or self._lost(seen)
+
+    def _stall(self, seen: Seen) -> Stall | None:
+        statuses = dict[int, RankStatus]()
         for rank in (self._witness, *self.ranks):
             status = statuses[rank] = _status(*seen[rank])
             if forbids_a_stall(status, self.limits):
@@ -65,20 +73,28 @@ class Observer:
                 return None
         return find_stall(statuses.values(), self.limits)
 
-    def _see(self, ranks: Collection[int]) -> dict[int, tuple[Posted, float]]:
-        """By rank, its beat, and for how many seconds there has been no other."""
-        found = self.board.posted(list(ranks))
-        now = self.clock()
-        with self._looking:
-            return {posted.rank: (posted, self._silent_s(posted, now)) for posted in found}
+    def _lost(self, seen: Seen) -> Lost | None:
+        silent = (status for status in seen.values() if status[1] > self.limits.lost_s)
+        for status in (_status(*posted) for posted in silent):
+            if status.beat.alive and not status.beat.finished:
+                return Lost(status, self.limits.lost_s)
+        return None
 
-    def _silent_s(self, posted: Posted, now: float) -> float:
-        number, silent_s = self._seen.get(posted.rank, (-1, 0.0))
-        since_last_look = min(now - self._looked_at.get(posted.rank, now), MOST_BETWEEN_LOOKS_S)
-        silent_s = 0.0 if number != posted.alive else silent_s + since_last_look
-        self._seen[posted.rank] = (posted.alive, silent_s)
-        self._looked_at[posted.rank] = now
-        return silent_s
+    def _see(self, ranks: Collection[int]) -> Seen:
+        found = self.board.posted(list(ranks))
+        with self._looking:
+            now = self.clock()
+            if self._looked_at is not None:
+                self._looked_for_s += min(now - self._looked_at, MOST_BETWEEN_LOOKS_S)
+            self._looked_at = now
+            return {posted.rank: (posted, self._silent_s(posted)) for posted in found}
+
+    def _silent_s(self, posted: Posted) -> float:
+        number, new_at = self._seen.get(posted.rank, (-1, 0.0))
+        if number != posted.alive:
+            new_at = self._looked_for_s
+            self._seen[posted.rank] = (posted.alive, new_at)
+        return self._looked_for_s - new_at
 
 
 def _status(posted: Posted, silent_s: float) -> RankStatus:

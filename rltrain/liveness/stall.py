@@ -71,6 +71,22 @@ class Stall:
         return f" on {host_of(self.culprit.beat.process)}" if len(hosts) > 1 else ""
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A rank that is not heard of any more, though others may get on without it."""
+
+    culprit: RankStatus
+    limit_s: float
+
+    def __str__(self) -> str:
+        beat = self.culprit.beat
+        return (
+            f"rank {beat.rank} on {host_of(beat.process)} was last known to be at {beat}, {self.culprit.silent_s:.0f} "
+            "s ago, and has given no sign of life since (its host is down or cut off, or its process does not run); "
+            f"timeouts.lost_s is {self.limit_s:.0f} s"
+        )
+
+
 MAX_WAITERS_NAMED = 4
 
 

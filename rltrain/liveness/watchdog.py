@@ -1,4 +1,5 @@
-"""Ends a job in which nobody gets on any more, with one message and every rank's Python stacks in the run folder."""
+"""Ends a job in which nobody gets on any more, or a rank is lost, with one message, and every rank's Python stacks in
+the run folder."""
 
 import json
 import logging
@@ -79,9 +80,9 @@ class Watchdog:
                 self._end(json.loads(self.store.get(STALL)))
             elif self.ending.has_begun:
                 self.ending.follow()
-        elif self._judges() and (stall := self.observer.find_stall()):
+        elif self._judges() and (verdict := self.observer.verdict()):
             self.ending.come_near()
-            self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(stall)))))
+            self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(verdict)))))
 
     def _judges(self) -> bool:
         """Whether no lower rank runs. Of those the lowest are looked at, and the next where none of these does."""

@@ -152,14 +152,29 @@ def test_having_waited_for_one_that_got_on_is_no_fault_once_that_one_has_gone_ah
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
         board.put(Beat(1, **update, still_s=0.5, alive=second))
-        assert observer.find_stall() is None, "rank 0 waits in a collective for rank 1, which gets on"
+        assert observer.verdict() is None, "rank 0 waits in a collective for rank 1, which gets on"
     for second in range(21, 41):
         clock[0] = float(second)
         board.put(Beat(0, **update, still_s=second, alive=second))
         board.put(Beat(1, "weight_sync", position=5, still_s=second - 20, alive=second))
-        stall = observer.find_stall()
+        stall = observer.verdict()
         assert (stall is not None) == (second > 30), "from 20 on, rank 1 gets no further without rank 0"
     assert stall is not None and stall.rank == 0
+
+
+def test_a_rank_that_is_not_heard_of_is_lost_though_others_get_on(store):
+    """One that has finished, or has yet to begin, is not."""
+    clock, board = [0.0], Board(store)
+    observer = Observer(board, 4, Timeouts(lost_s=30.0), clock=lambda: clock[0])
+    board.put(Beat(1, "finished", alive=1, finished=True))
+    board.put(Beat(2, "update", "actor", 3, alive=1, process="n2 1.0 5"))
+    lost = None
+    while lost is None and clock[0] < 60:
+        clock[0] += 1
+        board.put(Beat(0, "generate", alive=int(clock[0])))
+        lost = observer.verdict()
+    assert clock[0] == 32, "in seconds from the first look on"
+    assert "rank 2 on n2 was last known to be at update[3] (actor), 31 s ago" in str(lost)
 
 
 def test_a_wait_lasts_as_long_as_the_other_gets_on(ranks, caplog):
@@ -209,7 +224,7 @@ def test_in_a_guarded_job_a_wait_leaves_the_end_to_the_watchdog(ranks):
         job_store.heartbeat.start()
     arrived, stalls = threading.Event(), []
     threading.Timer(1.5, arrived.set).start()
-    see = lambda: stalls.append(other.observer.find_stall())  # noqa: E731
+    see = lambda: stalls.append(other.observer.verdict())  # noqa: E731
     Waiter(mine, report_s=0.2).until(arrived.wait, "wait samples[3]", [1], serve=see)
     assert [stall.rank for stall in stalls if stall][-1] == 1, "nobody gets on, and yet the wait went on"
 

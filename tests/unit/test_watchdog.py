@@ -44,7 +44,7 @@ class Node:
         for rank in running:
             self.board.put(replace(beat, rank=rank))
         judging = [rank for rank in running if self.watchdogs[rank]._judges()]
-        return {rank: str(self.watchdogs[rank].observer.find_stall() or "") for rank in judging}
+        return {rank: str(self.watchdogs[rank].observer.verdict() or "") for rank in judging}
 
 
 @pytest.fixture
