@@ -79,8 +79,10 @@ def test_engines_that_work_ahead_come_and_go(elastic: Elastic) -> None:
     assert {metrics["train/lr"] for metrics in first.values()} == {metrics["train/lr"] for metrics in third.values()}
 
 
-KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3"
-"""When torchrun takes a node for lost, and how long it waits for others to come back, in seconds."""
+KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=3"
+"""When torchrun takes a node for lost, not yet where it is slow, and how long it waits for others to come back, in
+seconds."""
+LIMIT_S = 120
 
 
 def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elastic: Elastic, tmp_path: Path) -> None:
@@ -104,14 +106,14 @@ def test_a_job_that_loses_a_node_goes_on_by_itself_on_those_that_are_left(elasti
     left, lost = agents
     checkpoints, job = elastic.folder / "checkpoints", elastic.folder / "job.json"
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while len([*checkpoints.glob("step_*")]) < 2:
             assert time.monotonic() < deadline and left.poll() is None, (tmp_path / "node0").read_text()
             time.sleep(0.02)
         assert json.loads(job.read_text())["world_size"] == 4
         for process in (lost.pid, *ranks_of(lost.pid).values()):
             os.kill(process, signal.SIGKILL)
-        status = left.wait(60)
+        status = left.wait(LIMIT_S)
     finally:
         for agent in agents:
             agent.kill()
