@@ -12,8 +12,9 @@ from rltrain.system.processes import has_ended
 MOST_BETWEEN_LOOKS_S = 2.0
 """Whoever looks less often may not have run either, as where the whole machine stood still: more does not count as
 silence of the others."""
-LOST_S = 10.0
-"""A rank of another machine without a heartbeat for this long is gone, where there is another sign of it."""
+GONE_S = 10.0
+"""A rank of another machine without a heartbeat for this long is gone for one that is about to end itself; for a job
+that goes on it is lost after timeouts.lost_s."""
 Seen = dict[int, tuple[Posted, float]]
 """By rank: its beat, and for how many seconds there has been no other."""
 
@@ -53,7 +54,7 @@ class Observer:
         return [
             rank
             for rank, status in statuses.items()
-            if (rank in ended or status.silent_s > LOST_S) and not status.beat.finished
+            if (rank in ended or status.silent_s > GONE_S) and not status.beat.finished
         ]
 
     def verdict(self) -> Stall | Lost | None:
@@ -74,10 +75,9 @@ class Observer:
         return find_stall(statuses.values(), self.limits)
 
     def _lost(self, seen: Seen) -> Lost | None:
-        silent = (status for status in seen.values() if status[1] > self.limits.lost_s)
-        for status in (_status(*posted) for posted in silent):
-            if status.beat.alive and not status.beat.finished:
-                return Lost(status, self.limits.lost_s)
+        for posted, silent_s in seen.values():
+            if posted.alive and silent_s > self.limits.lost_s and not posted.beat().finished:
+                return Lost(_status(posted, silent_s), self.limits.lost_s)
         return None
 
     def _see(self, ranks: Collection[int]) -> Seen:

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(0.0, 1.0, 0, 24, ())
 LONG = SamplingParams(0.0, 1.0, 0, 100, ())
 LIMIT_S = 600.0
 MAX_ATTEMPTS = 5
-"""At having weights change while a response is drawn: the server may have drawn all of them before if this is slow."""
+"""At having weights change while a response is drawn: a fast server beside a slow test has drawn all of them before."""
 
 
 @dataclass
