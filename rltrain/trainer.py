@@ -161,13 +161,19 @@ class Trainer:
         """Everybody learns whether the evaluation of the step reached its goal, once who scored it knows."""
         leader = self.job.leader_of("actor" if self.job.shape.from_pairs else "reward")
         if self.job.job_store.get(end_verdict_of(step), waiting_for=f"the verdict of rank {leader} at step {step}"):
-            self.end = self.position
-            self.ending = {rank for role in self.order[self.end].roles for rank in self.job.placement.ranks(role)}
+            self._end_here()
 
     def stop_if_reached(self, step: int, chunk: int) -> None:
         """Everybody learns whether an evaluation had reached the goal when the first rank had done with the step."""
         if self.job.job_store.agreed(stop_verdict_of(step), self.job.job_store.has(REACHED)):
-            self.end = self.position
+            self._end_here()
+
+    def _end_here(self) -> None:
+        """With all that have this task in the step, together or each role by itself."""
+        self.end, task = self.position, self.order[self.position]
+        same = (entry for _, entry in self.order.of_step(task.step) if (entry.kind, entry.name) == ("task", task.name))
+        roles = {role for entry in same for role in entry.roles}
+        self.ending = {rank for role in roles for rank in self.job.placement.ranks(role)}
 
     def _execute(self, position: int) -> None:
         entry = self.order[position]
