@@ -60,7 +60,7 @@ SAVED = {
     "offload_on": Case(Way(dp=4), Way(tp=2, dp=2, optimizer=HALF)),
     "bf16_moments_to_tp4": Case(Way(dp=4, optimizer=SMALL), Way(tp=4, optimizer=SMALL)),
 }
-QUICK = ("bf16_overlap", "half_offload", "bf16_moments", "offload_off")
+QUICK = ("bf16_overlap", "bf16_moments", "offload_off")
 LAYOUTS = {
     "alone": Way(optimizer=MUON),
     "tp2_dp2": Way(tp=2, dp=2, optimizer=MUON),

@@ -12,7 +12,7 @@ from tests.distributed.torchrun import run_distributed
 from tests.rollout_models import write_checkpoint
 
 TIED = {"llama": True, "mixtral": True}
-ENGINES = [(2, 1, "llama"), (4, 2, "qwen3_moe")]
+ENGINES = [(4, 2, "qwen3_moe")]
 """Ranks of an engine, shares of its experts, and family. The dense checkpoints have two KV heads: with four ranks each
 head is held twice."""
 INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
@@ -20,7 +20,7 @@ INTERRUPTED = [(4, 1, "qwen3"), (2, 2, "deepseek_v3")]
 
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "moonlight", "qwen2_moe", "glm4_moe", "minimax_m2")
 SPARSE = [(2, 1 + number % 2, family) for number, family in enumerate(WITH_EXPERTS)] + [(4, 2, "minimax_m2")]
-DENSE = [(2, 1, "qwen3"), (4, 1, "qwen2"), *((2, 1, family) for family in OTHER_DENSE)]
+DENSE = [(2, 1, "llama"), (2, 1, "qwen3"), (4, 1, "qwen2"), *((2, 1, family) for family in OTHER_DENSE)]
 
 
 def test_tensor_parallel_engines_equal_a_single_rank(tmp_path: Path) -> None:

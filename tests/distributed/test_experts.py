@@ -23,7 +23,7 @@ BALANCED = {"aux_loss_coef": 0.05, "z_loss_coef": 0.01, "bias_update_rate": 0.01
 MODEL = "deepseek_v3"
 SLICED = [name for name, layout in LAYOUTS.items() if layout.grid.cp > 1]
 FEW = {
-    MODEL: ["one_rank", EXPORTED, "pp2_ep2", "cp2_ep4_allgather"],
+    MODEL: ["one_rank", EXPORTED, "pp2_ep2"],
     "gemma3": ["one_rank", "tp2_sequence_parallel"],
 }
 LATENT_SLICED, PLAIN_SLICED = SLICED[::2], SLICED[1::2]

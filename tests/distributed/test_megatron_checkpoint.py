@@ -12,6 +12,8 @@ from rltrain.reshard.megatron_layout import padded_vocab_size
 from tests.distributed.torchrun import run_distributed
 from tests.megatron_checkpoints import ARCHITECTURES, canonical_values, read_megatron, write_megatron
 
+pytestmark = pytest.mark.slow  # the default suite converts without megatron-core
+
 LAYOUTS = {
     "qwen3": ["dp4", "tp2_pp2"],
     "qwen2_tied": ["pp2"],

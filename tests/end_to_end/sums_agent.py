@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import openai
-
 
 async def two_sums(row: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    import openai
+
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     text, right = str(row["prompt"]), 0.0
     for label in (str(row["label"]), None):
@@ -29,6 +29,8 @@ RECORDS = "RLTRAIN_TEST_SESSIONS"
 
 async def counts_on(row: Mapping[str, Any], base_url: str, api_key: str, session_url: str) -> float:
     """A conversation of several turns, whatever is said; writes down what the endpoint has recorded of it."""
+    import openai
+
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
     text = str(row["prompt"])
     for _ in range(3):

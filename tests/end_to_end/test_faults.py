@@ -218,6 +218,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_leaves_the_checkpoint_before(stand: Stand, undisturbed: Run, small_disk: Path) -> None:
     setting = f"checkpoint.dir={small_disk}"
     output = stand.refusal(setting)

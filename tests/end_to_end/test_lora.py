@@ -34,6 +34,8 @@ APART = ("weight_sync.adapters=apart",)
 SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
 STEPS = 90
 
+pytestmark = pytest.mark.slow  # tests/distributed/test_lora.py has a quick part
+
 
 def train_each(jobs: dict[str, list[str]], folder: Path, num_ranks: int) -> dict[str, list[dict[str, float]]]:
     """The metrics of each job. The processes go from one to the next."""
@@ -120,7 +122,6 @@ def test_an_export_is_the_base_with_the_exported_adapters_merged(jobs, warmed_up
     assert any(not torch.equal(tensor, start[name]) for name, tensor in exported.items())
 
 
-@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(warmed_up, data_overrides, tmp_path):
     apart = ["placement={'actor, reference': 0-1, 'rollout, reward': 2-3}", "rollout.parallel.tp=2"]
     common = [f"model.path={warmed_up}", *data_overrides[:1], *SMALL, *LORA, *apart, "checkpoint.save_interval=1"]
@@ -148,7 +149,6 @@ def assert_the_last_checkpoint_is_what_was_exported(output: Path, later: Path) -
     assert all((converted[name] - exported[name]).abs().max() <= 1e-6 for name in exported)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [["actor.parallel.tp=1", "model.dtype=bfloat16"], ["actor.parallel={tp: 2}"]])
 def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
     files = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]
@@ -162,7 +162,6 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
     assert foretold == pytest.approx(record["memory/actor_resident_bytes"], rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [APART, SHARDED], ids=["megatron, apart", "fsdp, merged"])
 def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path, chosen):
     common = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]

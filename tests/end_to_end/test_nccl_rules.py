@@ -37,13 +37,9 @@ SMALL = (
 )
 
 
+@pytest.mark.slow  # tests/distributed/test_nccl_rules.py has every part of such a run
 @pytest.mark.parametrize(
-    ("layout", "communicators"),
-    [
-        ("overlapping", "release"),
-        pytest.param("colocated", "keep", marks=pytest.mark.slow),
-        pytest.param("disaggregated", "keep", marks=pytest.mark.slow),
-    ],
+    ("layout", "communicators"), [("overlapping", "release"), ("colocated", "keep"), ("disaggregated", "keep")]
 )
 def test_a_run_keeps_to_them(
     layout: str, communicators: str, quickstart_files: Path, data_overrides: list[str], tmp_path: Path

@@ -72,7 +72,8 @@ CASES = {
         sharing={"actor", "critic"},
     ),
 }
-FAST = {"colocated"}
+
+pytestmark = pytest.mark.slow  # tests/distributed/test_residency.py is quicker
 
 ROLES = ("actor", "critic", "reference", "rollout")
 LEAVING = [f"{role}.offload=true" for role in ROLES]
@@ -116,9 +117,7 @@ def left(records: Records) -> set[str]:
     return {role for role in ROLES for step in records if f"memory/{role}_residue_bytes" in step}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_training_is_identical_whoever_leaves_the_device(name, quickstart_files, tmp_path):
     case = CASES[name]
     files = [f"model.path={quickstart_files}/model", f"data.train.path={quickstart_files}/train.jsonl"]

@@ -33,6 +33,7 @@ def result_of(script: str, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sent", "local"),
     [

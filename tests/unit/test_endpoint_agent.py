@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from rltrain.endpoint.trajectory import RecordedSession
@@ -96,6 +95,8 @@ def test_a_program_that_fails_or_hangs_costs_its_episode(served: Endpoint) -> No
 
 
 async def asks_once(row: Row, base_url: str, api_key: str) -> float:
+    import openai
+
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         answer = await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": row["question"]}]

@@ -4,13 +4,16 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 from rltrain.endpoint.trajectory import RecordedTrajectory
 from tests.talking_engine import END, OWNER, Endpoint, byte_tokenizer, endpoint
+
+if TYPE_CHECKING:  # importing them takes seconds, in every process that collects tests
+    import anthropic
+    import openai
 
 WEATHER = {
     "name": "weather",
@@ -42,12 +45,16 @@ def session(served: Endpoint) -> tuple[str, str]:
 
 
 @pytest.fixture
-def client(served: Endpoint, session: tuple[str, str]) -> openai.OpenAI:
+def client(served: Endpoint, session: tuple[str, str]) -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=session[1], max_retries=0)
 
 
 @pytest.fixture
-def claude(served: Endpoint, session: tuple[str, str]) -> anthropic.Anthropic:
+def claude(served: Endpoint, session: tuple[str, str]) -> "anthropic.Anthropic":
+    import anthropic
+
     return anthropic.Anthropic(base_url=served.url, api_key=session[1], max_retries=0)
 
 
@@ -64,7 +71,7 @@ def assert_as_the_engine_drew_it(served: Endpoint, trajectory: RecordedTrajector
 
 
 def test_turns_of_a_conversation_are_one_trajectory_of_the_ids_that_were_drawn(
-    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
+    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
 ) -> None:
     messages: list = [{"role": "system", "content": "Be loud."}, user("one")]
     for text in ("two", "three"):
@@ -84,7 +91,7 @@ def test_turns_of_a_conversation_are_one_trajectory_of_the_ids_that_were_drawn(
     assert recorded.metadata == {"row": 7} and recorded.ended_by == "test"
 
 
-def test_a_stream_says_what_an_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_says_what_an_answer_says(client: "openai.OpenAI") -> None:
     whole = client.chat.completions.create(model="any", messages=[user("hello")]).choices[0].message.content
     stream = client.chat.completions.create(
         model="any", messages=[user("hello")], stream=True, logprobs=True, stream_options={"include_usage": True}
@@ -104,7 +111,7 @@ class EMPTY:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered(
-    served: Endpoint, session: tuple[str, str], client: openai.OpenAI, stream: bool
+    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI", stream: bool
 ) -> None:
     messages: list = [user("How is Bonn?")]
     tools = [{"type": "function", "function": WEATHER}]
@@ -126,7 +133,7 @@ def test_tools_are_called_and_answered(
 
 
 def test_several_choices_branch_and_one_goes_on(
-    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
+    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
 ) -> None:
     first = client.chat.completions.create(model="any", messages=[user("a")]).choices[0].message
     messages: list = [user("a"), first, user("b")]
@@ -146,12 +153,14 @@ def test_several_choices_branch_and_one_goes_on(
     assert [sample.seed for sample in served.engine.submitted[-3:]] == seeds and len(again.choices) == 3
 
 
-def client_of(served: Endpoint) -> openai.OpenAI:
+def client_of(served: Endpoint) -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=OWNER, max_retries=0)
 
 
 def test_a_request_ends_its_turn_by_its_own_strings_and_length(
-    served: Endpoint, session: tuple[str, str], client: openai.OpenAI
+    served: Endpoint, session: tuple[str, str], client: "openai.OpenAI"
 ) -> None:
     stopped = client.chat.completions.create(model="any", messages=[user("stop here")], stop=[", 世"], logprobs=True)
     assert stopped.choices[0].message.content == "stop here! Grüße"
@@ -165,7 +174,7 @@ def test_a_request_ends_its_turn_by_its_own_strings_and_length(
     assert (one.status.name, two.status.name, len(two.tokens)) == ("STOPPED", "TRUNCATED", 3)
 
 
-def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, str], client: openai.OpenAI) -> None:
+def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, str], client: "openai.OpenAI") -> None:
     text = client.completions.create(model="any", prompt="x", max_tokens=60, logprobs=0)
     assert text.choices[0].text == "x! Grüße, 世界."
     assert len(text.choices[0].logprobs.tokens) == text.usage.completion_tokens
@@ -183,7 +192,7 @@ def test_completions_of_texts_and_of_ids(served: Endpoint, session: tuple[str, s
     assert len(first.sample.turns) == 2 and second.sample.context == (*ids, *drawn, 9, *second.sample.tokens[-5:])
 
 
-def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str], client: openai.OpenAI) -> None:
+def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str], client: "openai.OpenAI") -> None:
     first = client.responses.create(model="any", input="one", instructions="Be loud.")
     assert first.output_text == "one! Grüße, 世界." and first.status == "completed"
     second = client.responses.create(
@@ -197,7 +206,7 @@ def test_responses_go_on_by_their_ids(served: Endpoint, session: tuple[str, str]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_call_functions(client: openai.OpenAI, stream: bool) -> None:
+def test_responses_call_functions(client: "openai.OpenAI", stream: bool) -> None:
     tools = [{"type": "function", **WEATHER}]
     items: list = [{"role": "user", "content": "How is Bonn?"}]
     if stream:
@@ -211,7 +220,7 @@ def test_responses_call_functions(client: openai.OpenAI, stream: bool) -> None:
     assert "rain" in client.responses.create(model="any", input=items, tools=tools).output_text
 
 
-def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: anthropic.Anthropic) -> None:
+def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: "anthropic.Anthropic") -> None:
     messages: list = [user("one")]
     first = claude.messages.create(model="any", max_tokens=99, system="Be loud.", messages=messages)
     assert first.content[0].text == "one! Grüße, 世界." and first.stop_reason == "end_turn"
@@ -230,7 +239,7 @@ def test_claudes_messages(served: Endpoint, session: tuple[str, str], claude: an
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: anthropic.Anthropic, stream: bool) -> None:
+def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: "anthropic.Anthropic", stream: bool) -> None:
     tools = [{"name": "weather", "description": "Of a town.", "input_schema": WEATHER["parameters"]}]
     messages: list = [user("How is Bonn?")]
     if stream:
@@ -249,6 +258,8 @@ def test_claudes_tools(served: Endpoint, session: tuple[str, str], claude: anthr
 
 
 def test_a_library_that_repeats_a_request_has_it_drawn_once() -> None:
+    import openai
+
     opened = threading.Event()
 
     def hold(number: int) -> None:
@@ -264,8 +275,11 @@ def test_a_library_that_repeats_a_request_has_it_drawn_once() -> None:
 
 
 def test_what_is_refused_is_an_error_that_clients_understand(
-    served: Endpoint, client: openai.OpenAI, claude: anthropic.Anthropic
+    served: Endpoint, client: "openai.OpenAI", claude: "anthropic.Anthropic"
 ) -> None:
+    import anthropic
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client.chat.completions.create(model="any", messages=[user("x")], logit_bias={"5": 1})
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):

@@ -25,20 +25,24 @@ def test_one_that_is_in_use_stays() -> None:
         assert importlib.import_module("sys") is sys
 
 
-def test_megatron_has_no_wandb() -> None:
-    assert megatron.core.timers.wandb is None
+def test_megatron_has_neither_wandb_nor_tensorboard() -> None:
+    assert megatron.core.timers.wandb is None and megatron.core.timers.SummaryWriter is None
+
+
+ABSENT = ("wandb", "torch.utils.tensorboard")
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_it_is_imported_without_wandb_everywhere(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported: list[tuple[str, object]] = []
+def test_it_is_imported_without_them_everywhere(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[tuple[str, list[object]]] = []
 
     def import_module(name: str) -> object:
-        imported.append((name, sys.modules["wandb"]))
+        imported.append((name, [sys.modules[package] for package in ABSENT]))
         return sys.modules[name]
 
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for package in ABSENT:
+        monkeypatch.delitem(sys.modules, package, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(uncompiled.importlib, "import_module", import_module)
     uncompiled.import_megatron()
-    assert imported == [("megatron.core.jit", None)] and "wandb" not in sys.modules
+    assert imported == [("megatron.core.jit", [None, None])] and sys.modules.keys().isdisjoint(ABSENT)

@@ -174,6 +174,7 @@ def test_a_folder_that_wandb_cannot_write_is_a_config_error(tmp_path: Path, monk
             Sinks(config(tmp_path, wandb={"project": "p"}), goes_on=goes_on)
 
 
+@pytest.mark.slow  # the tests before it have a stand-in
 def test_the_real_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for variable in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):

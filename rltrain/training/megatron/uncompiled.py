@@ -10,15 +10,15 @@ import torch
 
 
 def import_megatron() -> None:
-    """Without wandb; and without CUDA, where nothing would be compiled, without torch's compiler.
+    """Without wandb and tensorboard; and without CUDA, where nothing would be compiled, without torch's compiler.
 
     Megatron hands its fused functions to torch.compile when its modules are imported. That loads torch's compiler, a
     third of the CPU time of importing this package, for functions that models on CPUs do not call: they stay as they
-    are written. wandb, a sixth of that time, is for timers and an engine of Megatron that have no part in a job here;
-    the job's own metrics import it where a project is given.
+    are written. wandb, a sixth of that time, and tensorboard are for timers and an engine of Megatron that
+    have no part in a job here; the job's own metrics import them where the config asks for them.
     """
     on_cpu = not torch.cuda.is_available()
-    with _absent("wandb"), _uncompiled() if on_cpu else nullcontext():
+    with _absent("wandb"), _absent("torch.utils.tensorboard"), _uncompiled() if on_cpu else nullcontext():
         jit = importlib.import_module("megatron.core.jit")
     if on_cpu:
         jit.disable_jit_fuser()
