@@ -114,15 +114,15 @@ def named_checkpoint(text: str, option: str) -> "Path | HubRepository":
     return Path(text) if repository is None else repository
 
 
-def with_local_copies(config: Config, world: "World") -> Config:
+def with_local_copies(config: Config, world: "World", advance: Callable[[], object] = lambda: None) -> Config:
     """With the folder in place of every name. Collective over: all ranks.
 
     Rank 0 finds out which commit a revision is, and says so; one rank of each node copies that one, and the others of
-    the node wait, no longer than timeouts.no_progress_s without any bytes arriving. UserError where a repository cannot
-    be had.
+    the node wait, no longer than timeouts.no_progress_s without any bytes arriving. `advance` is called as they arrive.
+    UserError where a repository cannot be had.
     """
     repositories = {repository.title: repository for repository in repositories_of(config)}
-    job = _Copies(world)
+    job = _Copies(world, advance)
     if world.rank == 0:
         commits = {title: one.copy(files=SMALL_FILES).name for title, one in repositories.items()}
         job.tell("commits", commits)
@@ -216,14 +216,15 @@ def _mapped_items(
 class _Copies:
     """What ranks tell each other of copies, by the job's store."""
 
-    def __init__(self, world: "World") -> None:
-        self.world = world
+    def __init__(self, world: "World", advance: Callable[[], object]) -> None:
+        self.world, self._advance = world, advance
         self._last_progress = 0.0
 
     def tell(self, key: str, value: dict[str, str]) -> None:
         self.world.store.set(f"hub/{key}", json.dumps(value))
 
     def on_progress(self) -> None:
+        self._advance()
         now = time.monotonic()
         if now - self._last_progress >= 1.0:
             self._last_progress = now
@@ -236,7 +237,9 @@ class _Copies:
         while not store.check([f"hub/{key}"]):
             now, before = time.monotonic(), progress
             progress = store.add("hub/progress", 0)
-            since = now if progress != before else since
+            if progress != before:
+                since = now
+                self._advance()
             if now - since > limit_s:
                 raise StallError(
                     f"Waited {limit_s:.0f} s for {what}, of which nothing arrived (timeouts.no_progress_s); expected "

@@ -13,7 +13,7 @@ from rltrain.cluster.grid import job_leader
 from rltrain.cluster.placement import Placement, placement_of, role_grids
 from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.rank_lists import group_lists
-from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, join_world, start_process_groups
+from rltrain.cluster.world import TRANSPORT_TIMEOUT_S, World, start_process_groups
 from rltrain.config.loader import load_config
 from rltrain.config.schema import Config
 from rltrain.errors import ParityError
@@ -24,6 +24,7 @@ from rltrain.legality.doubts import doubts, doubts_about_models, doubts_about_va
 from rltrain.legality.schedule import check_schedule
 from rltrain.liveness.ending import Ending, end_quietly
 from rltrain.liveness.job_store import JobStore
+from rltrain.liveness.joining import join_within
 from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
 from rltrain.liveness.stopping import StopRequest
 from rltrain.liveness.waiting import Waiter
@@ -53,7 +54,7 @@ def run_job(config_path: Path, overrides: Sequence[str]) -> int:
 
 def run_config(make_config: Callable[[], Config]) -> int:
     """Exit status. A failed process ends at once, without tearing down process groups that others may still use."""
-    world = join_world(RENDEZVOUS_TIMEOUT_S)
+    world = join_within(RENDEZVOUS_TIMEOUT_S)
     if world.device.type == "cpu":
         keep_freed_memory()
     ending = Ending(world.background, world.rank, world.size)
@@ -85,10 +86,12 @@ def run_config(make_config: Callable[[], Config]) -> int:
 def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order, Watchdog]:
     """Everything that can be refused is refused before the first process group exists. Collective over: all ranks."""
     config = make_config()
+    world = replace(world, timeouts=config.timeouts)
+    job_store = JobStore(world, guarded=True)
+    watchdog = start_watchdog(job_store, config)
     refuse_other_programs(config, world)
     check_config(config)
-    world = replace(world, timeouts=config.timeouts)
-    config = with_local_copies(config, world)
+    config = with_local_copies(config, world, job_store.heartbeat.advance)
     refuse_machines(config, world, checkpoint_paths(config))
     placement = placement_of(config, world.size, world.ranks_per_node)
     grids = role_grids(config, placement)
@@ -102,8 +105,6 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
         of_placement = doubts(config, placement, on_gpus=world.device.type == "cuda")
         for doubt in (*of_placement, *of_models, *doubts_about_variables(os.environ)):
             logger.warning(doubt)
-    job_store = JobStore(world, guarded=True)
-    watchdog = start_watchdog(job_store, config)
     leader = job_leader(grids)
     refuse_folders_apart(world, claim_folders(config, leader, job_store))
     order, resumed = where_to_begin(config, placement, architectures, leader, job_store)

@@ -31,6 +31,7 @@ class Hosts:
         self.numbers = range(1, num_hosts + 1)
         self.names_file = folder / "hosts"
         self._mark = f"rltrain-{os.getpid()}-{id(self):x}"
+        self._keepers: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         lines = ["127.0.0.1 localhost", f"{NETWORK}.1 controller"]
@@ -59,16 +60,48 @@ class Hosts:
     def on(self, number: int) -> list[str]:
         """The beginning of a command that runs on host `number`, by its name, with a /dev/shm of its own. When its
         first process is killed so are all others."""
-        namespaces = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        name = f"n{number}" if number else "controller"
-        script = (
-            'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && shift 2 && exec "$@"'
+        return self._named(number, "--pid", "--fork", "--kill-child", "--mount-proc")
+
+    def namespaces(self, number: int) -> str:
+        """What tests/forked is to be told in the variable NAMESPACES, for processes on host `number` that are forked.
+        Numbers of processes are those of this machine."""
+        if number not in self._keepers:
+            command = [*self._named(number), "sh", "-c", "echo; exec sleep infinity"]
+            keeper = self._keepers[number] = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert keeper.stdout and keeper.stdout.readline(), f"no host {number}: its message is above"
+        return f"/proc/{self._keepers[number].pid}/ns"
+
+    def processes(self, number: int) -> set[int]:
+        """Those that run on host `number`."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self._namespace(number)], capture_output=True, text=True, check=True
         )
-        return [*self.inside(number), *namespaces, "bash", "-c", script, "host", name, str(self.names_file)]
+        found = {int(line) for line in listed.stdout.split()}
+        keeper = self._keepers.get(number)
+        return found - {keeper.pid} if keeper else found
 
     def cut(self, number: int) -> None:
         """Take the cable of host `number` out: nobody is told."""
         _ip("-n", self._namespace(0), "link", "set", f"to-n{number}", "down")
+
+    def mend(self, number: int) -> None:
+        """Put the cable of host `number` in again."""
+        _ip("-n", self._namespace(0), "link", "set", f"to-n{number}", "up")
+
+    def limit(self, number: int, mbit_per_s: float) -> None:
+        """From now on the cable of host `number` carries no more than that in either direction."""
+        shape = ("root", "tbf", "rate", f"{mbit_per_s:g}mbit", "burst", "32kb", "latency", "400ms")
+        for namespace, device in ((self._namespace(0), f"to-n{number}"), (self._namespace(number), "eth0")):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
+
+    def _named(self, number: int, *more: str) -> list[str]:
+        """`more`: options of unshare."""
+        name = f"n{number}" if number else "controller"
+        script = (
+            'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && shift 2 && exec "$@"'
+        )
+        unshare = ["unshare", "--uts", "--mount", *more]
+        return [*self.inside(number), *unshare, "bash", "-c", script, "host", name, str(self.names_file)]
 
     def _connect(self) -> None:
         switch = self._namespace(0)
@@ -86,6 +119,9 @@ class Hosts:
             _ip("-n", own, "link", "set", "eth0", "up")
 
     def _remove(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.kill()
+            keeper.communicate()
         for number in (0, *self.numbers):
             subprocess.run(["ip", "netns", "del", self._namespace(number)], capture_output=True, check=False)
 
@@ -94,5 +130,9 @@ class Hosts:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

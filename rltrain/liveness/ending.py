@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -135,13 +136,16 @@ class Ending:
         return [beat for beat in beats.values() if beat.alive and not beat.finished]
 
     def _without_store(self, message: str, error: dist.DistNetworkError) -> NoReturn:
-        """Nobody can be asked who prints: one rank of every machine does."""
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            gone = (
-                f"the job's store is gone: torchrun, which has it, was ended on the first node ({_first_line(error)})"
-            )
-            print(f"\nrltrain: rank {self.rank}: {gone}\n{message}", file=sys.stderr, flush=True)
-        _exit(FAILED)
+        gone = f"the job's store is gone: torchrun, which has it, was ended on the first node ({first_line(error)})"
+        end_alone(f"rank {self.rank} on {platform.node()}: {gone}\n{message}")
+
+
+def end_alone(message: str) -> NoReturn:
+    """End this process where no other can be asked who prints `message`: the first rank of every node does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
+    _leave_for_launcher(message)
+    _exit(FAILED)
 
 
 def end_quietly() -> NoReturn:
@@ -199,5 +203,5 @@ def _name(lost: list[Beat]) -> str:
     return f"killed, as for want of memory, or crashed without a message: {names}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]

@@ -23,12 +23,13 @@ class StoreWatch:
         self,
         rank: int,
         limit_s: float,
+        limit: str,
         last_known: Callable[[], str],
         end: Callable[[int], None] = os._exit,
         look_s: float = LOOK_S,
     ) -> None:
-        """`last_known`: what this rank is doing, in words."""
-        self._rank, self._limit_s, self._last_known, self._end = rank, limit_s, last_known, end
+        """`limit`: what sets it, such as a config key. `last_known`: what this rank is doing, in words."""
+        self._rank, self._limit_s, self._limit, self._last_known, self._end = rank, limit_s, limit, last_known, end
         self._look_s = look_s
         self._silent_s = 0.0
         self._over = threading.Event()
@@ -55,7 +56,7 @@ class StoreWatch:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"\nrltrain: rank {self._rank} on {platform.node()} {self._last_known()}: the job's store on "
-                f"{os.environ.get('MASTER_ADDR', 'the first node')} has not answered for timeouts.no_progress_s = "
+                f"{os.environ.get('MASTER_ADDR', 'the first node')} has not answered for {self._limit} = "
                 f"{self._limit_s:g} s, so this host is cut off from the first one, or torchrun hangs there",
                 file=sys.stderr,
                 flush=True,

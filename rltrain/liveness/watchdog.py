@@ -3,19 +3,22 @@ the run folder."""
 
 import json
 import logging
+import platform
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rltrain.liveness.ending import MESSAGE_GRACE_S, USER_ERROR, Ending
+from rltrain.config.schema import Timeouts
+from rltrain.liveness.ending import FAILED, MESSAGE_GRACE_S, USER_ERROR, Ending
 from rltrain.liveness.heartbeat import INTERVAL_S, Board, Heartbeat
 from rltrain.liveness.observer import Observer
 from rltrain.liveness.stacks import describe_threads
 from rltrain.liveness.stall import is_silent, what_it_does
 from rltrain.liveness.store_waits import wait_briefly
 from rltrain.liveness.store_watch import StoreWatch
+from rltrain.system.processes import has_lost_launcher
 from rltrain.system.threads import JobThread
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,7 @@ class Watchdog:
 
     The lowest rank that runs reads all heartbeats and judges; the others look for its verdict only. After a verdict
     every rank writes its stacks to <output_dir>/stalls/rank<r>.txt, one prints the message, and all end. As they do
-    where another rank fails.
+    where another rank fails, or the torchrun agent that started one was killed.
 
     A task that gets on silently, as a first compilation does, looks like one that hangs: the limit, or the task's own
     in `timeouts.tasks`, must exceed its longest silent piece.
@@ -54,7 +57,7 @@ class Watchdog:
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
         self._num_looks = 0
-        self.store_watch = StoreWatch(self.rank, observer.limits.no_progress_s, lambda: what_it_does(heartbeat.now()))
+        self.store_watch = StoreWatch(self.rank, *_of_store(observer.limits), lambda: what_it_does(heartbeat.now()))
         self._ended = threading.Event()
         self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
 
@@ -80,6 +83,8 @@ class Watchdog:
                 self._end(json.loads(self.store.get(STALL)))
             elif self.ending.has_begun:
                 self.ending.follow()
+        elif has_lost_launcher():
+            self._end_without_launcher()
         elif self._judges() and (verdict := self.observer.verdict()):
             self.ending.come_near()
             self._end(json.loads(self.store.compare_set(STALL, "", json.dumps(str(verdict)))))
@@ -103,6 +108,14 @@ class Watchdog:
         message = f"{verdict}. What every rank was doing, with Python stacks: {self.folder}/rank*.txt"
         self.ending.with_message(message, USER_ERROR, before_printing=self._wait_for_stacks)
 
+    def _end_without_launcher(self) -> None:
+        """Nobody would start this rank anew, and the other nodes' agents would wait for its own at the end."""
+        self.ending.with_message(
+            f"rank {self.rank} on {platform.node()} {what_it_does(self.heartbeat.now())}: torchrun, which started it, "
+            "was killed on that host",
+            FAILED,
+        )
+
     def _write_stacks(self, verdict: str) -> None:
         text = f"{verdict}\n\nrank {self.rank} {what_it_does(self.heartbeat.now())}\n\n{describe_threads()}"
         try:
@@ -120,3 +133,8 @@ class Watchdog:
         limits = self.observer.limits
         statuses = self.observer.look(ranks).items()
         return [rank for rank, seen in statuses if not seen.beat.finished and not is_silent(seen, limits)]
+
+
+def _of_store(limits: Timeouts) -> tuple[float, str]:
+    """How long it may be silent, which is as long as a rank may be, and what says so."""
+    return min((getattr(limits, name), f"timeouts.{name}") for name in ("lost_s", "no_progress_s"))

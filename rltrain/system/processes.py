@@ -39,3 +39,14 @@ def has_ended(process: str) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return after_name.split()[0] in ("Z", "X")  # dead, and not yet waited for by its parent
+
+
+@cache
+def launcher() -> int:
+    """The process that has started this one: its parent, at the first call."""
+    return os.getppid()
+
+
+def has_lost_launcher() -> bool:
+    """Whether that has ended, and another process has taken over this one."""
+    return os.getppid() != launcher()

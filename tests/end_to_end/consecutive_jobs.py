@@ -23,7 +23,7 @@ def run_apart(name: str, config: Path, overrides: list[str]) -> None:
         world = join_world(timeout_s)
         return dataclasses.replace(world, store=dist.PrefixStore(name, world.store), restarted=False)
 
-    job.join_world = join
+    job.join_within = join
     job.run_job(config, overrides)
 
 

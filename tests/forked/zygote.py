@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rltrain.system.processes import has_ended, process_here
+from tests.forked.namespaces import NAMESPACES, enter
+
 PRELOADED = (
     "rltrain.training.megatron.backend",  # first: it loads Megatron without torch's compiler, as jobs do
     "rltrain.training.fsdp.backend",
@@ -176,8 +179,11 @@ def _exit_code(exit_request: SystemExit) -> int:
 
 
 def _run(request: dict[str, Any], prepare: Callable[[], None]) -> None:
+    if folder := request["environment"].get(NAMESPACES):
+        enter(folder)
     if request["new_session"]:
         os.setsid()
+    _have_parent(request["parent"])
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -196,6 +202,13 @@ def _run(request: dict[str, Any], prepare: Callable[[], None]) -> None:
         sys.path[0] = str(Path(command[0]).resolve().parent)
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _have_parent(number: int) -> None:
+    """Whoever asked for this process is its parent, as it is for one that was started by it: not so for those that fork
+    from it."""
+    child, kernels, parent = os.getpid(), os.getppid, process_here(number)
+    os.getppid = lambda: kernels() if os.getpid() != child else 1 if has_ended(parent) else number
 
 
 def _fork_ranks_too() -> None:

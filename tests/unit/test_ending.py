@@ -1,6 +1,7 @@
 """One message for the job, last on the screen: who prints it, what the others do, and what torchrun makes of it."""
 
 import json
+import platform
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -155,5 +156,5 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
     del store  # with which the server ends
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED
-    message = "rltrain: rank 4: the job's store is gone: torchrun, which has it, was ended on the first node"
+    message = f"rltrain: rank 4 on {platform.node()}: the job's store is gone: torchrun, which has it, was ended on the first node"
     assert (message in capsys.readouterr().err) == (local_rank == 0)

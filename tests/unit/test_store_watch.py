@@ -14,7 +14,7 @@ def test_a_silent_store_ends_the_rank(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("MASTER_ADDR", "n1")
     ended = threading.Event()
-    watch = StoreWatch(3, 0.3, lambda: "is at update[4] (actor)", end=lambda status: ended.set(), look_s=0.02)
+    watch = StoreWatch(3, 0.3, "timeouts.lost_s", lambda: "is at update[4] (actor)", end=lambda status: ended.set(), look_s=0.02)
     watch.start()
     for _ in range(10):
         assert not ended.wait(0.05), "it answers"
@@ -24,6 +24,7 @@ def test_a_silent_store_ends_the_rank(
     if local_rank == "0":
         assert (
             "rltrain: rank 3 on " in told and "is at update[4] (actor): the job's store on n1 has not answered" in told
+            and "for timeouts.lost_s = 0.3 s" in told
         )
     else:
         assert not told
@@ -31,7 +32,7 @@ def test_a_silent_store_ends_the_rank(
 
 def test_a_watch_that_is_over_ends_nothing() -> None:
     ended = threading.Event()
-    watch = StoreWatch(0, 0.05, str, end=lambda status: ended.set(), look_s=0.02)
+    watch = StoreWatch(0, 0.05, "timeouts.lost_s", str, end=lambda status: ended.set(), look_s=0.02)
     watch.start()
     watch.stop()
     assert not ended.wait(0.3)

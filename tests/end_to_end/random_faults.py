@@ -1,0 +1,110 @@
+"""Faults of a job over hosts, one by one or drawn, each with what came of it: a line of JSON.
+
+python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K] [--only KIND@MOMENT]
+"""
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+from tests.end_to_end.host_job import Fault, HostJob
+from tests.forked.popen import REPOSITORY
+from tests.hosts import Hosts
+
+# moment -> (steps at which it is, ranks of two hosts and of four at which it may be seen, seconds that it takes about)
+MOMENTS = {
+    "join": 0.2,
+    "connect": 0.2,
+    "build": 0.5,
+    "generate": 0.1,
+    "update": 0.1,
+    "weight_sync": 0.01,
+    "write": 0.01,
+    "complete": 0.01,
+}
+KINDS = ("cut", "kill", "stop", "kill agent", "stop agent", "slow")
+LIMIT_S = 120.0
+
+
+def arguments(folder: Path, files: Path, num_hosts: int, *more: str) -> list[str]:
+    half = num_hosts // 2
+    trains = "0" if half == 1 else f"0-{half - 1}"
+    draws = "1" if half == 1 else f"{half}-{num_hosts - 1}"
+    return [
+        f"--config={REPOSITORY}/configs/quickstart.yaml",
+        f"model.path={REPOSITORY}/tests/warmed_up",
+        f"data.train.path={files}/train.jsonl",
+        "data.eval=null",
+        "data.train.max_rows=512",
+        f"placement={{'actor, reference': '{trains}', 'rollout, reward': '{draws}'}}",
+        "actor.parallel.tp=1",
+        "actor.optimizer.decay=constant",
+        "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
+        "checkpoint={save_interval: 1, save_hf: false}",
+        "logging.sample_ids=true",
+        f"output_dir={folder}/run",
+        *more,
+    ]
+
+
+def ranks_at(moment: str, num_hosts: int) -> list[int]:
+    half = num_hosts // 2
+    if moment == "generate":
+        return [*range(half, num_hosts)]
+    if moment == "update":
+        return [*range(half)]
+    return [0] if moment == "complete" else [*range(num_hosts)]
+
+
+def drawn(chance: random.Random, num_hosts: int, kinds: tuple[str, ...] = KINDS) -> Fault:
+    moment, kind = chance.choice([*MOMENTS]), chance.choice(kinds)
+    rank = chance.choice(ranks_at(moment, num_hosts))
+    fault: Fault = {"moment": moment, "step": 0 if moment in ("join", "connect", "build") else 2, "rank": rank}
+    fault |= {"kind": kind, "held": chance.random() < 0.5, "delay_s": chance.uniform(0, MOMENTS[moment])}
+    fault["host"] = chance.randrange(num_hosts) + 1 if kind in ("cut", "slow", "kill agent", "stop agent") else rank + 1
+    return fault | ({"mbit_per_s": 1.0} if kind == "slow" else {})
+
+
+def outcome(hosts: Hosts, folder: Path, files: Path, faults: list[Fault], timeouts: str, restarts: int) -> dict:
+    more = [f"timeouts={timeouts}", "steps=4"]
+    begin = time.monotonic()
+    job = HostJob(hosts, folder, arguments(folder, files, len(hosts.numbers), *more), faults, restarts)
+    try:
+        job.run(LIMIT_S)
+        last = max(job.happened.values(), default=begin)
+        return {
+            "faults": faults,
+            "happened_s": [round(at - begin, 1) for at in job.happened.values()],
+            "ended_s": {host: round(at - last, 1) for host, at in sorted(job.ended.items())},
+            "left": {host: len(processes) for host, processes in job.left().items()},
+            "statuses": job.statuses,
+            "messages": {host: job.messages(host) for host in hosts.numbers},
+        }
+    finally:
+        job.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quickstart", type=Path, required=True)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--fault", type=json.loads, help="one, as JSON, in the place of drawn ones", action="append")
+    parser.add_argument("--timeouts", default="{no_progress_s: 20, lost_s: 10}")
+    given = parser.parse_args()
+    chance = random.Random(given.seed)
+    kinds = tuple(given.kinds.split(","))
+    faults = given.fault or [drawn(chance, given.hosts, kinds) for _ in range(given.number)]
+    given.folder.mkdir(parents=True, exist_ok=True)
+    with Hosts(given.folder, given.hosts) as hosts:
+        for number, fault in enumerate(faults):
+            folder = given.folder / f"{given.seed}-{number}"
+            print(json.dumps(outcome(hosts, folder, given.quickstart, [fault], given.timeouts, 0)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
