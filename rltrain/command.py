@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def begin_as_rank() -> None:
-    """Before the job's imports, which take seconds: this process may lose its launcher meanwhile. The advice of dependencies repeats on every rank: missing optional packages,
+    """Before the job's imports. The advice of dependencies repeats on every rank: missing optional packages,
     deprecations in each other's calls. A crash of a native library says on standard error where each thread was."""
-    launcher()
+    launcher()  # which may end while they are under way
     if not faulthandler.is_enabled():
         faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the job listens, Ctrl-C ends a rank without a traceback

@@ -64,6 +64,7 @@ def run_config(make_config: Callable[[], Config]) -> int:
         native.logger.setLevel(logging.ERROR)  # what a machine lacks is said once per machine
     try:
         job, order, watchdog = prepare(make_config, world)
+        ending.doing = watchdog.doing
         trainer = Trainer(job, order)
         came_to_its_end = trainer.run()
         if job.stop:

@@ -91,8 +91,16 @@ class Hosts:
     def limit(self, number: int, mbit_per_s: float) -> None:
         """From now on the cable of host `number` carries no more than that in either direction."""
         shape = ("root", "tbf", "rate", f"{mbit_per_s:g}mbit", "burst", "32kb", "latency", "400ms")
-        for namespace, device in ((self._namespace(0), f"to-n{number}"), (self._namespace(number), "eth0")):
+        for namespace, device in self._ends(number):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
+
+    def unlimit(self, number: int) -> None:
+        for namespace, device in self._ends(number):
+            _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+
+    def _ends(self, number: int) -> list[tuple[str, str]]:
+        """Of a host's cable: namespace and device."""
+        return [(self._namespace(0), f"to-n{number}"), (self._namespace(number), "eth0")]
 
     def _named(self, number: int, *more: str) -> list[str]:
         """`more`: options of unshare."""

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -14,9 +15,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rltrain.errors import UserError
-from rltrain.liveness.heartbeat import Beat, Board
+from rltrain.liveness.heartbeat import INTERVAL_S, Beat, Board
 from rltrain.liveness.store_waits import wait_briefly
-from rltrain.system.processes import has_ended
+from rltrain.system.processes import has_ended, host_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,12 @@ USER_ERROR, FAILED = 2, 1
 
 MESSAGE_GRACE_S = 5.0
 QUIET_GRACE_S = 3.0
+HEARD_OF_WITHIN_S = 4 * INTERVAL_S
+"""A rank that runs publishes a heartbeat meanwhile."""
+LOOK_S = 0.2
+
+BROKEN_CONNECTION = re.compile(r"connection (closed|reset|broke|refused)|broken pipe|ncclRemoteError", re.IGNORECASE)
+"""What gloo and NCCL say to those who are connected with a process that ends."""
 
 NEAR, CLAIMED, FAILURE, PRINTED = "end_is_near", "failure_claimed", "failure", "failure_printed"
 
@@ -39,11 +46,14 @@ class Ending:
     From any thread; one at a time, and no other comes after it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
-        """`store` is for calls from any thread: World.background."""
+    def __init__(
+        self, store: dist.Store, rank: int, num_ranks: int, doing: Callable[[], str] = lambda: "is at its start"
+    ) -> None:
+        """`store` is for calls from any thread: World.background. `doing` says what this rank does, in words."""
         self.store = store
         self.rank = rank
         self.num_ranks = num_ranks
+        self.doing = doing
 
     def by(self, error: BaseException, thread: str = "") -> NoReturn:
         """The message of a UserError, the traceback of any other `error`; `thread` is in whose name it was raised."""
@@ -53,6 +63,8 @@ class Ending:
         where = f"rank {self.rank}{f', thread {thread!r},' if thread else ''} failed"
         last = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, dist.DistNetworkError) and not self._reaches_store():
+            self._without_store(error)
         self.with_message(f"{where}:\n{text}", FAILED, summary=f"{where}: {last}\n(its traceback is above)")
 
     def with_message(
@@ -66,7 +78,7 @@ class Ending:
         try:
             self._with_message(message, status, summary or message, before_printing)
         except dist.DistNetworkError as error:
-            self._without_store(message, error)
+            self._without_store(error, f"\n{message}")
 
     def follow(self) -> NoReturn:
         """Another rank ends the job: say nothing more, and end."""
@@ -94,7 +106,10 @@ class Ending:
         self.come_near()
         self._follow_whoever_was_first()
         others = self._running()
-        if lost := [beat for beat in others if has_ended(beat.process)]:
+        lost = [beat for beat in others if has_ended(beat.process)]
+        if not lost and BROKEN_CONNECTION.search(message):
+            lost = self._not_heard_of(others)
+        if lost:
             summary = _name(lost)
             message = f"{summary}. What rank {self.rank} saw of it:\n{message}"
         mine = {
@@ -117,7 +132,9 @@ class Ending:
     def _follow_whoever_was_first(self) -> None:
         """Return on the first rank to come here, and where that was killed on its way."""
         first = self.store.compare_set(CLAIMED, "", str(self.rank)).decode()
-        if first != str(self.rank) and wait_briefly(self.store, [FAILURE], MESSAGE_GRACE_S):
+        if first != str(self.rank) and wait_briefly(
+            self.store, [FAILURE], MESSAGE_GRACE_S + HEARD_OF_WITHIN_S
+        ):
             self._follow(json.loads(self.store.get(FAILURE)))
 
     def _follow(self, failure: dict[str, Any]) -> NoReturn:
@@ -135,13 +152,33 @@ class Ending:
         beats = Board(self.store).read([rank for rank in range(self.num_ranks) if rank != self.rank])
         return [beat for beat in beats.values() if beat.alive and not beat.finished]
 
-    def _without_store(self, message: str, error: dist.DistNetworkError) -> NoReturn:
-        gone = f"the job's store is gone: torchrun, which has it, was ended on the first node ({first_line(error)})"
-        end_alone(f"rank {self.rank} on {platform.node()}: {gone}\n{message}")
+    def _not_heard_of(self, beats: list[Beat]) -> list[Beat]:
+        """Those of `beats` that no later one comes after soon: of ranks on other machines nothing else tells here."""
+        deadline = time.monotonic() + HEARD_OF_WITHIN_S
+        while beats and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            now = Board(self.store).read([beat.rank for beat in beats])
+            beats = [beat for beat in beats if now[beat.rank].alive == beat.alive]
+        return beats
+
+    def _reaches_store(self) -> bool:
+        try:
+            self.store.check([NEAR])
+        except dist.DistNetworkError:
+            return False
+        return True
+
+    def _without_store(self, error: dist.DistNetworkError, message: str = "") -> NoReturn:
+        """Nobody can be asked who prints."""
+        end_alone(
+            f"rank {self.rank} on {platform.node()} {self.doing()}: the job's store is gone: torchrun, which has it, "
+            f"was ended on the first node, {first_node()} ({first_line(error)}){message}"
+        )
 
 
 def end_alone(message: str) -> NoReturn:
     """End this process where no other can be asked who prints `message`: the first rank of every node does."""
+    _this_thread_ends_the_process()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\nrltrain: {message}", file=sys.stderr, flush=True)
     _leave_for_launcher(message)
@@ -199,8 +236,13 @@ def _quiet(rank: int) -> str:
 
 
 def _name(lost: list[Beat]) -> str:
-    names = "; ".join(f"rank {beat.rank}, last known to be at {beat}" for beat in lost)
+    names = "; ".join(f"rank {beat.rank} on {host_of(beat.process)}, last known to be at {beat}" for beat in lost)
     return f"killed, as for want of memory, or crashed without a message: {names}"
+
+
+def first_node() -> str:
+    """Its address, as torchrun was told."""
+    return os.environ.get("MASTER_ADDR", "which torchrun has named")
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from rltrain.liveness.ending import FAILED
+from rltrain.liveness.ending import FAILED, first_node
 from rltrain.system.threads import JobThread
 
 LOOK_S = 1.0
@@ -56,7 +56,7 @@ class StoreWatch:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"\nrltrain: rank {self._rank} on {platform.node()} {self._last_known()}: the job's store on "
-                f"{os.environ.get('MASTER_ADDR', 'the first node')} has not answered for {self._limit} = "
+                f"{first_node()} has not answered for {self._limit} = "
                 f"{self._limit_s:g} s, so this host is cut off from the first one, or torchrun hangs there",
                 file=sys.stderr,
                 flush=True,

@@ -52,14 +52,18 @@ class Watchdog:
         self.heartbeat = heartbeat
         self.rank = heartbeat.rank
         self.store = store
-        self.ending = Ending(store, self.rank, len(observer.ranks))
+        self.ending = Ending(store, self.rank, len(observer.ranks), self.doing)
         self.observer = Observer(Board(self.store), len(observer.ranks), observer.limits)
         self.folder = output_dir / "stalls"
         self.interval_s = interval_s
         self._num_looks = 0
-        self.store_watch = StoreWatch(self.rank, *_of_store(observer.limits), lambda: what_it_does(heartbeat.now()))
+        self.store_watch = StoreWatch(self.rank, *_of_store(observer.limits), self.doing)
         self._ended = threading.Event()
         self._thread = JobThread(target=self._run, daemon=True, name="watchdog")
+
+    def doing(self) -> str:
+        """What this rank does, in words."""
+        return what_it_does(self.heartbeat.now())
 
     def start(self) -> None:
         """Watch from now on. The heartbeat must have been started."""
@@ -111,13 +115,13 @@ class Watchdog:
     def _end_without_launcher(self) -> None:
         """Nobody would start this rank anew, and the other nodes' agents would wait for its own at the end."""
         self.ending.with_message(
-            f"rank {self.rank} on {platform.node()} {what_it_does(self.heartbeat.now())}: torchrun, which started it, "
+            f"rank {self.rank} on {platform.node()} {self.doing()}: torchrun, which started it, "
             "was killed on that host",
             FAILED,
         )
 
     def _write_stacks(self, verdict: str) -> None:
-        text = f"{verdict}\n\nrank {self.rank} {what_it_does(self.heartbeat.now())}\n\n{describe_threads()}"
+        text = f"{verdict}\n\nrank {self.rank} {self.doing()}\n\n{describe_threads()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank{self.rank}.txt").write_text(text)

@@ -2,17 +2,24 @@
 
 python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K] [--only KIND@MOMENT]
 """
+
 import argparse
 import json
 import random
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.host_job import Fault, HostJob
+from tests.end_to_end.jobs import read_records, sample_ids
 from tests.forked.popen import REPOSITORY
 from tests.hosts import Hosts
 
-# moment -> (steps at which it is, ranks of two hosts and of four at which it may be seen, seconds that it takes about)
+Outcome = dict[str, Any]
+
+# moment -> seconds that it takes about
 MOMENTS = {
     "join": 0.2,
     "connect": 0.2,
@@ -57,7 +64,7 @@ def ranks_at(moment: str, num_hosts: int) -> list[int]:
     return [0] if moment == "complete" else [*range(num_hosts)]
 
 
-def drawn(chance: random.Random, num_hosts: int, kinds: tuple[str, ...] = KINDS) -> Fault:
+def drawn(chance: random.Random, num_hosts: int, kinds: Sequence[str] = KINDS) -> Fault:
     moment, kind = chance.choice([*MOMENTS]), chance.choice(kinds)
     rank = chance.choice(ranks_at(moment, num_hosts))
     fault: Fault = {"moment": moment, "step": 0 if moment in ("join", "connect", "build") else 2, "rank": rank}
@@ -66,8 +73,7 @@ def drawn(chance: random.Random, num_hosts: int, kinds: tuple[str, ...] = KINDS)
     return fault | ({"mbit_per_s": 1.0} if kind == "slow" else {})
 
 
-def outcome(hosts: Hosts, folder: Path, files: Path, faults: list[Fault], timeouts: str, restarts: int) -> dict:
-    more = [f"timeouts={timeouts}", "steps=4"]
+def outcome(hosts: Hosts, folder: Path, files: Path, faults: Sequence[Fault], *more: str, restarts: int = 0) -> Outcome:
     begin = time.monotonic()
     job = HostJob(hosts, folder, arguments(folder, files, len(hosts.numbers), *more), faults, restarts)
     try:
@@ -85,6 +91,44 @@ def outcome(hosts: Hosts, folder: Path, files: Path, faults: list[Fault], timeou
         job.close()
 
 
+def one_after_the_other(chance: random.Random, number: int, num_hosts: int, kinds: Sequence[str]) -> list[Fault]:
+    """For a job that goes on after each of them: the later ones come at later steps."""
+    faults = []
+    for i in range(number):
+        fault = drawn(chance, num_hosts, kinds)
+        if fault["step"]:
+            fault["step"] = 2 * (i + 1)
+        if fault["kind"] in ("cut", "stop"):
+            fault["heals_s"] = chance.uniform(10, 20)
+        faults.append(fault)
+    return faults
+
+
+def result(folder: Path) -> tuple[dict[int, dict[str, float]], dict[int, list[int]]]:
+    """Metrics that say what was learnt, and ids of the samples, by step."""
+    records = read_records(folder / "run")
+    learnt = ("train", "rollout/reward", "rollout/response")
+    values = {r["step"]: {name: value for name, value in r.items() if name.startswith(learnt)} for r in records}
+    assert [*values] == [record["step"] for record in records], "each step is reported once"
+    return values, {step: sorted(ids) for step, ids in sample_ids(folder / "run").items()}
+
+
+def with_restarts(hosts: Hosts, folder: Path, files: Path, faults: Sequence[Fault], *more: str) -> Outcome:
+    """And whether the run is equal to one that nothing happens to."""
+    more = (*more, f"steps={2 * len(faults) + 3}")
+    whole = outcome(hosts, folder / "whole", files, [], *more)
+    assert set(whole["statuses"]) == {0}, whole
+    found = outcome(hosts, folder / "disturbed", files, faults, *more, restarts=3 * len(faults))
+    (values, ids), (expected_values, expected_ids) = result(folder / "disturbed"), result(folder / "whole")
+    counts = Counter(sample for of_step in ids.values() for sample in of_step)
+    found["equal"] = {
+        "metrics": values == expected_values,
+        "ids": ids == expected_ids,
+        "ids once": max(counts.values()) == 1 and ids.keys() == expected_ids.keys(),
+    }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -94,16 +138,21 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--fault", type=json.loads, help="one, as JSON, in the place of drawn ones", action="append")
-    parser.add_argument("--timeouts", default="{no_progress_s: 20, lost_s: 10}")
-    given = parser.parse_args()
-    chance = random.Random(given.seed)
-    kinds = tuple(given.kinds.split(","))
-    faults = given.fault or [drawn(chance, given.hosts, kinds) for _ in range(given.number)]
+    parser.add_argument("--restarts", action="store_true", help="all of them to one job, which goes on after each")
+    parser.add_argument("overrides", nargs="*", default=[])
+    given = parser.parse_intermixed_args()
+    chance, kinds = random.Random(given.seed), given.kinds.split(",")
     given.folder.mkdir(parents=True, exist_ok=True)
+    overrides = ["timeouts={no_progress_s: 20, lost_s: 8}", *given.overrides]
     with Hosts(given.folder, given.hosts) as hosts:
-        for number, fault in enumerate(faults):
-            folder = given.folder / f"{given.seed}-{number}"
-            print(json.dumps(outcome(hosts, folder, given.quickstart, [fault], given.timeouts, 0)), flush=True)
+        folder = given.folder / str(given.seed)
+        if given.restarts:
+            faults = given.fault or one_after_the_other(chance, given.number, given.hosts, kinds)
+            print(json.dumps(with_restarts(hosts, folder, given.quickstart, faults, *overrides)), flush=True)
+            return
+        for number, fault in enumerate(given.fault or [drawn(chance, given.hosts, kinds) for _ in range(given.number)]):
+            found = outcome(hosts, folder / str(number), given.quickstart, [fault], "steps=4", *overrides)
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

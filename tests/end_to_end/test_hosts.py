@@ -1,92 +1,113 @@
-"""A job over two hosts, namespaces with addresses of their own: as on one host, until its cable is cut."""
+"""A job over two hosts, namespaces with addresses of their own: as on one host, also over a slow cable, until something
+happens to it; then it ends within `timeouts.lost_s` or goes on, and each side says once what it knows."""
 
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.jobs import REPOSITORY, read_records, train
+from tests.end_to_end.host_job import Fault, HostJob
+from tests.end_to_end.jobs import read_records, sample_ids, train
+from tests.end_to_end.random_faults import arguments
 from tests.hosts import Hosts, obstacle
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3
-NO_PROGRESS_S = 30
-CLEAN_UP_S = 40
-"""For messages, stacks, and torchrun."""
+LOST_S = 10
+"""A busy machine may let no rank run for seconds."""
+CLEAN_UP_S = 60
+"""For messages, stacks, and torchrun, there too."""
+LIMITS = f"timeouts={{no_progress_s: 60, lost_s: {LOST_S}}}"
+STEPS = "steps=5"
+MODEL_MBIT = 2.5
+"""Of a weight sync: what the engine's host receives of the model, at least."""
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if reason := obstacle():
         pytest.skip(reason)
-    with Hosts(tmp_path, 2) as hosts:
+    with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
         yield hosts
 
 
-def start(hosts: Hosts, number: int, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number - 1}"]
-    torchrun += ["--nproc-per-node=1", "--master-addr=n1", "--master-port=23456", "launch/train.py"]
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [*hosts.on(number), *torchrun, *arguments],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+@pytest.fixture(scope="module")
+def alone(quickstart_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the same job has run on one host."""
+    folder = tmp_path_factory.mktemp("alone")
+    config, *overrides = arguments(folder, quickstart_files, 2, STEPS)
+    train(config.removeprefix("--config="), *overrides, num_ranks=2)
+    return folder
 
 
-def numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Those that say neither how long something took nor how much memory."""
+@pytest.fixture
+def job(hosts: Hosts, quickstart_files: Path, tmp_path: Path) -> Iterator[Any]:
+    """(faults, restarts) -> the job, which has ended."""
+    jobs = []
+
+    def run(faults: Sequence[Fault] = (), restarts: int = 0, limit_s: float = LOST_S + CLEAN_UP_S) -> HostJob:
+        folder = tmp_path / "job"
+        jobs.append(HostJob(hosts, folder, arguments(folder, quickstart_files, 2, STEPS, LIMITS), faults, restarts))
+        jobs[0].run(limit_s)
+        outputs = "\n".join(jobs[0].output(number) for number in hosts.numbers)
+        assert len(jobs[0].happened) == len(faults) and not jobs[0].left() and len(jobs[0].ended) == 2, outputs
+        return jobs[0]
+
+    yield run
+    for started in jobs:
+        started.close()
+
+
+def learnt(folder: Path) -> list[dict[str, Any]]:
+    """What says neither how long something took nor how much memory."""
     measured = ("time_s", "perf/", "memory/")
-    return {name: value for name, value in record.items() if not name.startswith(measured)}
-
-
-def test_two_hosts_compute_what_one_does_and_end_when_they_are_cut_apart(
-    hosts: Hosts, warmed_up: Path, data_overrides: list[str], tmp_path: Path
-) -> None:
-    overrides = [
-        f"model.path={warmed_up}",
-        *data_overrides,
-        "placement={'actor, reference': 0, 'rollout, reward': 1}",
-        "actor.parallel.tp=1",
-        "actor.optimizer.decay=constant",
-        "batch={prompts_per_step: 2, samples_per_prompt: 2, mini_batches: 1}",
-        "data.train.max_rows=512",
-        "data.eval=null",
-        "checkpoint={save_interval: 0, save_hf: false}",
-        f"timeouts.no_progress_s={NO_PROGRESS_S}",
+    return [
+        {name: value for name, value in record.items() if not name.startswith(measured)}
+        for record in read_records(folder / "run")
     ]
-    config, metrics, logs = (
-        REPOSITORY / "configs/quickstart.yaml",
-        tmp_path / "two/metrics.jsonl",
-        [tmp_path / "a", tmp_path / "b"],
-    )
-    arguments = [f"--config={config}", *overrides, f"output_dir={tmp_path}/two", "steps=100000"]
-    agents = [start(hosts, number, arguments, log) for number, log in zip(hosts.numbers, logs, strict=True)]
+
+
+def is_equal(job: HostJob, alone: Path) -> bool:
+    return learnt(job.folder) == learnt(alone) and sample_ids(job.folder / "run") == sample_ids(alone / "run")
+
+
+def test_over_a_slow_cable_two_hosts_compute_what_one_does(hosts: Hosts, job: Any, alone: Path) -> None:
+    rate = 2.0
+    hosts.limit(2, rate)
     try:
-        deadline = time.monotonic() + 200
-        while not (metrics.exists() and metrics.read_text().count("\n") > NUM_STEPS):
-            assert time.monotonic() < deadline and agents[0].poll() is None, "".join(log.read_text() for log in logs)
-            time.sleep(0.2)
-        hosts.cut(2)
-        statuses = [agent.wait(NO_PROGRESS_S + CLEAN_UP_S) for agent in agents]
+        ended = job(limit_s=240)
     finally:
-        for agent in agents:
-            agent.kill()
-    assert 0 not in statuses
-    first, second = (log.read_text() for log in logs)
-    assert first.count("\nrltrain: ") == 1 and "rank 1 on n2 was last known to be at " in first, first
-    assert second.count("\nrltrain: ") == 1 and "rank 1 on n2 " in second, second
-    assert "the job's store on n1 has not answered" in second
-    alone = train(config, *overrides, f"output_dir={tmp_path}/one", f"steps={NUM_STEPS}", num_ranks=2)
-    of_both = read_records(tmp_path / "two")[:NUM_STEPS]
-    assert [numbers(record) for record in of_both] == [numbers(record) for record in alone[:NUM_STEPS]]
+        hosts.unlimit(2)
+    assert ended.statuses == [0, 0] and is_equal(ended, alone)
+    syncs_s = [record["perf/weight_sync_s"] + record["perf/weight_sync_wait_s"] for record in read_records(ended.folder / "run")]
+    assert min(syncs_s) > MODEL_MBIT / rate, syncs_s
+
+
+AT_SYNC = {"moment": "weight_sync", "step": 3, "rank": 1, "held": True}
+AT_START = {"moment": "connect", "step": 0, "rank": 1, "held": True}
+
+
+@pytest.mark.parametrize("moment, known", [(AT_SYNC, r"(weight_sync|\w+)\[\d\] \(.*\)"), (AT_START, "starting")])
+def test_hosts_that_are_cut_apart_end_each_with_its_message(job: Any, moment: Fault, known: str) -> None:
+    ended = job([{**moment, "kind": "cut", "host": 2}])
+    assert 0 not in ended.statuses
+    (first,), (second,) = ended.messages(1), ended.messages(2)
+    assert re.match(f"rank 1 on n2 was last known to be at {known}, .* timeouts.lost_s is {LOST_S} s", first), first
+    assert re.match(rf"rank 1 on n2 is at {known}.*: the job's store on n1 has not answered for timeouts.lost_s", second)
+
+
+def test_where_torchrun_is_killed_its_rank_ends_the_job(job: Any) -> None:
+    ended = job([{**AT_SYNC, "kind": "kill agent", "host": 2}])
+    assert ended.statuses == [1, -9]
+    assert not ended.messages(1)
+    (message,) = ended.messages(2)
+    assert re.match(r"rank 1 on n2 is at \w+\[\d\] \(.*\): torchrun, which started it, was killed", message), message
+
+
+def test_with_restarts_it_goes_on_after_a_kill_and_a_cut(job: Any, alone: Path) -> None:
+    killed = {"moment": "update", "step": 2, "rank": 0, "held": True, "kind": "kill"}
+    cut = {"moment": "generate", "step": 4, "rank": 1, "held": True, "kind": "cut", "heals_s": LOST_S + 5}
+    ended = job([killed, cut], restarts=5, limit_s=240)
+    assert ended.statuses == [0, 0] and is_equal(ended, alone)

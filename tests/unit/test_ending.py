@@ -156,5 +156,5 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
     del store  # with which the server ends
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED
-    message = f"rltrain: rank 4 on {platform.node()}: the job's store is gone: torchrun, which has it, was ended on the first node"
+    message = f"rltrain: rank 4 on {platform.node()} is at its start: the job's store is gone: torchrun, which has it, was ended on the first node"
     assert (message in capsys.readouterr().err) == (local_rank == 0)
