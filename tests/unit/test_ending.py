@@ -5,6 +5,7 @@ import platform
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,29 @@ def test_a_killed_rank_is_named_before_what_others_saw_of_it(
     Board(store).put(Beat(1, "generate", "rollout", step=3, alive=4, process=process_here(gone.pid)))
     status_of(lambda: ranks[0].by(RuntimeError("Connection closed by peer")))
     lost = (
-        "killed, as for want of memory, or crashed without a message: rank 1, last known to be at generate[3] (rollout)"
+        f"killed, as for want of memory, or crashed without a message: rank 1 on {platform.node()}, last known to be at "
+        "generate[3] (rollout)"
     )
     assert f"rltrain: {lost}. What rank 0 saw of it:\nrank 0 failed:\nRuntimeError: Conn" in capsys.readouterr().err
     assert summary_of(tmp_path / "error.json", FAILED).splitlines()[-2] == f"  traceback : {lost}"
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_where_a_connection_breaks_a_rank_of_another_machine_that_is_silent_is_named(
+    broken: bool, ranks: list[Ending], store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "HEARD_OF_WITHIN_S", 1.0)
+    beat = Beat(1, "generate", "rollout", step=3, alive=4, process="n2 pid:[1] 7")
+    silent, running = Board(store), Board(store.clone())  # type: ignore[attr-defined]
+    silent.put(beat)
+    running.put(replace(beat, rank=2, alive=5))
+    beats_again = threading.Timer(0.3, running.put, [replace(beat, rank=2, alive=6)])
+    beats_again.start()
+    status_of(lambda: ranks[0].by(RuntimeError("Connection reset by peer" if broken else "out of memory")))
+    beats_again.join()
+    printed = capsys.readouterr().err
+    assert ("message: rank 1 on n2, last known to be at generate[3] (rollout). What rank 0 saw" in printed) == broken
+    assert "rank 2" not in printed
 
 
 def test_another_launcher_learns_who_ended_the_job(
