@@ -124,7 +124,8 @@ class Timeouts(Section):
     work without progress: a micro-batch, a decode step, a reward, a checkpoint file, a first compilation."""
     lost_s: Positive = 300.0
     """Without a sign of life of a rank for this long its host counts as lost or cut off, and the job ends, whoever else
-    still gets on. Longer than the longest call that holds Python's interpreter lock."""
+    still gets on; so do ranks whom the job's store has not answered for as long. Longer than the longest call that
+    holds Python's interpreter lock."""
     report_s: Positive = 30.0
     """After this long a wait is reported, with what the awaited ranks are doing."""
     tasks: dict[str, float] = Field(default_factory=dict)

@@ -132,9 +132,7 @@ class Ending:
     def _follow_whoever_was_first(self) -> None:
         """Return on the first rank to come here, and where that was killed on its way."""
         first = self.store.compare_set(CLAIMED, "", str(self.rank)).decode()
-        if first != str(self.rank) and wait_briefly(
-            self.store, [FAILURE], MESSAGE_GRACE_S + HEARD_OF_WITHIN_S
-        ):
+        if first != str(self.rank) and wait_briefly(self.store, [FAILURE], MESSAGE_GRACE_S + HEARD_OF_WITHIN_S):
             self._follow(json.loads(self.store.get(FAILURE)))
 
     def _follow(self, failure: dict[str, Any]) -> NoReturn:

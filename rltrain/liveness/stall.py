@@ -66,9 +66,10 @@ class Stall:
 
     @property
     def _host(self) -> str:
-        """Such as " on node7"; nothing where all are on one host."""
+        """Such as " on node7"; nothing where all are on one host, or its rank has not said yet."""
         hosts = {host_of(status.beat.process) for status in (self.culprit, *self.waiters)}
-        return f" on {host_of(self.culprit.beat.process)}" if len(hosts) > 1 else ""
+        host = host_of(self.culprit.beat.process)
+        return f" on {host}" if host and len(hosts) > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,9 @@ class HostJob:
 
     def _see_who_has_ended(self) -> None:
         for host, agent in zip(self.hosts.numbers, self.agents, strict=True):
-            if host not in self.ended and (agent.poll() is not None or _is_stopped(agent.pid)):
-                if not any(map(_runs, self.hosts.processes(host))):
-                    self.ended[host] = time.monotonic()
+            agent_ended = agent.poll() is not None or _is_stopped(agent.pid)
+            if host not in self.ended and agent_ended and not any(map(_runs, self.hosts.processes(host))):
+                self.ended[host] = time.monotonic()
 
 
 def _state(process: int) -> str:

@@ -4,9 +4,9 @@ torchrun --max-restarts N tests/end_to_end/killed_train.py FAULTS FOLDER, then t
 is a JSON list of {"moment", "step", "rank", "delay_s"}, in the order in which they are to come. A moment is a task of
 the order, "write" (of a rank's files of a checkpoint, by its thread), "complete" (of a checkpoint, by the actor's
 leader), or one of the start, with step 0: "join" (before the ranks meet), "connect" (before process groups are made),
-"build" (of the roles). `delay_s` after the rank has begun that, or at the end of it, it leaves the file FOLDER/kill_<n>
-and dies. With "told": true it leaves the number of its process there and lives: what happens then is the work of whoever
-looks for the file. With "held": true it does not begin before FOLDER/done_<n> is there.
+"build" (of the roles). `delay_s` after the rank has begun that, or at the end of it, it leaves FOLDER/kill_<n>, and
+dies. With "told": true it leaves the number of its process there and lives: what happens then is up to whoever looks
+for the file. With "held": true it does not begin before FOLDER/done_<n> is there.
 """
 
 import json

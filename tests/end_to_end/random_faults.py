@@ -1,6 +1,7 @@
-"""Faults of a job over hosts, one by one or drawn, each with what came of it: a line of JSON.
+"""Faults of a job over hosts, drawn or given, and what came of each, as JSON: to be run by hand, as root.
 
-python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K] [--only KIND@MOMENT]
+python -m tests.end_to_end.random_faults FOLDER --quickstart FILES [--hosts N] [--seed S] [--number K] [--kinds A,B]
+[--restarts] [key=value ...], where FILES is what tools/make_quickstart.py has written.
 """
 
 import argparse

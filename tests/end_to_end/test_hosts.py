@@ -81,8 +81,9 @@ def test_over_a_slow_cable_two_hosts_compute_what_one_does(hosts: Hosts, job: An
     finally:
         hosts.unlimit(2)
     assert ended.statuses == [0, 0] and is_equal(ended, alone)
-    syncs_s = [record["perf/weight_sync_s"] + record["perf/weight_sync_wait_s"] for record in read_records(ended.folder / "run")]
-    assert min(syncs_s) > MODEL_MBIT / rate, syncs_s
+    records = read_records(ended.folder / "run")
+    syncs_s = [r["perf/weight_sync_s"] + r["perf/weight_sync_wait_s"] for r in records if "perf/weight_sync_s" in r]
+    assert syncs_s and min(syncs_s) > MODEL_MBIT / rate, syncs_s
 
 
 AT_SYNC = {"moment": "weight_sync", "step": 3, "rank": 1, "held": True}
@@ -95,7 +96,9 @@ def test_hosts_that_are_cut_apart_end_each_with_its_message(job: Any, moment: Fa
     assert 0 not in ended.statuses
     (first,), (second,) = ended.messages(1), ended.messages(2)
     assert re.match(f"rank 1 on n2 was last known to be at {known}, .* timeouts.lost_s is {LOST_S} s", first), first
-    assert re.match(rf"rank 1 on n2 is at {known}.*: the job's store on n1 has not answered for timeouts.lost_s", second)
+    assert re.match(
+        rf"rank 1 on n2 is at {known}.*: the job's store on n1 has not answered for timeouts.lost_s", second
+    )
 
 
 def test_where_torchrun_is_killed_its_rank_ends_the_job(job: Any) -> None:

@@ -129,8 +129,8 @@ def test_a_killed_rank_is_named_before_what_others_saw_of_it(
     Board(store).put(Beat(1, "generate", "rollout", step=3, alive=4, process=process_here(gone.pid)))
     status_of(lambda: ranks[0].by(RuntimeError("Connection closed by peer")))
     lost = (
-        f"killed, as for want of memory, or crashed without a message: rank 1 on {platform.node()}, last known to be at "
-        "generate[3] (rollout)"
+        "killed, as for want of memory, or crashed without a message: "
+        f"rank 1 on {platform.node()}, last known to be at generate[3] (rollout)"
     )
     assert f"rltrain: {lost}. What rank 0 saw of it:\nrank 0 failed:\nRuntimeError: Conn" in capsys.readouterr().err
     assert summary_of(tmp_path / "error.json", FAILED).splitlines()[-2] == f"  traceback : {lost}"
@@ -138,7 +138,11 @@ def test_a_killed_rank_is_named_before_what_others_saw_of_it(
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_where_a_connection_breaks_a_rank_of_another_machine_that_is_silent_is_named(
-    broken: bool, ranks: list[Ending], store: dist.Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    broken: bool,
+    ranks: list[Ending],
+    store: dist.Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ending, "HEARD_OF_WITHIN_S", 1.0)
     beat = Beat(1, "generate", "rollout", step=3, alive=4, process="n2 pid:[1] 7")
@@ -176,5 +180,8 @@ def test_without_the_store_one_rank_of_a_machine_says_so(
     del store  # with which the server ends
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     assert status_of(lambda: alone.by(RuntimeError("whatever"))) == FAILED
-    message = f"rltrain: rank 4 on {platform.node()} is at its start: the job's store is gone: torchrun, which has it, was ended on the first node"
+    message = (
+        f"rltrain: rank 4 on {platform.node()} is at its start: the job's store is gone: "
+        "torchrun, which has it, was ended on the first node"
+    )
     assert (message in capsys.readouterr().err) == (local_rank == 0)

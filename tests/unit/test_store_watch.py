@@ -14,7 +14,9 @@ def test_a_silent_store_ends_the_rank(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("MASTER_ADDR", "n1")
     ended = threading.Event()
-    watch = StoreWatch(3, 0.3, "timeouts.lost_s", lambda: "is at update[4] (actor)", end=lambda status: ended.set(), look_s=0.02)
+    watch = StoreWatch(
+        3, 0.3, "timeouts.lost_s", lambda: "is at update[4] (actor)", end=lambda status: ended.set(), look_s=0.02
+    )
     watch.start()
     for _ in range(10):
         assert not ended.wait(0.05), "it answers"
@@ -23,7 +25,8 @@ def test_a_silent_store_ends_the_rank(
     told = capsys.readouterr().err
     if local_rank == "0":
         assert (
-            "rltrain: rank 3 on " in told and "is at update[4] (actor): the job's store on n1 has not answered" in told
+            "rltrain: rank 3 on " in told
+            and "is at update[4] (actor): the job's store on n1 has not answered" in told
             and "for timeouts.lost_s = 0.3 s" in told
         )
     else:
