@@ -112,7 +112,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("hub", "estimate", "schedule", "legality", "reshard", "models", "residency", "cluster", "algorithms"),
         *("data", "rewards"),
     ),
-    "command": (*BASE, "job", "dry_run"),
+    "command": (*BASE, "job", "dry_run", "system.processes"),
     "interface": (*BASE, "command", "job", "dry_run", "cluster.placement"),
     "evaluating": (*BASE, "job", "command", "hub"),
     "commands": BASE,

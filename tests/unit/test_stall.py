@@ -108,6 +108,7 @@ def test_the_host_of_the_rank_is_named_where_there_are_several() -> None:
     waiter = status(0, communicates=True, process="node1 pid:[1] 7", **update)
     assert "rank 1 on node2 is at update" in str(stall_of(waiter, status(1, process="node2 pid:[1] 7", **update)))
     assert "rank 1 is at update" in str(stall_of(waiter, status(1, process="node1 pid:[1] 8", **update)))
+    assert "rank 1 is at update" in str(stall_of(waiter, status(1, **update))), "one that has not told its host"
 
 
 def test_a_rank_that_has_just_finished_was_at_work_until_then():
