@@ -15,7 +15,9 @@ from tests.forked.popen import FORKED_ENVIRONMENT, REPOSITORY, Popen
 from tests.hosts import Hosts
 
 Fault = dict[str, Any]
-"""As in killed_train.py, with "kind", one of KINDS; for "cut" with "heals_s", after which the cable is in again."""
+"""As in killed_train.py, with "host", by default that of the rank, and "kind": "cut" (of the host's cable), "slow" (it
+carries "mbit_per_s" from then on), "kill" or "stop" (of the rank that has come to the moment), "kill agent" or "stop
+agent" (of the host). A cut or a stop with "heals_s" is over after so many seconds."""
 
 JOINS_WITHIN_S = "RLTRAIN_TEST_JOINS_WITHIN_S"
 """Environment variable: the limit of the start, where it is not that of the product."""
@@ -27,6 +29,28 @@ MESSAGE = re.compile(r"^rltrain: (.*(?:\n  .*)*)", re.MULTILINE)
 def script(faults: Sequence[Fault], folder: Path) -> list[str]:
     told = [{"delay_s": 0.0, **fault, "told": True} for fault in faults]
     return [str(REPOSITORY / "tests/end_to_end/killed_train.py"), json.dumps(told), str(folder)]
+
+
+def small_job(folder: Path, files: Path, num_hosts: int, *more: str) -> list[str]:
+    """Of a small job, whose first half of hosts trains, in `folder` with the quickstart's `files`."""
+    half = num_hosts // 2
+    trains = "0" if half == 1 else f"0-{half - 1}"
+    draws = "1" if half == 1 else f"{half}-{num_hosts - 1}"
+    return [
+        f"--config={REPOSITORY}/configs/quickstart.yaml",
+        f"model.path={REPOSITORY}/tests/warmed_up",
+        f"data.train.path={files}/train.jsonl",
+        "data.eval=null",
+        "data.train.max_rows=512",
+        f"placement={{'actor, reference': '{trains}', 'rollout, reward': '{draws}'}}",
+        "actor.parallel.tp=1",
+        "actor.optimizer.decay=constant",
+        "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
+        "checkpoint={save_interval: 1, save_hf: false}",
+        "logging.sample_ids=true",
+        f"output_dir={folder}/run",
+        *more,
+    ]
 
 
 class HostJob:
@@ -45,12 +69,12 @@ class HostJob:
         self.logs = [folder / f"n{number}.log" for number in hosts.numbers]
         self.agents = [self._start(number, [*script(faults, folder), *arguments], restarts) for number in hosts.numbers]
         self.ended: dict[int, float] = {}
-        """Host -> when no rank of it was left and its agent had ended, by time.monotonic."""
+        """Host -> when no process of it ran any more, by time.monotonic. One that is stopped does not run."""
         self._to_do: list[tuple[float, Callable[[], None]]] = []
 
     def run(self, limit_s: float) -> None:
-        """Until all has ended, having done the faults when their moments come; or as long after the last one, or after
-        the begin. What is left then is in `left`."""
+        """Do the faults when their moments come, and return once everything has ended, or `limit_s` after the last one
+        or the begin."""
         latest = time.monotonic()
         while time.monotonic() < latest + limit_s and len(self.ended) < len(self.agents):
             if (number := len(self.happened)) < len(self.faults) and (self.folder / f"kill_{number}").exists():
@@ -68,7 +92,7 @@ class HostJob:
         return [agent.poll() for agent in self.agents]
 
     def left(self) -> dict[int, set[int]]:
-        """Host -> processes that still run there, but for those that a fault has stopped."""
+        """Host -> processes that still run there: none of those that a fault has stopped."""
         found = {number: self.hosts.processes(number) for number in self.hosts.numbers}
         return {number: running for number, pids in found.items() if (running := {p for p in pids if _runs(p)})}
 
@@ -78,6 +102,9 @@ class HostJob:
             for process in self.hosts.processes(number):
                 _signal(process, signal.SIGKILL)
             self.hosts.mend(number)
+        for fault in self.faults[: len(self.happened)]:
+            if fault["kind"] == "slow":
+                self.hosts.unlimit(fault["host"])
         for agent in self.agents:
             agent.wait(10)
 

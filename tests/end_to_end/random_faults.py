@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.host_job import Fault, HostJob
+from tests.end_to_end.host_job import Fault, HostJob, small_job
 from tests.end_to_end.jobs import read_records, sample_ids
-from tests.forked.popen import REPOSITORY
 from tests.hosts import Hosts
 
 Outcome = dict[str, Any]
@@ -33,27 +32,6 @@ MOMENTS = {
 }
 KINDS = ("cut", "kill", "stop", "kill agent", "stop agent", "slow")
 LIMIT_S = 120.0
-
-
-def arguments(folder: Path, files: Path, num_hosts: int, *more: str) -> list[str]:
-    half = num_hosts // 2
-    trains = "0" if half == 1 else f"0-{half - 1}"
-    draws = "1" if half == 1 else f"{half}-{num_hosts - 1}"
-    return [
-        f"--config={REPOSITORY}/configs/quickstart.yaml",
-        f"model.path={REPOSITORY}/tests/warmed_up",
-        f"data.train.path={files}/train.jsonl",
-        "data.eval=null",
-        "data.train.max_rows=512",
-        f"placement={{'actor, reference': '{trains}', 'rollout, reward': '{draws}'}}",
-        "actor.parallel.tp=1",
-        "actor.optimizer.decay=constant",
-        "batch={prompts_per_step: 4, samples_per_prompt: 4, mini_batches: 1}",
-        "checkpoint={save_interval: 1, save_hf: false}",
-        "logging.sample_ids=true",
-        f"output_dir={folder}/run",
-        *more,
-    ]
 
 
 def ranks_at(moment: str, num_hosts: int) -> list[int]:
@@ -76,7 +54,7 @@ def drawn(chance: random.Random, num_hosts: int, kinds: Sequence[str] = KINDS) -
 
 def outcome(hosts: Hosts, folder: Path, files: Path, faults: Sequence[Fault], *more: str, restarts: int = 0) -> Outcome:
     begin = time.monotonic()
-    job = HostJob(hosts, folder, arguments(folder, files, len(hosts.numbers), *more), faults, restarts)
+    job = HostJob(hosts, folder, small_job(folder, files, len(hosts.numbers), *more), faults, restarts)
     try:
         job.run(LIMIT_S)
         last = max(job.happened.values(), default=begin)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.host_job import Fault, HostJob
+from tests.end_to_end.host_job import Fault, HostJob, small_job
 from tests.end_to_end.jobs import read_records, sample_ids, train
-from tests.end_to_end.random_faults import arguments
 from tests.hosts import Hosts, obstacle
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def alone(quickstart_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the same job has run on one host."""
     folder = tmp_path_factory.mktemp("alone")
-    config, *overrides = arguments(folder, quickstart_files, 2, STEPS)
+    config, *overrides = small_job(folder, quickstart_files, 2, STEPS)
     train(config.removeprefix("--config="), *overrides, num_ranks=2)
     return folder
 
@@ -49,7 +48,7 @@ def job(hosts: Hosts, quickstart_files: Path, tmp_path: Path) -> Iterator[Any]:
 
     def run(faults: Sequence[Fault] = (), restarts: int = 0, limit_s: float = LOST_S + CLEAN_UP_S) -> HostJob:
         folder = tmp_path / "job"
-        jobs.append(HostJob(hosts, folder, arguments(folder, quickstart_files, 2, STEPS, LIMITS), faults, restarts))
+        jobs.append(HostJob(hosts, folder, small_job(folder, quickstart_files, 2, STEPS, LIMITS), faults, restarts))
         jobs[0].run(limit_s)
         outputs = "\n".join(jobs[0].output(number) for number in hosts.numbers)
         assert len(jobs[0].happened) == len(faults) and not jobs[0].left() and len(jobs[0].ended) == 2, outputs
