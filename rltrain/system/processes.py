@@ -48,5 +48,6 @@ def launcher() -> int:
 
 
 def has_lost_launcher() -> bool:
-    """Whether that has ended, and another process has taken over this one."""
-    return os.getppid() != launcher()
+    """Whether that was torchrun, which has ended, and another process has taken over this one. Who starts a single rank
+    from a shell may leave it behind."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher()
