@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
     from rltrain.data.experience import Experience
+    from rltrain.data.index_making import IndexFolder
     from rltrain.data.preferences import Preferences
 
 
@@ -112,8 +113,8 @@ class Algorithm:
         """That of the distribution whose log-probs the actor takes."""
         return self.config.rollout.sampling.temperature
 
-    def training_data(self) -> "Demonstrations | Preferences | None":
-        """What training is on where nothing is generated."""
+    def training_data(self, indexes: "IndexFolder | None" = None) -> "Demonstrations | Preferences | None":
+        """What training is on where nothing is generated; `indexes` as in load_prompts."""
         return None
 
     def compared_with_greedy(self, experience: "Experience") -> "Experience":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rltrain.algorithms.algorithm import Algorithm
 
 if TYPE_CHECKING:
+    from rltrain.data.index_making import IndexFolder
     from rltrain.data.preferences import Preferences
 
 
@@ -44,7 +45,7 @@ class FromPairs(Algorithm):
     def temperature(self) -> float:
         return 1.0
 
-    def training_data(self) -> "Preferences":
+    def training_data(self, indexes: "IndexFolder | None" = None) -> "Preferences":
         from rltrain.data.preferences import Preferences
 
-        return Preferences(self.config)
+        return Preferences(self.config, indexes)

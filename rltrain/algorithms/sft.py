@@ -9,6 +9,7 @@ from rltrain.tasks.roles import rewarding_roles
 if TYPE_CHECKING:
     from rltrain.algorithms.losses import LossFunction
     from rltrain.data.demonstrations import Demonstrations
+    from rltrain.data.index_making import IndexFolder
 
 
 class Sft(Algorithm):
@@ -37,10 +38,10 @@ class Sft(Algorithm):
     def temperature(self) -> float:
         return 1.0
 
-    def training_data(self) -> "Demonstrations":
+    def training_data(self, indexes: "IndexFolder | None" = None) -> "Demonstrations":
         from rltrain.data.demonstrations import Demonstrations
 
-        return Demonstrations(self.config)
+        return Demonstrations(self.config, indexes)
 
     def loss_function(self) -> "LossFunction":
         from rltrain.algorithms.likelihood import likelihood_loss

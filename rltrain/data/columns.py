@@ -3,17 +3,19 @@
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from rltrain.config import schema
+from rltrain.data.chained import Chained
 from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
-from rltrain.data.prompts import PromptDataset
+from rltrain.data.indexed_rows import IndexedRows
+from rltrain.data.prompts import PromptDataset, PromptRow
 from rltrain.data.rows import Keys
 from rltrain.errors import DataError
 
 
 class RowColumns:
-    """The wanted columns of a dataset's rows, each row kept as JSON text: a fraction of what its objects take."""
+    """The wanted columns of a dataset's rows, each row as JSON text: kept, it is a fraction of what its objects take."""
 
     def __init__(self, rows: Sequence[bytes], label_keys: Sequence[tuple[int, str | None]]) -> None:
         """`label_keys`: from which row on the label stands under which key, None for labels that were not read."""
@@ -49,22 +51,20 @@ def read_columns(
     `required` says of each column who wants it, `optional` ones are there if the file has them, `every` wants all.
     Raises DataError for a required column that no row has, and for a value that JSON cannot write.
     """
-    seen, rows, label_keys = set[str](), list[bytes](), list[tuple[int, str | None]]()
+    seen, parts, label_keys = set[str](), list[Sequence[bytes]](), list[tuple[int, str | None]]()
     for number, (source, part) in enumerate(zip(file.parts(), dataset.sources, strict=True)):
         wanted = _Wanted(source, {*required, *optional}, source.label_key if label else None, every)
         key = f"{config_key}.sources.{number}.path" if file.sources else f"{config_key}.path"
-        label_keys.append((len(rows), wanted.label_key))
-        origins = (row.origin for row in dataset.rows[part.first : part.first + part.num_rows])
-        rows += _of_source(wanted, origins, key, seen)
-        if len(rows) != part.first + part.num_rows:
-            raise DataError(f"{key}: {source.path!r} has changed since its prompts were read")
+        label_keys.append((part.first, wanted.label_key))
+        rows = dataset.rows_of_sources[number]
+        parts.append(_indexed(wanted, rows, seen) if isinstance(rows, IndexedRows) else _held(wanted, rows, key, seen))
     for name in required:
         if name not in seen:
             raise DataError(
                 f"{config_key}.path: {_paths(file)} has no column {name!r}, which {required[name]} takes; its columns "
                 f"are {', '.join(_columns_of(file, config_key))}"
             )
-    return RowColumns(rows, label_keys)
+    return RowColumns(Chained(parts), label_keys)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,45 @@ class _Wanted:
     def has(self, name: str) -> bool:
         is_label = self.label_key is not None and is_column_of(name, self.label_key)
         return self.every or name in self.names or is_label
+
+
+class _IndexedColumns(Sequence[bytes]):
+    """Of rows that are not held."""
+
+    def __init__(self, wanted: _Wanted, rows: IndexedRows) -> None:
+        self._wanted, self._rows = wanted, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        """DataError for a value that JSON cannot write, and as IndexedRows."""
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        origin, values = self._rows.values(index, self._wanted.keys)
+        return _as_json({name: value for name, value in values.items() if self._wanted.has(name)}, origin)
+
+
+def _indexed(wanted: _Wanted, rows: IndexedRows, seen: set[str]) -> Sequence[bytes]:
+    """Whose names the index knows. The first row is read, so that values of a kind that JSON cannot write are refused
+    now where every row has them."""
+    seen.update(name for name in rows.row_index.summary.columns if wanted.has(name))
+    columns = _IndexedColumns(wanted, rows)
+    columns[0]
+    return columns
+
+
+def _held(wanted: _Wanted, rows: Sequence[PromptRow], key: str, seen: set[str]) -> Sequence[bytes]:
+    found = [*_of_source(wanted, (row.origin for row in rows), key, seen)]
+    if len(found) != len(rows):
+        raise DataError(f"{key}: {wanted.source.path!r} has changed since its prompts were read")
+    return found
 
 
 def _of_source(wanted: _Wanted, origins: Iterator[str], config_key: str, seen: set[str]) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ import torch
 from rltrain.chat.demonstration import demonstrate
 from rltrain.config import schema
 from rltrain.data.experience import Experience
+from rltrain.data.index_making import IndexFolder
 from rltrain.data.messages import Message
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
@@ -18,10 +19,13 @@ from rltrain.errors import DataError
 class Demonstrations:
     """The demonstrations of data.train, step by step."""
 
-    def __init__(self, config: schema.Config) -> None:
+    def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
+        """`indexes` as in load_prompts."""
         tokenizer = load_tokenizer(Path(config.model.path))
         encoder = PromptEncoder(tokenizer, config.data)
-        self.dataset = load_prompts(config.data.train, config.data, encoder, needs="response", config_key="data.train")
+        self.dataset = load_prompts(
+            config.data.train, config.data, encoder, needs="response", config_key="data.train", indexes=indexes
+        )
         self.eos_token_id = eos_token_id(tokenizer)
         self.datasets = {"data.train": self.dataset}
         for source in self.dataset.sources:

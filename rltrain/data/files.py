@@ -1,20 +1,15 @@
 """Rows of files, one at a time, each with where it stands and whether it could be read."""
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from rltrain.config import schema
-from rltrain.data.file_kinds import KNOWN, kind_of
-from rltrain.data.json_lines import read_json
-from rltrain.data.locations import Location
+from rltrain.data.row_files import slice_of
 from rltrain.data.rows import BadRow as BadRow
 from rltrain.data.rows import Keys, Rows
 from rltrain.data.rows import Row as Row
 from rltrain.data.rows import is_column_of as is_column_of
 from rltrain.data.rows import look_up as look_up
-from rltrain.data.tables import read_table
-from rltrain.errors import DataError
 
 
 def read_source(source: schema.PromptSource, keys: Keys, config_key: str) -> Rows:
@@ -38,14 +33,5 @@ def read_rows(
     DataError for a file that is missing, of an unknown kind or unreadable.
     """
     for path in (paths,) if isinstance(paths, str | Path) else paths:
-        location = Location.of(str(path), config_key)
-        files = location.files(config_key, subset, split)
-        rows = (row for file in files for row in _read_file(file, keys, config_key))
-        yield from islice(rows, location.first, location.end)
-
-
-def _read_file(path: Path, keys: Keys, config_key: str) -> Rows:
-    kind = kind_of(path)
-    if kind is None:
-        raise DataError(f"{config_key}: {str(path)!r} is of an unknown kind; expected a file that ends in {KNOWN}")
-    return read_json(path, config_key) if kind == "json" else read_table(path, keys, config_key)
+        rows = slice_of(str(path), config_key, subset, split).rows(keys, config_key)
+        yield from ((f"{file.prefix}{number}", values) for file, number, _, values in rows)

@@ -6,18 +6,20 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow
 
-from rltrain.data.rows import BadRow, Row, Rows
+from rltrain.data.rows import BadRow, PlacedRows, Row
 from rltrain.errors import DataError
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
 """The reason by which such rows are counted."""
+COUNTED_BYTES = 2**20
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
@@ -27,23 +29,61 @@ def _open_zstd(path: Path) -> io.BufferedReader:
 OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
-def read_json(path: Path, config_key: str) -> Rows:
-    """Blank lines are no rows. Raises DataError for a file that cannot be read or unpacked."""
-    opener = OPENERS.get(path.suffix.lower())
-    kind = Path(path.stem if opener else path.name).suffix.lower()
-    try:
-        with opener(path) if opener else path.open("rb") as lines:
-            if kind == ".json" and lines.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                yield from _read_list(lines, path, config_key)
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in OPENERS
+
+
+def is_list(path: Path, config_key: str) -> bool:
+    """Whether the file is one JSON list, which only a name that ends in .json announces. As read_json."""
+    if _inner_suffix(path) != ".json":
+        return False
+    with _opened(path, config_key) as file:
+        return bool(file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+
+
+def read_lines(path: Path, config_key: str, begin: int = 0, end: int | None = None) -> PlacedRows:
+    """Of the lines that begin at the bytes `begin` up to `end` (None: all), numbered from 1; blank ones are no rows.
+    Raises DataError for a file that cannot be read or unpacked."""
+    with _opened(path, config_key) as lines:
+        place = 0
+        if begin > 0:
+            lines.seek(begin - 1)
+            place = begin - 1 + len(lines.readline())
+        for number, line in enumerate(lines, start=1):
+            if end is not None and place >= end:
                 return
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parse_line(line.rstrip())
-    except BROKEN as error:
-        raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error
+            if line.strip():
+                yield number, place, parse_line(line)
+            place += len(line)
 
 
-def _parse_line(line: bytes) -> Row | BadRow:
+def read_list(path: Path, config_key: str) -> PlacedRows:
+    """Raises DataError for a file that cannot be read or unpacked, or is no list."""
+    with _opened(path, config_key) as file:
+        try:
+            items = json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
+    for number, item in enumerate(items, start=1):
+        is_row = isinstance(item, dict)
+        values = item if is_row else BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT)
+        yield number, number - 1, values
+
+
+def count_lines(path: Path, begin: int, end: int) -> int:
+    """Those that begin at the bytes `begin` up to `end`, at most its size, of a file that is not compressed."""
+    count, left = int(begin == 0 < end), end - max(begin, 1)
+    with path.open("rb", buffering=0) as file:
+        file.seek(max(begin - 1, 0))
+        while left > 0 and (block := file.read(min(left, COUNTED_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+def parse_line(line: bytes) -> Row | BadRow:
+    """What a line says that is not blank."""
+    line = line.rstrip()
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -57,14 +97,15 @@ def _parse_line(line: bytes) -> Row | BadRow:
     return BadRow(f"is a JSON {type(row).__name__}; expected one JSON object per line", NO_OBJECT)
 
 
-def _read_list(file: BinaryIO, path: Path, config_key: str) -> Rows:
+def _inner_suffix(path: Path) -> str:
+    return Path(path.stem if is_compressed(path) else path.name).suffix.lower()
+
+
+@contextmanager
+def _opened(path: Path, config_key: str) -> Iterator[Any]:
+    opener = OPENERS.get(path.suffix.lower())
     try:
-        items = json.loads(file.read().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{config_key}: {str(path)!r} begins as a JSON list and is none: {error}") from error
-    for number, item in enumerate(items, start=1):
-        is_row = isinstance(item, dict)
-        yield (
-            f"{path} item {number}",
-            item if is_row else BadRow(f"is a JSON {type(item).__name__}; expected an object", NO_OBJECT),
-        )
+        with opener(path) if opener else path.open("rb") as file:
+            yield file
+    except BROKEN as error:
+        raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error

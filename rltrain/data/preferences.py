@@ -11,6 +11,7 @@ from rltrain.config import schema
 from rltrain.data.assignment import assign_groups
 from rltrain.data.demonstrations import encoded
 from rltrain.data.experience import Experience
+from rltrain.data.index_making import IndexFolder
 from rltrain.data.pair_rows import Response
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts
@@ -24,13 +25,17 @@ class Preferences:
     them out, by the length of their texts, so that nobody encodes what others train on.
     """
 
-    def __init__(self, config: schema.Config) -> None:
+    def __init__(self, config: schema.Config, indexes: IndexFolder | None = None) -> None:
+        """`indexes` as in load_prompts."""
         tokenizer, data = load_tokenizer(Path(config.model.path)), config.data
         encoder = PromptEncoder(tokenizer, data)
-        self.train = load_prompts(data.train, data, encoder, needs="pair", config_key="data.train")
-        self.datasets = {"data.train": self.train}
-        if data.eval is not None:
-            self.datasets["data.eval"] = load_prompts(data.eval, data, encoder, needs="pair", config_key="data.eval")
+        files = {"data.train": data.train, "data.eval": data.eval}
+        self.datasets = {
+            key: load_prompts(file, data, encoder, needs="pair", config_key=key, indexes=indexes)
+            for key, file in files.items()
+            if file is not None
+        }
+        self.train = self.datasets["data.train"]
         self.eos_token_id = eos_token_id(tokenizer)
         for dataset in self.datasets.values():
             for source in dataset.sources:

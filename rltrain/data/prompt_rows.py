@@ -63,14 +63,12 @@ class RowParser:
         keys = (source.prompt_key, *columns, source.tools_key, source.system_key, self.difficulty_key)
         return frozenset(key for key in keys if key is not None)
 
-    def parse(self, values: Row | BadRow, origin: str) -> PromptRow:
-        """Raises BadRow."""
+    def parse(self, values: Row | BadRow, place: str, number: int) -> PromptRow:
+        """A row's values; `place` and `number` together are its origin. Raises BadRow."""
         if isinstance(values, BadRow):
             raise values
         source = self.source
         tools = "" if source.tools_key is None else self._tools(values, source.tools_key)
-        place = sys.intern(origin.rstrip("0123456789"))
-        number = int(origin[len(place) :])
         if self.needs == "pair":
             pair = parse_pair(values, source, self._prompt)
             return PromptRow(pair.prompt, "", pair.chosen, tools, place, number, pair.rejected, pair.margin)

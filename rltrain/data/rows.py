@@ -17,6 +17,10 @@ class BadRow(Exception):  # noqa: N818 - a finding about data, which on_bad_row 
 Rows = Iterator[tuple[str, Row | BadRow]]
 """(origin, row or what is wrong with it): the origin is file and place, for messages."""
 
+PlacedRows = Iterator[tuple[int, int, Row | BadRow]]
+"""(number in its file from 1, where it stands, row or what is wrong with it): of lines the byte that each begins at,
+else the number less 1."""
+
 Keys = Collection[str] | None
 """What the caller will look up; None: anything."""
 

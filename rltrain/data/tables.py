@@ -9,13 +9,13 @@ import pyarrow
 from pyarrow import ipc, parquet
 
 from rltrain.data.file_kinds import kind_of
-from rltrain.data.rows import Keys, Rows, is_column_of
+from rltrain.data.rows import Keys, PlacedRows, is_column_of
 from rltrain.errors import DataError
 
 BATCH_ROWS = 4096
 
 
-def read_table(path: Path, keys: Keys, config_key: str) -> Rows:
+def read_table(path: Path, keys: Keys, config_key: str) -> PlacedRows:
     """Of Parquet files only the columns of `keys` are read. Raises DataError for a file that cannot be read, or that
     has none of them."""
     number = 0
@@ -27,9 +27,15 @@ def read_table(path: Path, keys: Keys, config_key: str) -> Rows:
             for batch in batches(columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path} row {number}", row
+                    yield number, number - 1, row
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{config_key}: {str(path)!r} is no readable {kind} file: {error}") from error
+
+
+def column_names(path: Path) -> list[str]:
+    """Of a file that can be read."""
+    with _open_parquet(path) if kind_of(path) == "parquet" else _open_arrow(path) as (names, _):
+        return list(names)
 
 
 def _columns_among(names: list[str], keys: Keys, path: Path, config_key: str) -> list[str]:

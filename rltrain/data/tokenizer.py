@@ -1,5 +1,7 @@
 """The checkpoint's tokenizer, and prompts as token ids."""
 
+import hashlib
+import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
@@ -101,6 +103,19 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             return "the checkpoint's tokenizer has no chat template"
         return "data.chat_template is never"
+
+    def fingerprint(self) -> str:
+        """Of all that decides how many tokens a prompt has."""
+        tokenizer = self.tokenizer
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        decisive = (
+            importlib.metadata.version("transformers"),
+            type(tokenizer).__name__,
+            sorted(tokenizer.get_vocab().items()) if fast is None else fast.to_str(),
+            repr(sorted(tokenizer.init_kwargs.items(), key=lambda item: item[0])),
+            *(self.uses_template, tokenizer.chat_template, self.system_prompt, self.template_options),
+        )
+        return hashlib.sha256(json.dumps(decisive, default=str).encode(errors="surrogatepass")).hexdigest()
 
     def encode(self, prompt: Prompt, tools: str = "") -> tuple[int, ...]:
         """Token ids of `prompt` up to where the response begins. Message lists and `tools`, JSON text of a list of

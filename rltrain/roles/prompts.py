@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.config.schema import Config
+from rltrain.data.index_making import IndexFolder
 from rltrain.data.order import Order
 from rltrain.data.prompt_stream import prompt_order
 from rltrain.data.prompts import PromptDataset, load_prompts, repeated_within_a_step, report_dropped
@@ -50,18 +51,25 @@ class Prompts:
             logger.warning(repeated)
 
 
-def read_prompts(config: Config) -> Prompts:
-    """Every rank that calls this numbers the prompts alike."""
+def read_prompts(config: Config, indexes: IndexFolder | None = None) -> Prompts:
+    """Every rank that calls this numbers the prompts alike. `indexes` as in load_prompts."""
     data, plans = config.data, config.evaluations
     tokenizer = load_tokenizer(Path(config.model.path))
     encoder = PromptEncoder(tokenizer, data)
     training = None
     if algorithm_of(config).generates:
-        train = load_prompts(data.train, data, encoder, needs=labels_of(config.reward), config_key="data.train")
+        train = load_prompts(
+            data.train, data, encoder, needs=labels_of(config.reward), config_key="data.train", indexes=indexes
+        )
         training = train, prompt_order(train, config)
     evaluations = tuple(
         load_prompts(
-            plan.file, data, encoder, needs=labels_of(plan.reward or config.reward), config_key=plan.config_key
+            plan.file,
+            data,
+            encoder,
+            needs=labels_of(plan.reward or config.reward),
+            config_key=plan.config_key,
+            indexes=indexes,
         )
         for plan in plans
     )

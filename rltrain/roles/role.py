@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import ClassVar
 
 from rltrain.algorithms.registry import algorithm_of
@@ -14,6 +15,7 @@ from rltrain.cluster.process_groups import ProcessGroups
 from rltrain.cluster.world import World
 from rltrain.config.schema import Config, Offload
 from rltrain.data.demonstrations import Demonstrations
+from rltrain.data.index_making import IndexFolder
 from rltrain.data.preferences import Preferences
 from rltrain.exchange.exchange import Shipment
 from rltrain.liveness.heartbeat import Heartbeat
@@ -23,6 +25,7 @@ from rltrain.liveness.waiting import Waiter
 from rltrain.models import Architecture
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.roles.job_work import JobWork
 from rltrain.roles.operations import Operations
 from rltrain.roles.prompts import Prompts, read_prompts
 from rltrain.roles.sample_log import SampleLog
@@ -32,6 +35,9 @@ from rltrain.training.backend import ModelSite
 from rltrain.training.build import training_backend
 
 Metrics = dict[str, float]
+
+INDEX_FOLDER = "row_index"
+"""In output_dir."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,16 @@ class Job:
     @cached_property
     def training_data(self) -> Demonstrations | Preferences | None:
         """What training is on where nothing is generated; read once per process, however many roles use it."""
-        return algorithm_of(self.config).training_data()
+        return algorithm_of(self.config).training_data(self.indexes)
 
     @cached_property
     def prompts(self) -> Prompts:
-        return read_prompts(self.config)
+        return read_prompts(self.config, self.indexes)
+
+    @cached_property
+    def indexes(self) -> IndexFolder:
+        """Of rows that are not held. All nodes see output_dir, and a run that goes on finds it again."""
+        return IndexFolder(Path(self.config.output_dir, INDEX_FOLDER), JobWork(self.job_store))
 
 
 class Role:

@@ -73,7 +73,7 @@ class Teacher(Role):
             name = rows[row].get(column)
             if name not in names:
                 raise DataError(
-                    f"{self.job.prompts.train.rows[row].origin}: {column!r} is {name!r}; expected one of "
+                    f"{self.job.prompts.train[row].origin}: {column!r} is {name!r}; expected one of "
                     f"{', '.join(names)} (teacher.path), since role teacher has no other"
                 )
             numbers[row] = names.index(name)
