@@ -15,7 +15,7 @@ from rltrain.errors import DataError
 
 
 class RowColumns:
-    """The wanted columns of a dataset's rows, each row as JSON text: kept, it is a fraction of what its objects take."""
+    """The wanted columns of a dataset's rows, each row as JSON text, a fraction of what its objects take."""
 
     def __init__(self, rows: Sequence[bytes], label_keys: Sequence[tuple[int, str | None]]) -> None:
         """`label_keys`: from which row on the label stands under which key, None for labels that were not read."""

@@ -5,7 +5,13 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
+from rltrain.data.permutation import FeistelPermutation
+
 KEPT_EPOCHS = 2
+HELD_ROWS = 2**20
+"""Of more rows the order is not held: what stands where is computed."""
+COMPUTED_ROWS = 2**10
+"""Of neighbouring positions, which mostly are asked for together."""
 
 
 class Order(ABC):
@@ -34,19 +40,30 @@ class PromptOrder(Order):
         self.shuffle = shuffle
         self.stream = stream
         self._epochs: dict[int, npt.NDArray[np.int64]] = {}
+        self._computed: tuple[int, npt.NDArray[np.int64]] = -1, np.arange(0)
 
     def row(self, position: int) -> int:
+        if self.shuffle and self.num_rows > HELD_ROWS:
+            block, offset = divmod(position, COMPUTED_ROWS)
+            if block != self._computed[0]:
+                self._computed = block, self.rows(block * COMPUTED_ROWS, COMPUTED_ROWS)
+            return int(self._computed[1][offset])
         epoch, index = divmod(position, self.num_rows)
         return int(self._permutation(epoch)[index]) if self.shuffle else index
 
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """[count] the rows at `first` and the positions behind it."""
-        positions = np.arange(first, first + count)
-        if not self.shuffle:
-            return positions % self.num_rows
-        epochs = range(first // self.num_rows, (first + max(count, 1) - 1) // self.num_rows + 1)
-        whole = np.concatenate([self._permutation(epoch) for epoch in epochs])
-        return whole[positions - epochs[0] * self.num_rows]
+        epochs, places = np.divmod(np.arange(first, first + count), self.num_rows)
+        if self.shuffle:
+            for epoch in range(first // self.num_rows, (first + max(count, 1) - 1) // self.num_rows + 1):
+                places[epochs == epoch] = self._permuted(epoch, places[epochs == epoch])
+        return places
+
+    def _permuted(self, epoch: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The rows at these places of an epoch."""
+        if self.num_rows > HELD_ROWS:
+            return FeistelPermutation(self.num_rows, (self.seed, epoch, *self.stream)).of(places)
+        return self._permutation(epoch)[places]
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._epochs:

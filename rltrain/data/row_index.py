@@ -87,7 +87,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """`records` [rows] are mapped from a file: processes of a node share them, and what is not asked for is not read."""
+    """`records` [rows] are mapped from a file: processes of a node share them, and only what is asked for is read."""
 
     path: Path
     records: Records
