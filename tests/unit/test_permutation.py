@@ -24,7 +24,7 @@ def test_each_number_comes_once(size: int, key: tuple[int, ...]) -> None:
 @given(size=st.integers(2**40, 2**62), key=KEYS, numbers=st.lists(st.integers(0, 2**40 - 1), unique=True, min_size=1))
 def test_large_sizes(size: int, key: tuple[int, ...], numbers: list[int]) -> None:
     found = FeistelPermutation(size, key).of(np.array(numbers)).tolist()
-    assert len(set(found)) == len(numbers) and 0 <= min(found) and max(found) < size
+    assert len(set(found)) == len(numbers) and min(found) >= 0 and max(found) < size
 
 
 def test_numbers_are_spread_evenly() -> None:

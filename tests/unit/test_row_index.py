@@ -232,9 +232,10 @@ def test_orders_are_the_same_by_an_index(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-    sources = ({"path": large_file(one, 20).path, "weight": 1.0}, {"path": large_file(two, 9).path, "weight": 2.0})
-    file = schema.PromptFile(sources=tuple(schema.PromptSource(**source) for source in sources))
-    data = {"curriculum": {"key": "level", "steps": 3, "easy": "high"}}
+    weights = {one: 1.0, two: 2.0}
+    sources = [schema.PromptSource(path=str(large_file(folder, 20).path), weight=weights[folder]) for folder in weights]
+    file = schema.PromptFile(sources=tuple(sources))
+    data: Any = {"curriculum": {"key": "level", "steps": 3, "easy": "high"}}
     config: Any = mock.Mock(seed=3, data=schema.Data(train=file, **data), batch=mock.Mock(prompts_per_step=4))
     held, indexed = (prompt_order(load(file, folder, **data), config) for folder in (None, tmp_path / "indexes"))
     assert [indexed.row(place) for place in range(60)] == [held.row(place) for place in range(60)]
