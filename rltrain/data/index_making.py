@@ -66,10 +66,9 @@ def shared_index(
 
 def fingerprint(parser: RowParser, data: schema.Data, slices: Sequence[FileSlice]) -> str:
     """Of all that decides which rows are usable and where they stand."""
-    states = [(file.path, file.path.stat()) for one in slices for file in one.files]
     decisive = {
         "format": FORMAT,
-        "files": [(str(path.absolute()), state.st_size, state.st_mtime_ns) for path, state in states],
+        "files": [(str(file.path.absolute()), file.num_bytes, file.mtime_ns) for one in slices for file in one.files],
         "source": parser.source.model_dump(mode="json", exclude={"weight", "name"}),
         "needs": parser.needs,
         "difficulty": parser.difficulty_key,

@@ -17,7 +17,7 @@ from rltrain.data.row_index import IndexedFile, IndexWriter, Summary, written_wh
 from rltrain.data.rows import Keys
 from rltrain.data.tables import column_names
 
-PART_BYTES = 64 * 2**20
+PART_BYTES = 16 * 2**20
 """Of a file with plain lines."""
 ADVANCE_ROWS = 2**12
 
@@ -54,7 +54,7 @@ def parts_of(source: schema.PromptSource, slices: Sequence[FileSlice]) -> list[P
 
 
 def _parts_of_file(file: RowFile) -> list[Part]:
-    whole, num_bytes = (FileSlice((file,)),), file.path.stat().st_size
+    whole, num_bytes = (FileSlice((file,)),), file.num_bytes
     if not file.has_plain_lines or num_bytes <= PART_BYTES:
         return [Part(whole)]
     return [Part(whole, begin, end) for begin, end in pairwise([*range(0, num_bytes, PART_BYTES), num_bytes])]
@@ -83,6 +83,7 @@ def index_part(part: Part, checker: RowChecker, path: Path, advance: Callable[[]
         columns.update(
             name for file in {file for file, _ in runs} if file.kind != "json" for name in column_names(file.path)
         )
+        advance()
         writer.finish(Summary(files, checker.dropped, sorted(columns), checker.has_tools, part.num_lines()))
 
 
@@ -108,9 +109,8 @@ class _Copies:
 
 
 def _indexed(file: RowFile, num_rows: int, copies: _Copies) -> IndexedFile:
-    state = file.path.stat()
     reads = "lines" if file.kind == "json" else file.kind
-    found = IndexedFile(str(file.path.absolute()), file.prefix, reads, num_rows, state.st_size, state.st_mtime_ns)
+    found = IndexedFile(str(file.path.absolute()), file.prefix, reads, num_rows, file.num_bytes, file.mtime_ns)
     if _needs_copies(file):
         return replace(found, copies=copies.path.name, copied_bytes=copies.num_bytes)
     return found

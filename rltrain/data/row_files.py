@@ -21,6 +21,9 @@ class RowFile:
     kind: Kind
     is_list: bool
     """One JSON list, where others have a line for each row."""
+    num_bytes: int
+    mtime_ns: int
+    """When it was written last. Both as it was found, before its rows were read."""
 
     @classmethod
     def of(cls, path: Path, config_key: str) -> "RowFile":
@@ -28,7 +31,11 @@ class RowFile:
         kind = kind_of(path)
         if kind is None:
             raise DataError(f"{config_key}: {str(path)!r} is of an unknown kind; expected a file that ends in {KNOWN}")
-        return cls(path, kind, kind == "json" and is_list(path, config_key))
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise DataError(f"{config_key}: {str(path)!r} cannot be read: {error}") from error
+        return cls(path, kind, kind == "json" and is_list(path, config_key), state.st_size, state.st_mtime_ns)
 
     @cached_property
     def prefix(self) -> str:
@@ -64,7 +71,7 @@ class FileSlice:
     @property
     def num_bytes(self) -> int:
         """Of whole files."""
-        return sum(file.path.stat().st_size for file in self.files)
+        return sum(file.num_bytes for file in self.files)
 
     def rows(self, keys: Keys, config_key: str) -> "Iterator[FileRow]":
         """Raises DataError for a file that cannot be read."""

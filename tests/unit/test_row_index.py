@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,11 +45,14 @@ def small_parts() -> Any:
         yield
 
 
+tokenizer = cache(byte_tokenizer)
+
+
 def load(
     file: schema.PromptFile, folder: Path | None, work: SharedWork | None = None, template: Any = None, **data: Any
 ) -> PromptDataset:
     section = schema.Data(train=file, **data)
-    encoder = PromptEncoder(byte_tokenizer(template), section)
+    encoder = PromptEncoder(tokenizer(template), section)
     indexes = None if folder is None else IndexFolder(folder, work or WorkAlone())
     return load_prompts(file, section, encoder, needs="label", config_key="data.train", indexes=indexes)
 
@@ -88,7 +92,7 @@ def write_lines(path: Path, lines: Sequence[bytes], ends: bool) -> Path:
     return path
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     files=st.lists(st.tuples(st.lists(LINES, max_size=12), st.booleans(), st.sampled_from(["", ".gz"])), min_size=1),
     rows=st.sampled_from(["", "@[1:5]"]),
@@ -113,7 +117,7 @@ def test_indexed_rows_are_those_that_are_held(
         assert {path.suffix for path in (folder / "indexes").iterdir()} <= {".index", ".copies"}
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(lines=st.lists(LINES, max_size=20), ends=st.booleans(), part=st.integers(1, 40))
 def test_lines_of_parts_are_those_of_the_file(tmp_path_factory: Any, lines: Any, ends: bool, part: int) -> None:
     path = write_lines(tmp_path_factory.mktemp("lines") / "rows.jsonl", lines, ends)
@@ -127,7 +131,7 @@ def test_lines_of_parts_are_those_of_the_file(tmp_path_factory: Any, lines: Any,
 TABLE = st.lists(st.tuples(st.text(min_size=1, max_size=4), st.one_of(st.none(), st.integers(0, 9))), min_size=1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(table=TABLE, group=st.integers(1, 5), kind=st.sampled_from(["parquet", "file", "stream", "list"]))
 def test_rows_of_tables_are_those_that_are_held(tmp_path_factory: Any, table: Any, group: int, kind: str) -> None:
     folder = tmp_path_factory.mktemp("tables")
@@ -204,6 +208,19 @@ def test_a_row_of_a_file_that_has_changed_is_refused(tmp_path: Path, table: bool
         end.write(b"\n")
     with pytest.raises(DataError, match=f"^{origin}: .* has changed since its rows were checked"):
         dataset[5]
+
+
+def test_a_file_that_changes_while_its_rows_are_checked_is_refused(tmp_path: Path) -> None:
+    file = large_file(tmp_path)
+
+    def meanwhile(*arguments: Any) -> None:
+        index_parts.index_part(*arguments)
+        os.utime(str(file.path), ns=(0, 1))
+
+    with mock.patch.object(index_making, "index_part", meanwhile):
+        dataset = load(file, tmp_path / "indexes")
+    with pytest.raises(DataError, match="has changed since its rows were checked"):
+        dataset[0]
 
 
 def test_ranks_make_an_index_together(tmp_path: Path) -> None:

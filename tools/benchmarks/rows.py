@@ -78,7 +78,7 @@ def measure(rank: int, port: int, asked: argparse.Namespace, barrier: Barrier, r
     now = memory_mb()
     found |= {name: now[name] - before[name] for name in now}
     barrier.wait()
-    drawn = [random.Random(rank).randrange(len(dataset)) for _ in range(DRAWN_ROWS)]
+    drawn = random.Random(rank).sample(range(len(dataset)), DRAWN_ROWS)
     worked = time.process_time()
     for row in drawn:
         dataset[row]
