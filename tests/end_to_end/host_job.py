@@ -17,7 +17,8 @@ from tests.hosts import Hosts
 Fault = dict[str, Any]
 """As in killed_train.py, with "host", by default that of the rank, and "kind": "cut" (of the host's cable), "slow" (it
 carries "mbit_per_s" from then on), "kill" or "stop" (of the rank that has come to the moment), "kill agent" or "stop
-agent" (of the host). A cut or a stop with "heals_s" is over after so many seconds."""
+agent" (of the host). A cut or a stop with "heals_s" is over after so many seconds. "for_good": a rank that is
+held goes on no more."""
 
 JOINS_WITHIN_S = "RLTRAIN_TEST_JOINS_WITHIN_S"
 """Environment variable: the limit of the start, where it is not that of the product."""
@@ -146,7 +147,8 @@ class HostJob:
         if "heals_s" in fault:
             heal = {"cut": lambda: self.hosts.mend(host), "stop": lambda: _signal(rank, signal.SIGCONT)}
             self._to_do.append((time.monotonic() + fault["heals_s"], heal[fault["kind"]]))
-        (self.folder / f"done_{number}").touch()
+        if not fault.get("for_good"):
+            (self.folder / f"done_{number}").touch()
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
