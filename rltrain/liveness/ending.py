@@ -212,14 +212,19 @@ def _close_mouth() -> None:
 
 
 def _leave_for_launcher(summary: str) -> None:
-    """In the file from which torchrun takes what it shows as a failed rank's traceback, at the end of its summary."""
+    """In the file from which torchrun takes what it shows as a failed rank's traceback, at the end of its summary.
+
+    At once, for torchrun may kill this rank meanwhile: half a file makes it fail itself, and start nothing anew.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    beside = f"{path}.{os.getpid()}"
     content = {"message": summary, "extraInfo": {"py_callstack": summary, "timestamp": str(int(time.time()))}}
     try:
-        with open(path, "w") as file:
+        with open(beside, "w") as file:
             json.dump({"message": content}, file)
+        os.replace(beside, path)
     except OSError as error:
         logger.warning("cannot write %s, so torchrun's summary has no message: %s", path, error)
 

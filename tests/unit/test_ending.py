@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch.distributed as dist
@@ -88,6 +89,22 @@ def test_torchruns_summary_ends_with_the_message(ranks: list[Ending], tmp_path: 
     status_of(lambda: ranks[0].by(ConfigError("steps: got many; expected a number")))
     *_, last, border = summary_of(tmp_path / "error.json", USER_ERROR).splitlines()
     assert last == "  traceback : steps: got many; expected a number" and set(border) == {"="}
+
+
+def test_torchrun_finds_no_half_of_a_message(
+    ranks: list[Ending], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what a rank has left that it kills on its way."""
+
+    def is_killed_amid(content: object, file: TextIO) -> None:
+        file.write(json.dumps(content)[:9])
+        file.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ending.json, "dump", is_killed_amid)
+    with pytest.raises(KeyboardInterrupt):
+        ranks[0].by(ConfigError("no"))
+    assert not (tmp_path / "error.json").exists()
 
 
 def test_of_an_error_that_nobody_expected_the_summary_has_the_last_line(
