@@ -3,10 +3,11 @@
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from rltrain.config import schema
 from rltrain.data.chained import Chained
+from rltrain.data.computed_sequence import ComputedSequence
 from rltrain.data.files import BadRow, Row, is_column_of, look_up, read_source
 from rltrain.data.indexed_rows import IndexedRows
 from rltrain.data.prompts import PromptDataset, PromptRow
@@ -86,7 +87,7 @@ class _Wanted:
         return self.every or name in self.names or is_label
 
 
-class _IndexedColumns(Sequence[bytes]):
+class _IndexedColumns(ComputedSequence[bytes]):
     """Of rows that are not held."""
 
     def __init__(self, wanted: _Wanted, rows: IndexedRows) -> None:
@@ -95,16 +96,8 @@ class _IndexedColumns(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+    def item(self, index: int) -> bytes:
         """DataError for a value that JSON cannot write, and as IndexedRows."""
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
         origin, values = self._rows.values(index, self._wanted.keys)
         return _as_json({name: value for name, value in values.items() if self._wanted.has(name)}, origin)
 

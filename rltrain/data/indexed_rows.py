@@ -1,13 +1,12 @@
 """The rows of a source by its index: parsed when they are asked for, and not held."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import overload
 
 import pyarrow
 
+from rltrain.data.computed_sequence import ComputedSequence
 from rltrain.data.prompt_rows import PromptRow, RowParser
 from rltrain.data.row_access import RowAccess, open_rows
 from rltrain.data.row_index import RowIndex
@@ -18,7 +17,7 @@ KEPT_ROWS = 1024
 OPEN_FILES = 64
 
 
-class IndexedRows(Sequence[PromptRow]):
+class IndexedRows(ComputedSequence[PromptRow]):
     """For several threads."""
 
     def __init__(self, index: RowIndex, parser: RowParser) -> None:
@@ -30,22 +29,12 @@ class IndexedRows(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self.row_index.records)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Sequence[PromptRow]": ...
-
-    def __getitem__(self, index: "int | slice") -> "PromptRow | Sequence[PromptRow]":
+    def item(self, index: int) -> PromptRow:
         """DataError where the file is not what it was when its rows were checked."""
-        if isinstance(index, slice):
-            return [self._row(place) for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._row(index % len(self))
+        return self._row(index)
 
     def values(self, index: int, keys: Keys) -> tuple[str, Row]:
-        """(origin, what stands in the file under the columns that have `keys`, or under others too). As [index]."""
+        """(origin, what stands in the file under the columns that have `keys`, or under others too). As item."""
         prefix, number, values = self._read(index, keys)
         if isinstance(values, BadRow):
             raise DataError(f"{prefix}{number}: the row {values}, and was usable when it was checked")
