@@ -60,6 +60,8 @@ class StopRequest:
         self.saves = saves
         self.within_s = within_s
         self._last_resort = last_resort
+        self._decided = ""
+        """As this rank has seen it last: the last boundary that has been asked about, and why the job ends there."""
         self._replaced: dict[signal.Signals, Any] = {}
         # Python runs handlers on the main thread, which a collective may hold; the number arrives here all the same.
         self._arrivals, self._arrive = socket.socketpair()
@@ -89,10 +91,16 @@ class StopRequest:
         signal.set_wakeup_fd(-1)
 
     def verdict(self, boundary: int) -> str | None:
-        """Why the job ends at `boundary`, or None where it goes on: what the first rank to ask found, for all ranks."""
-        reason = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
-        agreed = self._store.compare_set(f"boundary/{boundary}", "", reason or "-").decode()
-        return None if agreed == "-" else agreed
+        """Why the job ends at `boundary`, or None where it goes on: what the first rank to ask found, for all ranks.
+
+        What is kept is the last boundary that a rank has asked about, not each of them.
+        """
+        found = self._store.get("requested").decode() if self._store.check(["requested"]) else ""
+        while True:
+            asked, reason = _read(self._decided)
+            if reason or boundary <= asked:
+                return reason or None if boundary >= asked else None
+            self._decided = self._store.compare_set("decided", self._decided, f"{boundary} {found}").decode()
 
     def pause(self, reason: str) -> None:
         """Have all ranks save and end at the next boundary that none of them has come to. By any rank, and by as many
@@ -155,3 +163,9 @@ class StopRequest:
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """The thread that follows the signals has got the number already."""
+
+
+def _read(decided: str) -> tuple[int, str]:
+    """A boundary, and why the job ends there; empty where it goes on."""
+    boundary, _, reason = decided.partition(" ")
+    return int(boundary or -1), reason

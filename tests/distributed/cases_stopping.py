@@ -81,8 +81,6 @@ def signalled_in_a_collective() -> list[str | None]:
             boundary += 1
             time.sleep(0.05)
         dist.send(message + boundary, dst=0)
-    verdicts = (
-        [stop.verdict(10**6)] if dist.get_rank() else [stop.verdict(int(message)), stop.verdict(int(message) - 1)]
-    )
+    verdicts = [] if dist.get_rank() else [stop.verdict(int(message)), stop.verdict(int(message) - 1)]
     stop.close()
     return verdicts

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rltrain.cluster.world import World
 from rltrain.liveness.ending import Ending
 from rltrain.liveness.job_store import JobStore
-from rltrain.liveness.stopping import SIGNALS, StopRequest
+from rltrain.liveness.stopping import PAUSE, SIGNALS, StopRequest
 from rltrain.system.processes import has_ended, this_machine, this_process
 from tests.unit.shared_store import open_store
 
@@ -59,6 +61,24 @@ def test_the_first_rank_at_a_boundary_decides_for_all(requests: list[StopRequest
     assert boundary > 0, "it is not there at once"
     assert [second.verdict(step) for step in range(boundary)] == [None] * boundary
     assert first.verdict(boundary) == second.verdict(boundary) == first.verdict(boundary + 1) == number.name
+
+
+@given(moves=st.lists(st.sampled_from(("first", "second", "third", "stop")), max_size=60))
+def test_ranks_that_are_far_apart_end_at_one_boundary_and_the_store_does_not_grow(moves: list[str]) -> None:
+    store = dist.HashStore()
+    ranks = {name: request_of(rank, store) for rank, name in enumerate(("first", "second", "third"))}
+    verdicts: dict[str, list[str | None]] = {name: [] for name in ranks}
+    ahead, expected, keys_before = 0, None, store.num_keys()
+    for name in moves:
+        if name == "stop":
+            ranks["first"].pause("a reason")
+            expected = ahead if expected is None else expected
+        elif not verdicts[name][-1:] or verdicts[name][-1] is None:
+            verdicts[name].append(ranks[name].verdict(len(verdicts[name])))
+            ahead = max(ahead, len(verdicts[name]))
+    for of_rank in verdicts.values():
+        assert of_rank == [PAUSE + "a reason" if boundary == expected else None for boundary in range(len(of_rank))]
+    assert store.num_keys() <= keys_before + 2, "the last boundary, and the request"
 
 
 @pytest.fixture
