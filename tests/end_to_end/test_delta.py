@@ -1,5 +1,6 @@
 """Jobs whose weight sync sends what changed: they draw and learn as those do that send everything."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,24 @@ def run(warmed_up: Path, data_overrides: list[str], output: Path, *overrides: st
 
 
 def test_the_quickstart_reaches_nine_tenths(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    """With weights in FP8, of which a step changes a part: of those in float32 it changes all. fully_shard trains."""
+    """With weights in FP8, of which a step changes a part: of those in float32 it changes all. fully_shard trains
+    adapters, which are merged into what engines get."""
     places = "placement={'actor, reference': 0-1, 'rollout, reward': 2}"
     sharded = (places, "actor.backend=fsdp", "actor.parallel.tp=1")
-    check, until = "weight_sync.delta.check_every=10", "evaluation={interval: 10, stop_at: 0.9}"
-    records = run(warmed_up, data_overrides, tmp_path, *sharded, *FP8, *COMPARED, check, until, num_ranks=3)
+    check, until = "weight_sync.delta.check_every=10", "evaluation={interval: 15, stop_at: 0.9}"
+    adapters = ("model.lora={rank: 16, alpha: 32}", "actor.optimizer.lr=3e-3", "steps=90")
+    records = run(warmed_up, data_overrides, tmp_path, *sharded, *adapters, *FP8, *COMPARED, check, until, num_ranks=3)
     assert column(records, "eval/score")[-1] >= 0.9
     full, shares = column(records, "perf/weight_sync_is_full"), column(records, "perf/weight_sync_changed_share")
-    assert full == [float(step % FULL_EVERY == 0) for step in range(len(full))]
     assert len(shares) == len(full) - sum(full) and all(0 < share < 0.8 for share in shares)
+    of_full = [step for step, is_full in enumerate(full) if is_full]
+    assert of_full[0] == 0 and len(of_full) < len(full) / 2, "more than half of the syncs send what changed"
+    assert all(later - one <= FULL_EVERY for one, later in pairwise([*of_full, len(full)]))
 
 
 def test_changes_in_bfloat16_are_learnt_from(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
-    """The longer run in FP8 has the rest."""
-    small = (*TWO_RANKS, "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 4}")
+    """fully_shard trains the whole model."""
+    small = (*TWO_RANKS, "actor.backend=fsdp", "batch={prompts_per_step: 32, samples_per_prompt: 8, mini_batches: 4}")
     until = ("evaluation={interval: 10, stop_at: 0.6}", "data.eval.max_rows=256")
     records = run(warmed_up, data_overrides, tmp_path, *small, "model.dtype=bfloat16", *COMPARED, *until, num_ranks=2)
     scores, shares = column(records, "eval/score"), column(records, "perf/weight_sync_changed_share")

@@ -11,7 +11,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow  # CI runs the quickstart in its short form beside the default suite
 
-STEPS = 60
+STEPS = 36
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_the_warm_up_stops_once_it_has_learned_the_format(quickstart_files, data
 
 def test_reward_and_held_out_score_go_up(grpo):
     rewards, scores = column(grpo[1], "rollout/reward_mean"), column(grpo[1], "eval/score")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
-    assert scores[-1] > scores[0] + 0.25
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+    assert scores[-1] > scores[0] + 0.2
 
 
 def test_engine_and_actor_agree_right_after_every_sync(grpo):

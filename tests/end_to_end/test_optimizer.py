@@ -9,7 +9,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 pytestmark = pytest.mark.slow
 
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
-STEPS = 32
+STEPS = 20
 
 
 def test_muon_learns(warmed_up: Path, data_overrides: list[str], tmp_path: Path) -> None:
@@ -24,8 +24,8 @@ def test_muon_learns(warmed_up: Path, data_overrides: list[str], tmp_path: Path)
         *data_overrides,
     )
     rewards, scores = column(records, "rollout/reward_mean"), column(records, "eval/score")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
-    assert scores[-1] > scores[0] + 0.2
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert scores[-1] > scores[0] + 0.15
 
 
 def test_roles_take_turns_beside_an_optimizer_that_stays_on_the_host(

@@ -225,3 +225,12 @@ def test_engines_of_another_number_go_on_with_what_was_dropped(jobs, dull, ahead
     everything = Counter([*handed_over, *dropped, *held])
     assert everything == Counter(range(len(everything)))
     assert len(handed_over) == 16 and dull.isdisjoint(handed_over)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_counts_of_steps_that_are_over_do_not_stay(limit: int) -> None:
+    store = dist.HashStore()
+    engines = [DropCount(store, limit) for _ in range(2)]
+    for step in range(0, 60, 3):
+        assert [engine.take(step) for engine in engines] == [limit > 0, False]
+        assert store.num_keys() <= 2, "this step's, and that of all"

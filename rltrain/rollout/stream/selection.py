@@ -52,15 +52,20 @@ class DropCount:
         self.store = dist.PrefixStore("dropped", store)
         self.limit, self.before = limit, before
         self.poll_s = poll_s(num_engines)
+        self._counted: list[int] = []
+        """Steps in which this engine has asked, whose counts are still there."""
         self._known = 0
         self._last_look = 0.0
 
     def take(self, step: int) -> bool:
         """Whether one more may be dropped in this step; then it is counted."""
+        if step not in self._counted:
+            for over in [earlier for earlier in self._counted if earlier <= step - STEPS_COUNTED]:
+                self._counted.remove(over)
+                self.store.delete_key(f"step {over}")
+            self._counted.append(step)
         if self.store.add(f"step {step}", 1) > self.limit:
             return False
-        if step >= STEPS_COUNTED:
-            self.store.delete_key(f"step {step - STEPS_COUNTED}")
         self._known = self.store.add("all", 1)
         return True
 
