@@ -1,4 +1,4 @@
-"""Telling the attempts of a job apart: torchrun restarts ranks beside a store that has all that earlier ones left."""
+"""Telling the attempts of a job apart: torchrun restarts ranks beside a store that has what earlier ones left."""
 
 import time
 import uuid
@@ -21,7 +21,9 @@ def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> i
     """
     if rank == 0:
         attempt = store.add("attempts", 1) - 1
-        _admit(store, attempt, range(1, size), timeout_s)
+        tickets = _admit(store, attempt, range(1, size), timeout_s)
+        if attempt > 0:
+            _clear(store, attempt, tickets)
         return attempt
     ticket = uuid.uuid4().hex
     store.append("asks", f"{ticket} ")  # type: ignore[attr-defined]
@@ -34,18 +36,35 @@ def join_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> i
     return attempt
 
 
-def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> None:
-    """Tickets may be left from an earlier attempt: whoever is there confirms that it has got the number."""
-    num_admitted, begin = 0, time.monotonic()
+def _admit(store: dist.Store, attempt: int, ranks: range, timeout_s: float) -> list[str]:
+    """The tickets of all who were told the number. Some may be left from an earlier attempt: whoever is there confirms
+    that it has got the number."""
+    admitted: list[str] = []
+    begin = time.monotonic()
     while missing := sorted({*ranks} - {*map(int, _listed(store, f"joined/{attempt}"))}):
-        if tickets := _listed(store, "asks")[num_admitted:]:
-            admitted = [f"admitted/{ticket}" for ticket in tickets]
-            store.multi_set(admitted, [str(attempt)] * len(tickets))  # type: ignore[attr-defined]
-            num_admitted += len(tickets)
+        if tickets := _listed(store, "asks")[len(admitted) :]:
+            store.multi_set([f"admitted/{ticket}" for ticket in tickets], [str(attempt)] * len(tickets))  # type: ignore[attr-defined]
+            admitted += tickets
         waited_s = time.monotonic() - begin
         if waited_s > timeout_s:
             raise StallError(f"ranks {missing} have not started within {timeout_s:g} s")
         time.sleep(max(POLL_S, waited_s * POLL_SHARE))
+    return admitted
+
+
+def _clear(store: dist.Store, attempt: int, admitted: list[str]) -> None:
+    """Delete what was asked and answered, unless another rank has asked meanwhile, and what is left of the attempts
+    before the last one, of which no rank can be there any more. Stores of older versions of torch cannot list their
+    keys: there that stays."""
+    store.compare_set("asks", "".join(f"{ticket} " for ticket in admitted), "")
+    for ticket in admitted:
+        store.delete_key(f"admitted/{ticket}")
+    keys = store.list_keys() if attempt > 1 and hasattr(store, "list_keys") else []
+    for key in keys:
+        name, _, rest = key.partition("/")
+        number = rest if name == "joined" else name.removeprefix("attempt")
+        if number.isdecimal() and int(number) < attempt - 1:
+            store.delete_key(key)
 
 
 def _listed(store: dist.Store, key: str) -> list[str]:

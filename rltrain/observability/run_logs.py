@@ -66,8 +66,8 @@ def forget_steps(output_dir: Path, first_step: int) -> None:
     path = output_dir / METRICS_FILE
     beside = path.with_name(f".{path.name}.partial")
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        beside.write_text("".join(line for line in lines if _is_before(first_step, line)), encoding="utf-8")
+        with path.open(encoding="utf-8", errors="replace") as lines, beside.open("w", encoding="utf-8") as kept:
+            kept.writelines(line for line in lines if _is_before(first_step, line))
         beside.replace(path)
     except FileNotFoundError:
         return

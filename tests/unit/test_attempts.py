@@ -26,6 +26,16 @@ def test_every_attempt_has_a_number_of_its_own(stores: list[dist.Store]) -> None
     assert [join_all(stores) for _ in range(4)] == [[attempt] * NUM_RANKS for attempt in range(4)]
 
 
+def test_the_store_keeps_the_last_two_attempts(stores: list[dist.Store]) -> None:
+    numbers = []
+    for attempt in range(6):
+        join_all(stores)
+        stores[1].set(f"attempt{attempt}/a/key", "of a rank")
+        numbers.append(stores[0].num_keys())
+    assert stores[2].check(["attempt4/a/key", "attempt5/a/key"]) and not stores[2].check(["attempt3/a/key"])
+    assert numbers[2:] == numbers[2:3] * 4
+
+
 @pytest.mark.parametrize("came", [[0], [1], [2, 0], [1, 2]])
 def test_ranks_that_came_in_vain_do_not_count(stores: list[dist.Store], came: list[int]) -> None:
     """An attempt in which a rank dies before it joins."""
