@@ -16,11 +16,17 @@ PPO (Hilton et al. 2022, "Batch size-invariance for policy optimization"; Fu et 
 policy, pi the proximal one. With loss.old_logprobs: rollout pi is that of the present weights, and nothing is weighed.
 
 Left out means: out of the response mask, so that a token counts in no sum and no divisor.
+
+With loss.correction.normalize weights are divided by their mean, so that a step's size does not depend on how far all
+of it is from the engine: self-normalized importance sampling (Owen 2013, "Monte Carlo theory, methods and examples",
+section 9.2). The mean is over response tokens, or of weights of sequences over those; with mis over what the method
+leaves in, and whatever else leaves tokens out comes after it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
@@ -43,7 +49,7 @@ class Corrected:
 
 def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -> Corrected:
     """`logprobs` [tokens] are those of the present weights. Needs rollout_logprobs, and actor_logprobs if
-    settings.old_logprobs is "actor"; for opsm_delta the advantages."""
+    settings.old_logprobs is "actor"; for opsm_delta the advantages, for normalize weight_means."""
     correction = settings.correction
     if not is_asked_for(correction):
         return Corrected(experience, None, {})
@@ -52,17 +58,19 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
     actor = of_response(experience, "actor_logprobs") if settings.old_logprobs == "actor" else present
     kept, weights, token_means = mask, mask.to(drawn.dtype), {}
     if correction.high is not None:
-        ratio = ratios(experience, actor - drawn, correction.level)
-        inside = (ratio >= correction.low) & (ratio <= correction.high)
-        weights = weights_of(ratio, inside, correction)
+        weights, inside = weights_of(experience, actor - drawn, correction)
         token_means["tis_clipped"] = ~inside
         if correction.method in ("mis", "mask"):
             kept = kept & inside
-    for bounds in correction.masks:
-        kept = kept & within(experience, actor - drawn, bounds)
-    if correction.reject_above is not None:
-        estimate = sample_means(experience, kl_estimate(drawn, actor, correction.reject_by))
-        kept = kept & (estimate.abs() <= correction.reject_above)
+    if correction.normalize is not None:
+        mean = experience.weight_means[sample_index(experience)]
+        weights = weights / mean
+        token_means["tis_weight_mean"] = mean
+    rejected = rejections(experience, actor, drawn, correction)
+    if correction.rejected == "weight_0":
+        weights = weights.masked_fill(rejected, 0)
+    else:
+        kept = kept & ~rejected
     if correction.opsm_delta is not None:
         far = sample_means(experience, drawn - present) > correction.opsm_delta
         weights = weights.masked_fill(far & (of_response(experience, "advantages") < 0), 0)
@@ -75,6 +83,17 @@ def corrected(experience: Experience, logprobs: Tensor, settings: schema.Loss) -
 def is_asked_for(correction: schema.Correction) -> bool:
     given = (correction.high, correction.reject_above, correction.opsm_delta)
     return bool(correction.masks) or any(value is not None for value in given)
+
+
+def rejections(experience: Experience, actor: Tensor, drawn: Tensor, correction: schema.Correction) -> Tensor:
+    """[tokens] bool: what the masks and the estimated KL find. Both log-probs [tokens] are 0 outside the response."""
+    found = torch.zeros_like(experience.response_mask)
+    for bounds in correction.masks:
+        found = found | ~within(experience, actor - drawn, bounds)
+    if correction.reject_above is not None:
+        estimate = sample_means(experience, kl_estimate(drawn, actor, correction.reject_by))
+        found = found | ~(estimate.abs() <= correction.reject_above)
+    return found
 
 
 def within(experience: Experience, log_ratio: Tensor, bounds: schema.RatioMask) -> Tensor:
@@ -96,13 +115,35 @@ def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLe
     return log_ratio.exp()
 
 
-def weights_of(ratio: Tensor, inside: Tensor, correction: schema.Correction) -> Tensor:
-    """[tokens] what the method makes of the ratios, of which those `inside` are within the bounds."""
+def weights_of(experience: Experience, log_ratio: Tensor, correction: schema.Correction) -> tuple[Tensor, Tensor]:
+    """[tokens] what the method makes of the ratios, and bool which are within its bounds. `log_ratio` [tokens] is 0
+    outside the response."""
+    ratio = ratios(experience, log_ratio, correction.level)
+    inside = (ratio >= correction.low) & (ratio <= correction.high)
     if correction.method == "tis":
-        return ratio.clamp(correction.low, correction.high)
+        return ratio.clamp(correction.low, correction.high), inside
     if correction.method == "mask":
-        return inside.to(ratio.dtype)
-    return ratio.masked_fill(~inside, 0)
+        return inside.to(ratio.dtype), inside
+    return ratio.masked_fill(~inside, 0), inside
+
+
+def weight_sums(experience: Experience, present: Tensor | None, settings: schema.Loss) -> Tensor:
+    """[2] fp64 sum and number of the weights that loss.correction.normalize takes the mean of; to be added up over
+    ranks. `present` [tokens] are log-probs of the present weights, needed where settings.old_logprobs is "rollout"."""
+    correction, mask = settings.correction, experience.response_mask
+    actor = of_response(experience, "actor_logprobs") if present is None else present.masked_fill(~mask, 0)
+    weights, inside = weights_of(experience, actor - of_response(experience, "rollout_logprobs"), correction)
+    counted = (mask & inside if correction.method == "mis" else mask).double()
+    if correction.level != "token":  # all tokens of a sequence have its weight
+        counted = counted / response_lengths(experience).clamp(min=1)[sample_index(experience)]
+    return torch.stack([(weights.double() * counted).sum(), counted.sum()])
+
+
+def with_weight_mean(experience: Experience, sums: Tensor) -> Experience:
+    """Its weights are to be divided by the mean that `sums` of `weight_sums` give; by 1 where that is 0."""
+    total, number = sums.tolist()
+    mean = total / number if total else 1.0
+    return experience.with_fields(weight_means=torch.full((experience.num_samples,), mean))
 
 
 def _weight_metrics(experience: Experience, weights: Tensor) -> dict[str, Tensor]:

@@ -90,12 +90,18 @@ class Correction(Section):
     low: NonNegative = 0.0
     high: Positive | None = None
     """null: no weights and no mask."""
+    normalize: Literal["mini_batch", "step"] | None = None
+    """Weights are divided by their mean, of a mini-batch or of a step: over tokens, or with another level over
+    sequences. null: they are not."""
     masks: tuple[RatioMask, ...] = Field(default=(), strict=False)
     """Beside the method, a list of {level, low, high}: what any of them leaves out is out."""
     reject_above: Positive | None = None
     """Sequences whose estimated KL per token, of the engine from the actor, is more than this are left out."""
     reject_by: Literal["k1", "k2", "k3"] = "k3"
     """The estimator of it; of k1, which may be negative, the absolute value counts."""
+    rejected: Literal["left_out", "weight_0"] = "left_out"
+    """What becomes of what `masks` and `reject_above` find. left_out: it is out of the step. weight_0: its policy loss
+    has weight 0, and it goes on counting in the divisor, as icepop has it."""
     opsm_delta: Positive | None = None
     """Off-policy sequence masking: tokens of negative advantage have weight 0 where their sequence's mean log-prob
     under the engine exceeds the present one by more than this."""

@@ -47,6 +47,7 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "teacher_top_ids": (torch.int64, "token"),
     "teacher_top_logprobs": (torch.float32, "token"),
     "routed_experts": (torch.int8, "token"),
+    "weight_means": (torch.float32, "sample"),
 }
 
 WIDE = frozenset(
@@ -116,6 +117,8 @@ class Experience:
     routed_experts: Tensor = field(default_factory=_absent)
     """[tokens, bytes] the experts that each token visits in all layers, as `models.routing_shape` writes them: in host
     memory wherever the other fields of a micro-batch are. Where this is there routers choose no others."""
+    weight_means: Tensor = field(default_factory=_absent)
+    """[samples] what loss.correction divides the sample's weights by."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:

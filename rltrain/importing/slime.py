@@ -9,6 +9,7 @@ from rltrain.importing.conversions import top_k as top_k_of
 from rltrain.importing.fully_sharded import set_fully_sharded
 from rltrain.importing.megatron_optimizer import megatron_options, set_megatron_optimizer
 from rltrain.importing.prediction_head import leave_prediction_layers
+from rltrain.importing.slime_correction import set_correction
 from rltrain.importing.slime_learning import (
     is_supervised,
     ranks_of,
@@ -110,6 +111,7 @@ def translate(keys: SourceKeys, out: Translation, rows: Rows) -> None:
     else:
         set_algorithm(keys, out)
         set_kl(keys, out)
+        set_correction(keys, out)
         set_schedule(keys, out)
         set_reward(keys, out)
         set_teacher(keys, out, ranks_of(out, "actor"))

@@ -52,7 +52,7 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     high = keys.get("eps-clip-high", keys.get("eps-clip", 0.2))
     out.set("loss.clip_high", real(high), "eps-clip-high, which is eps-clip where it is missing")
     _set_advantages(keys, out, str(name))
-    _set_correction(keys, out)
+    _set_means(keys, out)
 
 
 def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
@@ -73,17 +73,11 @@ def _set_advantages(keys: SourceKeys, out: Translation, name: str) -> None:
         out.set("advantages.normalize_std", not plain, "disable-grpo-std-normalization")
 
 
-def _set_correction(keys: SourceKeys, out: Translation) -> None:
+def _set_means(keys: SourceKeys, out: Translation) -> None:
     by_token = truth(keys.get("calculate-per-token-loss", False))
     out.set("loss.normalization", "token_mean" if by_token else "sequence_mean", "calculate-per-token-loss")
     if truth(keys.get("use-rollout-logprobs", False)):
         out.set("loss.old_logprobs", "rollout", "use-rollout-logprobs")
-    if truth(keys.get("use-tis", False)):
-        out.set("loss.correction.high", real(keys.get("tis-clip", 2.0)), "use-tis, tis-clip")
-        if real(keys.get("tis-clip-low", 0)):
-            out.set("loss.correction.low", real(keys.get("tis-clip-low")), "tis-clip-low")
-    if "use-opsm" in keys:
-        out.set("loss.correction.opsm_delta", real(keys.get("opsm-delta", 1e-4)), "use-opsm, opsm-delta")
     selected = keys.get("dynamic-sampling-filter-path")
     if selected is not None and str(selected).endswith(REWARDS_DIFFER):
         out.set("batch.dynamic_sampling.filter", "rewards_differ", "dynamic-sampling-filter-path")

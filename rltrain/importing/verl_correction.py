@@ -44,8 +44,14 @@ def _set_weights(keys: SourceKeys, out: Translation, by_ratio: bool) -> None:
     if low:
         out.set("loss.correction.method", "icepop", PREFIX + "rollout_is_threshold")
         out.set("loss.correction.low", real(low), PREFIX + "rollout_is_threshold")
-    if normalised:
-        out.differs(PREFIX + "rollout_is_batch_normalize", True, "weights here are not divided by their mean")
+    if normalised and truth(keys.get(PREFIX + "bypass_mode", False)):
+        out.set("loss.correction.normalize", "mini_batch", PREFIX + "rollout_is_batch_normalize")
+        out.notes.append(
+            f"{PREFIX}rollout_is_batch_normalize: with bypass_mode the mean is of a micro-batch of all ranks there, "
+            "and of the mini-batch here"
+        )
+    elif normalised:
+        out.set("loss.correction.normalize", "step", PREFIX + "rollout_is_batch_normalize")
 
 
 def _set_masks(named: str, thresholds: Any, out: Translation) -> None:

@@ -40,7 +40,7 @@ def _policy_problems(config: Config) -> Iterator[str]:
 def _correction_problems(loss: Loss) -> Iterator[str]:
     correction = loss.correction
     if correction.high is None:
-        for key, default in (("method", "tis"), ("level", "token"), ("low", 0)):
+        for key, default in (("method", "tis"), ("level", "token"), ("low", 0), ("normalize", None)):
             value = getattr(correction, key)
             if value != default:
                 yield (
@@ -59,12 +59,27 @@ def _correction_problems(loss: Loss) -> Iterator[str]:
             "the actor with the engine, which the policy's own ratio does already otherwise; or "
             "loss.correction.method: mask, which weighs nothing; or loss.policy: reinforce, which has no ratio"
         )
+    elif correction.normalize is not None and correction.method == "mask":
+        yield (
+            f"loss.correction.normalize: got {correction.normalize} with loss.correction.method mask, whose weights "
+            "are all 1; expected null, or tis, mis or icepop"
+        )
+    elif correction.normalize == "step" and loss.old_logprobs != "actor":
+        yield (
+            f"loss.correction.normalize: got step with loss.old_logprobs {loss.old_logprobs}; expected mini_batch: "
+            "weights are of the present log-probs, which every mini-batch changes"
+        )
     for number, bounds in enumerate(correction.masks):
         if bounds.low >= bounds.high:
             yield (
                 f"loss.correction.masks.{number}.low: got {bounds.low} with high {bounds.high}; expected less: ratios "
                 "between the two are left in"
             )
+    if correction.rejected == "weight_0" and correction.reject_above is None and not correction.masks:
+        yield (
+            "loss.correction.rejected: got weight_0 without loss.correction.masks or reject_above; expected left_out: "
+            "there is nothing that would find what to reject"
+        )
     if correction.reject_above is None and correction.reject_by != "k3":
         yield (
             f"loss.correction.reject_by: got {correction.reject_by} without loss.correction.reject_above; expected the "

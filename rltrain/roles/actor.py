@@ -141,8 +141,7 @@ class Actor(TrainedRole):
         if self.job.shape.accumulates_actor:
             updates = [self.model.step()]
         else:
-            mini_batches = self.batch.mini_batches(experience)
-            updates = self.model.train_batches(mini_batches, self._loss_of(step), temperature=self.temperature)
+            updates = self._train(experience, self._loss_of(step))
         seconds, self.accumulate_s = time.perf_counter() - start + self.accumulate_s, 0.0
         self.warn_of_skipped(step, updates)
         self.replicas.check(step, self.model)
@@ -162,6 +161,26 @@ class Actor(TrainedRole):
             shaping = self.estimation.end_step(self._total)
             metrics |= {f"train/{name}": value for name, value in shaping.items()}
         return metrics
+
+    def _train(self, experience: Experience, loss_function: LossFunction) -> list[dict[str, float]]:
+        """Collective over: the actor's ranks."""
+        normalized_over = self.config.loss.correction.normalize
+        if normalized_over == "step":
+            experience = self._with_weight_mean(experience)
+        mini_batches = self.batch.mini_batches(experience)
+        if normalized_over != "mini_batch":
+            return self.model.train_batches(mini_batches, loss_function, temperature=self.temperature)
+        return [  # one after the other: weights may be of the log-probs that the mini-batch before left
+            self.model.train_batch(self._with_weight_mean(one), loss_function, temperature=self.temperature)
+            for one in mini_batches
+        ]
+
+    def _with_weight_mean(self, experience: Experience) -> Experience:
+        """With the mean of the weights over all replicas' samples. Collective over: the actor's ranks."""
+        settings = self.config.loss
+        present = self.logprobs(experience) if settings.old_logprobs == "rollout" else None
+        sums = self._total(correction.weight_sums(experience, present, settings))
+        return correction.with_weight_mean(experience, sums)
 
     def _loss_of(self, step: int) -> LossFunction:
         """The algorithm's, which also compares the actor with the engine, where there is one."""

@@ -47,7 +47,7 @@ class RunShape:
     accumulates_critic: bool
     """Whether gradients of a step's first chunks are made while its last ones decode."""
     accumulates_actor: bool
-    """As for the critic, where advantages do not depend on chunks yet to come."""
+    """As for the critic, where neither advantages nor weights depend on chunks yet to come."""
 
     @classmethod
     def of(cls, config: Config) -> "RunShape":
@@ -61,6 +61,7 @@ class RunShape:
         prompt_blocks = prompt_blocks_of(batch, samples) or 1
         updates_per_step = batch.mini_batches * batch.epochs
         accumulates = num_chunks > 1 and updates_per_step == 1
+        needs_whole_step = algorithm.needs_whole_step() or config.loss.correction.normalize is not None
         return cls(
             lead=lead,
             syncs_in_flight=syncs_in_flight,
@@ -79,7 +80,7 @@ class RunShape:
             num_actor_updates=max(config.steps - algorithm.first_actor_step(), 1) * updates_per_step,
             needs_actor_logprobs=algorithm.needs_actor_logprobs(),
             accumulates_critic=accumulates,
-            accumulates_actor=accumulates and not algorithm.needs_whole_step(),
+            accumulates_actor=accumulates and not needs_whole_step,
         )
 
 

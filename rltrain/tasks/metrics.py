@@ -70,6 +70,7 @@ UPDATE = (
     Metric("train/overlong_samples", "samples", "samples that have some of it"),
     Metric("train/masked_truncated", "samples", "samples that advantages.mask_truncated left out of the loss"),
     Metric("train/tis_weight", "", "mean weight of response tokens in the policy loss, with loss.correction"),
+    Metric("train/tis_weight_mean", "", "mean that loss.correction.normalize divided these weights by"),
     Metric("train/tis_clipped", "fraction", "response tokens whose ratio is outside loss.correction's low and high"),
     Metric("train/ess", "fraction", "effective sample size of these weights, of the number of response tokens"),
     Metric("train/rejected_tokens", "fraction", "response tokens that loss.correction leaves out or gives weight 0"),

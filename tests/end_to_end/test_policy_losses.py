@@ -14,15 +14,20 @@ SMALL = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
 OF_SEQUENCES = "normalization: sequence_mean"
 LOSSES = {
     "clip": "dual_clip: 3.0, correction: {level: geometric, high: 2.0}",
-    "gspo": f"{OF_SEQUENCES}, correction: {{method: mis, level: sequence, low: 0.5, high: 2.0}}",
+    "gspo": f"{OF_SEQUENCES}, correction: {{method: mis, level: sequence, low: 0.5, high: 2.0, normalize: step}}",
     "cispo": "clip_low: 1.0, clip_high: 4.0, correction: {method: icepop, low: 0.5, high: 5.0}",
     "sapo": "correction: {method: mask, high: 2.0, reject_above: 0.01}",
     "clip_cov": "clip_high: 0.28, clip_cov: {low: 0.01}, correction: {opsm_delta: 0.1}",
     "kl_cov": "kl_cov: {ratio: 0.02}, kl: {coef: 0.05, unbiased: true}",
     "dppo": "dppo: {divergence: kl, ratio_max: 3.0}",
-    "reinforce": "correction: {high: 2.0, masks: [{level: geometric, low: 0.9, high: 1.1}]}",
+    "reinforce": "correction: {high: 2.0, normalize: mini_batch, masks: [{level: geometric, low: 0.9, high: 1.1}]}",
     "geometric_mean": f"{OF_SEQUENCES}, clip_low: 0.4, clip_high: 0.4, correction: {{high: 2.0}}",
 }
+
+
+def old_of(policy: str) -> str:
+    """reinforce is weighed by the present weights against the engine."""
+    return "rollout" if policy == "reinforce" else "actor"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("policy_losses")
     common = [f"model.path={warmed_up}", data_overrides[0], *ONE_RANK, SMALL]
     jobs = [
-        [*common, f"output_dir={folder / policy}", f"loss={{policy: {policy}, old_logprobs: actor, {chosen}}}"]
+        [*common, f"output_dir={folder / policy}", f"loss={{policy: {policy}, old_logprobs: {old_of(policy)}, {chosen}}}"]
         for policy, chosen in LOSSES.items()
     ]
     train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.correction import corrected, summarize
+from rltrain.algorithms.correction import corrected, summarize, weight_sums, with_weight_mean
 from rltrain.algorithms.policy import kl_term, policy_loss
 from rltrain.algorithms.policy_losses.surrogate import ResponseTokens
 from rltrain.config import schema
@@ -160,6 +160,59 @@ def test_what_the_engine_drew_is_weighed_by_the_present_weights_where_the_loss_h
     (expected_gradient,) = torch.autograd.grad(expected, present)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
     assert 0 < len(inside) < len(places)
+
+
+@pytest.mark.parametrize("old", ["actor", "rollout"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("method", ["tis", "mis", "icepop"])
+def test_normalized_weights_have_mean_1(method: Any, level: Any, old: Any) -> None:
+    """Over tokens, or one of each sequence, of both replicas; with mis over those that the method leaves in."""
+    correction = schema.Correction(method=method, level=level, low=0.5, high=1.4, normalize="mini_batch")
+    loss = schema.Loss(policy="reinforce", old_logprobs=old, correction=correction)
+    parts = [in_double(SHAPE, seed) for seed in (0, 1)]
+    present = [present_logprobs(part).detach() for part in parts]
+    bare = schema.Loss(policy="reinforce", old_logprobs=old, correction=correction.model_copy(update={"normalize": None}))
+    pairs = list(zip(parts, present, strict=True))
+    plans = [plain_correction(part, new, bare) for part, new in pairs]
+    weights = []
+    for part, plan in zip(parts, plans, strict=True):
+        groups = sequences(part) if level != "token" else [[i] for places in sequences(part) for i in places]
+        weights += [plan[places[0]][1] for places in groups if method != "mis" or not plan[places[0]][0]]
+    mean = sum(weights) / len(weights)
+    own = [weight_sums(part, new if old == "rollout" else None, loss) for part, new in pairs]
+    total = torch.stack(own).sum(0)
+    assert (total[0] / total[1]).item() == pytest.approx(mean)
+    for (part, new), plan in zip(pairs, plans, strict=True):
+        result = corrected(with_weight_mean(part, total), new, loss)
+        assert result.weights is not None
+        for place, (left_out, weight) in plan.items():
+            assert result.weights[place].item() == pytest.approx(0 if left_out else weight / mean, rel=1e-5)
+        assert result.token_means["tis_weight_mean"].tolist() == pytest.approx([mean] * part.num_tokens)
+
+
+def test_weights_of_which_none_is_left_are_not_divided_by_0() -> None:
+    loss = schema.Loss(correction=schema.Correction(method="icepop", low=1e8, high=1e9, normalize="step"))
+    experience = with_weight_mean(in_double(), weight_sums(in_double(), None, loss))
+    assert experience.weight_means.tolist() == [1] * experience.num_samples
+    empty = in_double().select(torch.zeros(0, dtype=torch.int64))
+    assert weight_sums(empty, None, loss).tolist() == [0, 0]
+
+
+def test_what_is_rejected_may_go_on_counting_in_the_divisor() -> None:
+    masks = ({"level": "token", "low": 0.6, "high": 1.5}, {"level": "every_token", "low": 0.45, "high": 1e9})
+    experience = in_double(SHAPE * 2)
+    present = present_logprobs(experience)
+    out, zero = (
+        schema.Loss(correction=schema.Correction(masks=masks, rejected=kind), entropy_coef=0.5)
+        for kind in ("left_out", "weight_0")
+    )
+    ones = torch.ones_like(present)
+    kept, counted = (policy_loss(loss, 9)(experience, present, ones) for loss in (out, zero))
+    num_tokens = int(experience.response_mask.sum())
+    assert kept.sums["pg_loss"].item() == pytest.approx(counted.sums["pg_loss"].item())
+    assert 0 < kept.divisor.item() < counted.divisor.item() == num_tokens
+    entropy = counted.sums["pg_loss"].item() - counted.loss.item()
+    assert entropy == pytest.approx(0.5 * num_tokens), "the entropy is of all tokens"
 
 
 def test_without_a_correction_there_are_no_metrics_of_one() -> None:

@@ -164,7 +164,6 @@ def test_an_environment_is_found_where_the_program_registers_it(tmp_path: Path) 
         ("skyrl", ROLLOUT_IS + GEOMETRIC + "trainer.policy_mini_batch_size=32", "the same for one mini-batch"),
         ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "weighs by the same ratio already"),
         ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "losses of bypass_mode are ppo_clip and reinforce"),
-        ("verl", f"{CORRECTION}rollout_is=token {CORRECTION}rollout_is_batch_normalize=True", "divided by their mean"),
         ("verl", TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk"), "forward_kl_topk"),
         ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses"),
     ],

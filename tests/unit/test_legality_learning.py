@@ -51,6 +51,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
         "loss.old_logprobs: actor",
     ),
+    "a mean of no weights": (
+        {"loss": {"correction": {"normalize": "step"}}},
+        "loss.correction.normalize: got step without loss.correction.high",
+    ),
+    "a mean of weights that are 1": (
+        {"loss": {"correction": {"method": "mask", "high": 2.0, "normalize": "step"}}},
+        "loss.correction.normalize: got step with loss.correction.method mask, whose weights are all 1",
+    ),
+    "a step's mean of weights that its mini-batches change": (
+        {
+            "loss": {
+                "policy": "reinforce",
+                "old_logprobs": "rollout",
+                "correction": {"high": 2.0, "normalize": "step"},
+            }
+        },
+        "loss.correction.normalize: got step with loss.old_logprobs rollout; expected mini_batch",
+    ),
+    "nothing to reject": (
+        {"loss": {"correction": {"high": 2.0, "rejected": "weight_0"}}},
+        "loss.correction.rejected: got weight_0 without loss.correction.masks or reject_above; expected left_out",
+    ),
     "a mask that leaves nothing in": (
         {"loss": {"correction": {"masks": [{"level": "geometric", "low": 1.1, "high": 1.01}]}}},
         "loss.correction.masks.0.low: got 1.1 with high 1.01; expected less",

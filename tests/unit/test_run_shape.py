@@ -27,6 +27,10 @@ def asynchronous(**settings):
         ({"batch": {**BATCH, "samples_per_prompt": 6, "mini_batches": 4}}, {"prompt_blocks": 2}),
         ({"batch": {**BATCH, "mini_batches": 2, "epochs": 3}}, {"updates_per_step": 6, "num_actor_updates": 60}),
         ({"schedule": PIPELINED, "batch": {**BATCH, "epochs": 2}}, {"accumulates_actor": False}),
+        (
+            {"schedule": PIPELINED, "loss": {"correction": {"high": 2.0, "normalize": "step"}}},
+            {"accumulates_actor": False},
+        ),
         ({"algorithm": "sft", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4}),
         ({"algorithm": "dpo", "batch": {**BATCH, "mini_batches": 4}}, {"prompt_blocks": 4, "samples_per_group": 2}),
         ({"batch": {**BATCH, "mini_batches": 16}, "schedule": {**PIPELINED, "chunks": 2}}, {"chunk_blocks": 2}),
