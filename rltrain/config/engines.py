@@ -16,6 +16,8 @@ class Sampling(Section):
     """0: off."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a response, beside the checkpoint's end-of-sequence tokens."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(default=(), strict=False)
+    """Token ids that end a response, and are part of it, beside those of the checkpoint."""
     max_response_tokens: Count = 1024
 
 

@@ -159,5 +159,6 @@ def _sampling(own: EvaluationSampling, of_run: Sampling) -> Sampling:
         top_p=own.top_p,
         top_k=own.top_k,
         stop=of_run.stop,
+        stop_token_ids=of_run.stop_token_ids,
         max_response_tokens=own.max_response_tokens or of_run.max_response_tokens,
     )

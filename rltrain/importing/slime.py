@@ -151,13 +151,15 @@ def _data(keys: SourceKeys, out: Translation) -> None:
 
 
 def _stop_at(ids: Any, keys: SourceKeys, out: Translation) -> None:
-    """Tokens that end a response are the checkpoint's end-of-sequence tokens here."""
+    """The checkpoint's end-of-sequence tokens end one in any case."""
     own = model_file.model_config(keys.get("hf-checkpoint")).get("eos_token_id", [])
     ended = {str(token) for token in (own if isinstance(own, list) else [own])}
-    if ended.issuperset(ids if isinstance(ids, list) else [ids]):
+    given = ids if isinstance(ids, list) else [ids]
+    if ended.issuperset(given):
         out.leave("rollout-stop-token-ids", ids, "the checkpoint's own end-of-sequence tokens")
     else:
-        out.differs("rollout-stop-token-ids", ids, f"responses end at the end-of-sequence tokens, {own or 'unknown'}")
+        others = [count(token) for token in given if token not in ended]
+        out.set("rollout.sampling.stop_token_ids", others, "rollout-stop-token-ids")
 
 
 def _placement(keys: SourceKeys, out: Translation) -> None:

@@ -37,6 +37,7 @@ def check_against_architecture(
             problems += _grid_problems(config.parallel_of(role)[1], grids[role], architectures[role])
             if role in served_roles():
                 problems += url_problems(config, role, len(grids[role].ranks))
+                problems += _stop_problems(config, role, architectures[role])
                 problems += served_model_problems(config, role, grids[role], architectures[role])
             else:
                 key = config.parallel_of(role)[1]
@@ -75,6 +76,18 @@ def _context_problems(config: Config, role: str, architecture: Architecture) -> 
                 f"{role}.max_context_tokens: got {longest}, but the model in {role}.path has "
                 f"{positions_of(architecture)}; expected at most that"
             )
+
+
+def _stop_problems(config: Config, role: str, architecture: Architecture) -> Iterator[str]:
+    """Of the tokens that end what a model draws."""
+    sampling = config.judge.sampling if role == "judge" else config.rollout.sampling
+    key = "judge" if role == "judge" else "rollout"
+    beyond = [token for token in sampling.stop_token_ids if token >= architecture.vocab_size]
+    if beyond:
+        yield (
+            f"{key}.sampling.stop_token_ids: got {beyond[0]}; expected less than {architecture.vocab_size}, the "
+            f"vocabulary of the model in {config.checkpoint_of(role)[1]}"
+        )
 
 
 def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterator[str]:

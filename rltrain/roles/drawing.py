@@ -140,12 +140,13 @@ class DrawingRole(Role):
 
     def sampling_params(self, sampling: Sampling) -> SamplingParams:
         eos = self.job.architecture.eos_token_ids
+        others = self.sessions.end_tokens.union(sampling.stop_token_ids).difference(eos)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=(*eos, *sorted(self.sessions.end_tokens.difference(eos))),
+            stop_token_ids=(*eos, *sorted(others)),
             stop=sampling.stop,
         )
 

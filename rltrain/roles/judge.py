@@ -60,13 +60,13 @@ class Judge(TellingRole):
         )
 
     def _sampling(self) -> SamplingParams:
-        sampling = self.settings.sampling
+        sampling, own = self.settings.sampling, self.job.architectures[self.name].eos_token_ids
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_response_tokens=sampling.max_response_tokens,
-            stop_token_ids=tuple(sorted({*self.job.architectures[self.name].eos_token_ids, *self.text.end_tokens})),
+            stop_token_ids=tuple(sorted({*own, *self.text.end_tokens, *sampling.stop_token_ids})),
             stop=sampling.stop,
         )
 

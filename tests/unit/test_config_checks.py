@@ -459,6 +459,11 @@ MANY = replace(MOE["deepseek_v3"], num_experts=12, ffn_hidden_size=6, shared_ffn
     [
         ("qwen3", {"parallel": {"tp": 2, "ep": 2}}, "rollout.parallel.ep: got 2; expected 1: the model has no experts"),
         (
+            "qwen3",
+            {"sampling": {"stop_token_ids": [3, 100_000]}},
+            "rollout.sampling.stop_token_ids: got 100000; expected less than",
+        ),
+        (
             "qwen3_moe",
             {"engine": "sglang", "parallel": {"tp": 2, "ep": 2}},
             "rollout.parallel.ep: got 2 with rollout.engine sglang; expected 1",

@@ -17,12 +17,14 @@ def of_sets(*sets: dict[str, Any], **sections: Any) -> Config:
 
 
 def test_the_short_form_is_a_greedy_set_with_the_run_s_limits():
-    short, hard = of_sets(HARD, rollout={"sampling": {"max_response_tokens": 77, "stop": ["END"]}}).evaluations
+    sampling = {"max_response_tokens": 77, "stop": ["END"], "stop_token_ids": [5]}
+    short, hard = of_sets(HARD, rollout={"sampling": sampling}).evaluations
     assert (short.name, short.prefix, short.config_key, short.samples_per_prompt) == ("eval", "eval", "data.eval", 1)
     assert (short.sampling.temperature, short.sampling.max_response_tokens, short.interval) == (0, 77, 10)
     assert (hard.prefix, hard.config_key) == ("eval/hard", "evaluation.sets.0.data")
     assert (hard.sampling.temperature, hard.sampling.max_response_tokens) == (0.7, 77)
     assert short.sampling.stop == hard.sampling.stop == ("END",)
+    assert short.sampling.stop_token_ids == hard.sampling.stop_token_ids == (5,)
 
 
 def test_a_set_may_have_an_interval_a_limit_and_a_reward_of_its_own():

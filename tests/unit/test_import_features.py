@@ -190,11 +190,12 @@ def test_engines_of_verl_hold_fp8(tmp_path: Path) -> None:
     assert config_of(found, tmp_path).rollout.dtype == "fp8"
 
 
-def test_ids_that_end_a_response_are_the_checkpoint_s_own_or_refused(tmp_path: Path) -> None:
+def test_ids_that_end_a_response_are_the_checkpoint_s_own_or_others_beside(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": [7, 8]}))
     assert "rollout-stop-token-ids" in [one.key for one in found_of("slime", STOP, tmp_path).leftovers]
-    with pytest.raises(ConfigError, match="end-of-sequence"):
-        found_of("slime", STOP + " 9", tmp_path)
+    found = config_of(found_of("slime", STOP + " 9", tmp_path), tmp_path)
+    assert found.rollout.sampling.stop_token_ids == (9,)
+    assert config_of(found_of("slime", STOP), tmp_path).rollout.sampling.stop_token_ids == (7, 8), "not at hand"
 
 
 def test_families_that_sglang_has_not_are_served_by_the_own_engine(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rltrain.config import schema
+from rltrain.roles.drawing import DrawingRole
 from rltrain.rollout.embedded.random_streams import mix64, random_streams, uniforms
 from rltrain.rollout.embedded.sampling import draw, invert_cdf, truncate
 from rltrain.rollout.engine import GreedyPlaces, SamplingParams
@@ -216,3 +219,10 @@ def test_rows_with_nan_are_drawn_without_failing_and_stay_visible() -> None:
     tokens, logprobs = draw(logits, uniforms(random_streams([1, 2, 3], CPU), zeros), sampling())
     assert int(tokens.min()) >= 0 and int(tokens.max()) < 5
     assert torch.isfinite(logprobs).tolist() == [True, False, True]
+
+
+def test_a_response_ends_at_the_checkpoint_s_tokens_a_turn_s_and_those_of_the_config():
+    job = SimpleNamespace(architecture=SimpleNamespace(eos_token_ids=(9, 4)))
+    role = SimpleNamespace(job=job, sessions=SimpleNamespace(end_tokens=frozenset({4, 6})))
+    params = DrawingRole.sampling_params(role, schema.Sampling(stop_token_ids=(9, 2, 6)))
+    assert params.stop_token_ids == (9, 4, 2, 6)
