@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from rltrain.data.preferences import Preferences
 
 
+def alone(values: "Tensor") -> "Tensor":
+    """What all replicas have, of one that has no others."""
+    return values
+
+
 USED_BY_ALL = frozenset({"overlong_penalty", "mask_truncated"})
 
 
@@ -129,8 +134,14 @@ class Algorithm:
         """
         raise NotImplementedError(f"algorithm {self.name} has no advantages")
 
-    def over_whole_step(self, experience: "Experience", total: Callable[["Tensor"], "Tensor"]) -> "Experience":
-        """A step's samples on this replica as they are trained on; `total` adds up a tensor over all replicas.
+    def over_whole_step(
+        self,
+        experience: "Experience",
+        total: Callable[["Tensor"], "Tensor"],
+        gathered: Callable[["Tensor"], "Tensor"] = alone,
+    ) -> "Experience":
+        """A step's samples on this replica as they are trained on; `total` adds up a tensor over all replicas,
+        `gathered` puts theirs [n] one behind the other, on each in the same order.
 
         Collective over: the actor's ranks.
         """

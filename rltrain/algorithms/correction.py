@@ -118,6 +118,7 @@ def ratios(experience: Experience, log_ratio: Tensor, level: schema.CorrectionLe
 def weights_of(experience: Experience, log_ratio: Tensor, correction: schema.Correction) -> tuple[Tensor, Tensor]:
     """[tokens] what the method makes of the ratios, and bool which are within its bounds. `log_ratio` [tokens] is 0
     outside the response."""
+    assert correction.high is not None, "without it there are no weights"
     ratio = ratios(experience, log_ratio, correction.level)
     inside = (ratio >= correction.low) & (ratio <= correction.high)
     if correction.method == "tis":

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rltrain.algorithms.algorithm import alone
 from rltrain.algorithms.group_relative import GroupRelative
 
 if TYPE_CHECKING:
@@ -31,7 +32,12 @@ class Gpg(GroupRelative):
     def needs_whole_step(self) -> bool:
         return True
 
-    def over_whole_step(self, experience: "Experience", total: "Callable[[Tensor], Tensor]") -> "Experience":
+    def over_whole_step(
+        self,
+        experience: "Experience",
+        total: Callable[["Tensor"], "Tensor"],
+        gathered: Callable[["Tensor"], "Tensor"] = alone,
+    ) -> "Experience":
         import torch
 
         from rltrain.algorithms.losses import of_response, response_lengths, sample_sums

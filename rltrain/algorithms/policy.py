@@ -19,7 +19,7 @@ from rltrain.algorithms.losses import (
     of_response,
     token_weights,
 )
-from rltrain.algorithms.policy_losses.registry import POLICY_LOSSES
+from rltrain.algorithms.policy_losses.registry import policy_loss_of
 from rltrain.algorithms.policy_losses.surrogate import ResponseTokens
 from rltrain.algorithms.teaching import teacher_distance
 from rltrain.config import schema
@@ -33,7 +33,7 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
     the loss holds a KL term. Where it has teacher_logprobs the distance from the `teacher` is reported and, if that
     says so, part of the loss. `correction.summarize` turns its metrics into reported ones.
     """
-    surrogate_of, old = POLICY_LOSSES[settings.policy], f"{settings.old_logprobs}_logprobs"
+    surrogate_of, old = policy_loss_of(settings), f"{settings.old_logprobs}_logprobs"
 
     def loss_function(experience: Experience, logprobs: Tensor, entropy: Tensor, *of_asked: Tensor) -> LossOutput:
         correction = corrected(experience, logprobs, settings)
@@ -43,7 +43,7 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
         if correction.weights is not None:
             per_token = per_token.masked_fill(correction.weights == 0, 0) * correction.weights
         weights = token_weights(correction.experience, settings.normalization, max_response_tokens)
-        loss = masked_sum(per_token, weights.factor)
+        loss = masked_sum(per_token, weights.factor) if surrogate.total is None else surrogate.total
         sums = {"pg_loss": loss}
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * masked_sum(entropy, weights.factor)

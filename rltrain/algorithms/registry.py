@@ -8,6 +8,7 @@ from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.gpg import Gpg
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
+from rltrain.algorithms.own import Own
 from rltrain.algorithms.pass_at_k import PassAtK
 from rltrain.algorithms.ppo import Ppo
 from rltrain.algorithms.reinforce_plus_plus import ReinforcePlusPlus
@@ -21,7 +22,7 @@ from rltrain.config.schema import Config
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
-        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg, Ppo),
+        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg, Ppo, Own),
         *(Distillation, Sft, Dpo, RewardModel, Evaluate),
     )
 }

@@ -136,12 +136,16 @@ class Dppo(Section):
     """What a ratio counts for at most. null: no bound."""
 
 
-PolicyLoss = Literal["clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geometric_mean", "dppo", "reinforce"]
+PolicyLoss = Literal[
+    "clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geometric_mean", "dppo", "reinforce", "own"
+]
 
 
 class Loss(Section):
     policy: PolicyLoss = "clip"
-    """docs/policy_losses.md has the equations."""
+    """docs/policy_losses.md has the equations. own: that of `function`."""
+    function: str | None = None
+    """Of policy own, "file.py:function" or "module:function": docs/policy_losses.md says how it is called."""
     clip_low: Positive = 0.2
     clip_high: Positive = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -169,6 +173,8 @@ class OverlongPenalty(Section):
 class Advantages(Section):
     """Which of the keys an algorithm looks at, docs/algorithms.md says."""
 
+    function: str | None = None
+    """Of algorithm own, "file.py:function" or "module:function": docs/algorithms.md says how it is called."""
     normalize_std: bool = True
     """Divide what is compared within a prompt by the standard deviation of its rewards."""
     gamma: Fraction = 1.0

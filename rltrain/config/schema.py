@@ -148,13 +148,15 @@ class Config(Section):
         "gdpo",
         "gpg",
         "ppo",
+        "own",
         "distillation",
         "sft",
         "dpo",
         "reward_model",
         "evaluate",
     ] = "grpo"
-    """evaluate: nothing is trained, model.path is evaluated (launch/evaluate.py)."""
+    """own: advantages.function says what advantages are. evaluate: nothing is trained, model.path is evaluated
+    (launch/evaluate.py)."""
     steps: Count
     seed: NonNegativeInt = 0
     output_dir: str = "runs/default"

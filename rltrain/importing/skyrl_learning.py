@@ -17,6 +17,7 @@ from rltrain.importing.conversions import (
     truth,
 )
 from rltrain.importing.registered_environments import entry_point_of
+from rltrain.importing.registered_functions import ADVANTAGES, LOSSES, function_of
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply
 
 T, G, ALG = "trainer.", "generator.", "trainer.algorithm."
@@ -77,7 +78,7 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         return
     name = str(keys.get(ALG + "advantage_estimator", "grpo"))
     if name not in ALGORITHMS:
-        out.differs(ALG + "advantage_estimator", name, "no algorithm here estimates advantages so")
+        _set_own_advantages(name, keys, out)
         return
     algorithm = ALGORITHMS[name]
     out.set("algorithm", algorithm, ALG + "advantage_estimator")
@@ -89,6 +90,23 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
     elif whitens:
         out.differs(ALG + "advantage_batch_normalize", True, f"advantages of {algorithm} are not normalised here")
     _set_returns(keys, out, algorithm)
+    _set_selection(keys, out)
+
+
+def _set_own_advantages(name: str, keys: SourceKeys, out: Translation) -> None:
+    """A name that the program registers."""
+    key = ALG + "advantage_estimator"
+    function = function_of(name, ADVANTAGES, str(keys.get("-m", "")), keys.folder)
+    if function is None:
+        out.differs(key, name, "no algorithm here estimates advantages so")
+        return
+    out.set("algorithm", "own", key)
+    out.set("advantages.function", function, f"{key}: the program registers it")
+    gamma, gae_lambda = real(keys.get(ALG + "gamma", 1.0)), real(keys.get(ALG + "lambd", 1.0))
+    out.set("advantages.gamma", gamma, ALG + "gamma")
+    out.set("advantages.gae_lambda", gae_lambda, ALG + "lambd, whose default is 1")
+    if truth(keys.get(ALG + "advantage_batch_normalize", False)):
+        out.differs(ALG + "advantage_batch_normalize", True, "advantages of one's own are taken as they are here")
     _set_selection(keys, out)
 
 
@@ -118,13 +136,24 @@ def _set_selection(keys: SourceKeys, out: Translation) -> None:
             out.set("batch.dynamic_sampling.max_drawn", float(most), ALG + "dynamic_sampling.max_sample_batches")
     elif selected not in NOTHING:
         out.differs(ALG + "dynamic_sampling.type", selected, "groups are drawn anew here, and none is repeated: filter")
-    if truth(keys.get(ALG + "zero_variance_filter", False)):
+    filters = truth(keys.get(ALG + "zero_variance_filter", False))
+    if filters and out.get("algorithm") == "own":
+        out.differs(ALG + "zero_variance_filter", True, "advantages of one's own may be others than 0 where it filters")
+    elif filters:
         out.leave(ALG + "zero_variance_filter", True, "groups with equal rewards have advantage 0")
 
 
 def set_loss(keys: SourceKeys, out: Translation) -> None:
     kind = str(keys.get(ALG + "policy_loss_type", "regular"))
-    if kind not in POLICIES:
+    own = None if kind in POLICIES else function_of(kind, LOSSES, str(keys.get("-m", "")), keys.folder)
+    if own is not None:
+        out.set("loss.policy", "own", ALG + "policy_loss_type")
+        out.set("loss.function", own, f"{ALG}policy_loss_type: the program registers it")
+        out.notes.append(
+            f"{ALG}policy_loss_type {kind}: {own} is called for each micro-batch, as there; these are cut by tokens "
+            "here (docs/policy_losses.md)"
+        )
+    elif kind not in POLICIES:
         out.differs(ALG + "policy_loss_type", kind, f"policy losses here are those of {', '.join(POLICIES)}")
     else:
         out.set("loss.policy", POLICIES[kind], ALG + "policy_loss_type")
@@ -206,6 +235,8 @@ def set_correction(keys: SourceKeys, out: Translation) -> None:
         out.set("loss.correction.level", str(level), prefix + "tis_ratio_type")
         out.set("loss.correction.high", real(high), prefix + "*_tis_ratio_clip_high")
     masks = _masks(keys, prefix)
+    if out.get("loss.policy") == "own" and (masks or level not in NOTHING):
+        out.differs(prefix + "*", "given", "a loss of one's own weighs its tokens itself")
     if masks:
         out.set(
             "loss.correction.masks", masks, prefix + "sequence_mask_metric, *_mask_*, outlier_token_*, token_mask_*"

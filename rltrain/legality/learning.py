@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.config.learning import Correction
 from rltrain.config.schema import Config, Loss
 
 
@@ -20,7 +21,10 @@ def _policy_problems(config: Config) -> Iterator[str]:
             f"loss.policy: got {loss.policy} with algorithm {algorithm.name}, which learns from no samples of its own "
             "and has no policy loss; expected the key to be left out"
         )
-    if loss.dual_clip is not None and loss.policy != "clip":
+    if (loss.policy == "own") != (loss.function is not None):
+        expected = "null" if loss.function else '"file.py:function" or "module:function"'
+        yield f"loss.function: got {loss.function} with loss.policy {loss.policy}; expected {expected}"
+    if loss.dual_clip is not None and loss.policy not in ("clip", "own"):
         yield (
             f"loss.dual_clip: got {loss.dual_clip} with loss.policy {loss.policy}; expected null: it is the "
             "second bound of loss.policy clip"
@@ -69,6 +73,10 @@ def _correction_problems(loss: Loss) -> Iterator[str]:
             f"loss.correction.normalize: got step with loss.old_logprobs {loss.old_logprobs}; expected mini_batch: "
             "weights are of the present log-probs, which every mini-batch changes"
         )
+    yield from _rejection_problems(correction)
+
+
+def _rejection_problems(correction: Correction) -> Iterator[str]:
     for number, bounds in enumerate(correction.masks):
         if bounds.low >= bounds.high:
             yield (

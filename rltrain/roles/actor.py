@@ -137,7 +137,7 @@ class Actor(TrainedRole):
     def update(self, step: int, chunk: int) -> Metrics:
         """One optimizer step per mini-batch and pass. Collective over: the actor's ranks."""
         start = time.perf_counter()
-        experience = self.algorithm.over_whole_step(self.batch.take(), self._total)
+        experience = self.algorithm.over_whole_step(self.batch.take(), self._total, self._gathered)
         if self.job.shape.accumulates_actor:
             updates = [self.model.step()]
         else:
@@ -197,6 +197,18 @@ class Actor(TrainedRole):
         totals = values.double() * self.grid.dp / len(self.grid.ranks)  # every rank of a replica has the same
         dist.all_reduce(totals, group=self.job.groups.cpu[self.grid.ranks])
         return totals
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] of all replicas, one behind the other. Collective over: the actor's ranks."""
+        group = self.job.groups.cpu[self.grid.ranks]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.grid.ranks]
+        dist.all_gather(sizes, torch.tensor([len(values)]), group=group)
+        padded = values.new_zeros(max(map(int, sizes)))
+        padded[: len(values)] = values
+        of_ranks = [torch.empty_like(padded) for _ in self.grid.ranks]
+        dist.all_gather(of_ranks, padded, group=group)
+        owners = [dist.get_group_rank(group, owner) for owner in self.grid.owners()]
+        return torch.cat([of_ranks[owner][: int(sizes[owner])] for owner in owners])
 
     def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():

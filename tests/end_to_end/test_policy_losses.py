@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 ONE_RANK = ("placement={'actor, reference, rollout, reward': 0}", "actor.parallel.tp=1", "data.eval=null", "steps=2")
 SMALL = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
 OF_SEQUENCES = "normalization: sequence_mean"
+OWN = f"{REPOSITORY}/tests/unit/user_learning.py:"
 LOSSES = {
     "clip": "dual_clip: 3.0, correction: {level: geometric, high: 2.0}",
     "gspo": f"{OF_SEQUENCES}, correction: {{method: mis, level: sequence, low: 0.5, high: 2.0, normalize: step}}",
@@ -21,6 +22,7 @@ LOSSES = {
     "kl_cov": "kl_cov: {ratio: 0.02}, kl: {coef: 0.05, unbiased: true}",
     "dppo": "dppo: {divergence: kl, ratio_max: 3.0}",
     "reinforce": "correction: {high: 2.0, normalize: mini_batch, masks: [{level: geometric, low: 0.9, high: 1.1}]}",
+    "own": f"function: {OWN}clipped",
     "geometric_mean": f"{OF_SEQUENCES}, clip_low: 0.4, clip_high: 0.4, correction: {{high: 2.0}}",
 }
 
@@ -35,10 +37,10 @@ def runs(warmed_up: Path, data_overrides: list[str], tmp_path_factory: pytest.Te
     """A folder with a run of each, one after the other in one process."""
     folder = tmp_path_factory.mktemp("policy_losses")
     common = [f"model.path={warmed_up}", data_overrides[0], *ONE_RANK, SMALL]
-    jobs = [
-        [*common, f"output_dir={folder / policy}", f"loss={{policy: {policy}, old_logprobs: {old_of(policy)}, {chosen}}}"]
-        for policy, chosen in LOSSES.items()
-    ]
+    jobs = []
+    for policy, chosen in LOSSES.items():
+        loss = f"loss={{policy: {policy}, old_logprobs: {old_of(policy)}, {chosen}}}"
+        jobs.append([*common, f"output_dir={folder / policy}", loss])
     train_in_turn(REPOSITORY / "configs/quickstart.yaml", jobs, folder, num_ranks=1)
     return folder
 

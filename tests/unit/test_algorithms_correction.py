@@ -171,7 +171,7 @@ def test_normalized_weights_have_mean_1(method: Any, level: Any, old: Any) -> No
     loss = schema.Loss(policy="reinforce", old_logprobs=old, correction=correction)
     parts = [in_double(SHAPE, seed) for seed in (0, 1)]
     present = [present_logprobs(part).detach() for part in parts]
-    bare = schema.Loss(policy="reinforce", old_logprobs=old, correction=correction.model_copy(update={"normalize": None}))
+    bare = loss.model_copy(update={"correction": correction.model_copy(update={"normalize": None})})
     pairs = list(zip(parts, present, strict=True))
     plans = [plain_correction(part, new, bare) for part, new in pairs]
     weights = []

@@ -158,6 +158,35 @@ def test_an_environment_is_found_where_the_program_registers_it(tmp_path: Path) 
         imported("skyrl", [str(script)])
 
 
+def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "main.py").write_text(
+        "from own.losses import steep\nimport registry as r\n"
+        "def halves(token_level_rewards, response_mask, index): raise SystemExit('run')\n"
+        "r.AdvantageEstimatorRegistry.register('halves', halves)\nr.OtherRegistry.register('steep', halves)\n"
+    )
+    (package / "losses.py").write_text("@register_policy_loss('steep')\ndef steep(log_probs): raise SystemExit\n")
+    script = package / "run.sh"
+    text = f"python -m own.main {ALG}advantage_estimator=halves {ALG}policy_loss_type=steep {ALG}lambd=0.9 "
+    text += "data.train_data=/data/a.parquet trainer.policy.model.path=/models/m trainer.max_training_steps=9 "
+    script.write_text(text + "trainer.epochs=null trainer.train_batch_size=64 trainer.policy_mini_batch_size=64 $@")
+    config = config_of(imported("skyrl", [str(script)]), tmp_path)
+    assert (config.algorithm, config.advantages.function) == ("own", "own.main:halves")
+    assert (config.advantages.gamma, config.advantages.gae_lambda) == (1.0, 0.9)
+    assert (config.loss.policy, config.loss.function) == ("own", "own.losses:steep")
+    for more, told in {
+        f"{ALG}off_policy_correction.tis_ratio_type=token": "a loss of one's own weighs its tokens itself",
+        f"{ALG}advantage_batch_normalize=true": "advantages of one's own are taken as they are",
+        f"{ALG}zero_variance_filter=true": "others than 0 where it filters",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            imported("skyrl", [str(script), more])
+    script.write_text(script.read_text().replace("policy_loss_type=steep", "policy_loss_type=nobodys"))
+    with pytest.raises(ConfigError, match="policy_loss_type: 'nobodys'"):
+        imported("skyrl", [str(script)])
+
+
 @pytest.mark.parametrize(
     ("framework", "more", "told"),
     [

@@ -51,6 +51,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "loss.correction.high: got 2.0 with loss.old_logprobs rollout and loss.correction.method tis; expected "
         "loss.old_logprobs: actor",
     ),
+    "a policy loss of one's own that is not named": (
+        {"loss": {"policy": "own"}},
+        'loss.function: got None with loss.policy own; expected "file.py:function" or "module:function"',
+    ),
+    "a function that nothing calls": (
+        {"loss": {"function": "a.py:b"}},
+        "loss.function: got a.py:b with loss.policy clip; expected null",
+    ),
     "a mean of no weights": (
         {"loss": {"correction": {"normalize": "step"}}},
         "loss.correction.normalize: got step without loss.correction.high",

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "sandbox": ("errors",),
     "data": (*BASE, "chat"),
     "rewards": (*BASE, "sandbox", "system"),
-    "algorithms": (*BASE, "data"),
+    "algorithms": (*BASE, "data", "rewards.locating"),
     "system": ("errors",),
     "environments": (*BASE, "rewards", "sandbox", "system"),
     "cluster": (*BASE, "system.threads"),

@@ -45,3 +45,5 @@ class Surrogate:
     """[tokens] of which the policy loss is a weighted sum; without meaning outside the response."""
     shares: dict[str, Tensor] = field(default_factory=dict)
     """[tokens] bool, no gradient: metrics that are shares of the response tokens, of the same names in every call."""
+    total: Tensor | None = None
+    """Scalar: the weighted sum itself, where it is not known of tokens."""
