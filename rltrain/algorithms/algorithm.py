@@ -40,6 +40,8 @@ class Algorithm:
     """Whether anything is trained; otherwise the run is one evaluation of model.path."""
     per_token: ClassVar[bool] = False
     """Whether the tokens of a response have advantages of their own."""
+    needs_actor_squares: ClassVar[bool] = False
+    """Whether the actor's evaluation of the samples before its first update is to give actor_squares as well."""
     uses: ClassVar[frozenset[str]] = frozenset()
     """Keys of section advantages that change what it does, beside those of every algorithm (USED_BY_ALL)."""
 

@@ -29,7 +29,7 @@ class OwnFunction:
         return all(name in self.parameters for name in names)
 
     def require_known(self, forms: Sequence[Sequence[str]], known: Sequence[str]) -> None:
-        """ConfigError unless it has the parameters of one of the forms, and without a default only such as are known."""
+        """ConfigError unless it has the parameters of one of the forms, and without a default only known ones."""
         if not any(self.takes(names) for names in forms):
             expected = " or ".join(f"({', '.join(names)})" for names in forms)
             raise self.error(f"takes ({', '.join(self.parameters)}); expected parameters {expected}")

@@ -8,6 +8,7 @@ from rltrain.algorithms.gdpo import Gdpo
 from rltrain.algorithms.gpg import Gpg
 from rltrain.algorithms.grpo import Grpo
 from rltrain.algorithms.maxrl import MaxRl
+from rltrain.algorithms.optimal_token_baseline import OptimalTokenBaseline
 from rltrain.algorithms.own import Own
 from rltrain.algorithms.pass_at_k import PassAtK
 from rltrain.algorithms.ppo import Ppo
@@ -22,7 +23,8 @@ from rltrain.config.schema import Config
 ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
-        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg, Ppo, Own),
+        *(Grpo, Rloo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, MaxRl, PassAtK, Gdpo, Gpg),
+        *(OptimalTokenBaseline, Ppo, Own),
         *(Distillation, Sft, Dpo, RewardModel, Evaluate),
     )
 }

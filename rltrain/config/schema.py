@@ -147,6 +147,7 @@ class Config(Section):
         "pass_at_k",
         "gdpo",
         "gpg",
+        "optimal_token_baseline",
         "ppo",
         "own",
         "distillation",

@@ -48,6 +48,7 @@ FIELDS: dict[str, tuple[torch.dtype, Extent]] = {
     "teacher_top_logprobs": (torch.float32, "token"),
     "routed_experts": (torch.int8, "token"),
     "weight_means": (torch.float32, "sample"),
+    "actor_squares": (torch.float32, "token"),
 }
 
 WIDE = frozenset(
@@ -119,6 +120,8 @@ class Experience:
     memory wherever the other fields of a micro-batch are. Where this is there routers choose no others."""
     weight_means: Tensor = field(default_factory=_absent)
     """[samples] what loss.correction divides the sample's weights by."""
+    actor_squares: Tensor = field(default_factory=_absent)
+    """[tokens] sum of the squares of the actor's probabilities of all tokens in the token's place."""
 
     def __post_init__(self) -> None:
         for name in FIELDS:

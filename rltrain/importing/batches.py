@@ -21,6 +21,7 @@ ALGORITHMS = {
     "maxrl": "maxrl",
     "gdpo": "gdpo",
     "gpg": "gpg",
+    "optimal_token_baseline": "optimal_token_baseline",
     "grpo_passk": "pass_at_k",
 }
 WITHOUT_COMPARISON = ("reinforce_plus_plus", "ppo", "remax")

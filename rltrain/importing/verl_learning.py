@@ -70,6 +70,8 @@ def set_algorithm(keys: SourceKeys, out: Translation) -> None:
         out.set("advantages.whiten", True, "verl whitens always")
     if algorithm == "gpg":
         out.set("advantages.scale_by", "rewarded", "algorithm.adv_estimator: verl counts rewards that are not 0")
+    if algorithm == "optimal_token_baseline" and not truth(keys.get(A + "calculate_sum_pi_squared", False)):
+        raise UntranslatableError(f"{name} requires {A}calculate_sum_pi_squared=True")
     gamma, gae_lambda = real(keys.get("algorithm.gamma", 1.0)), real(keys.get("algorithm.lam", 1.0))
     if algorithm in DISCOUNTED and gamma != 1:
         out.set("advantages.gamma", gamma, "algorithm.gamma")

@@ -109,6 +109,7 @@ HARMLESS = {
     "actor_rollout_ref.*.optim.lr_warmup_init": "from 0",
     "actor_rollout_ref.*.optim.total_training_steps": "the whole run",
     "actor_rollout_ref.actor.use_prefix_grouper": SPEED,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": "of metrics alone",
     "actor_rollout_ref.actor.shuffle": "mini-batches keep the order in which prompts were drawn",
     "actor_rollout_ref.actor.kl_loss_*": "no penalty",
     "actor_rollout_ref.actor.clip_ratio": "clip_ratio_low and clip_ratio_high say it",

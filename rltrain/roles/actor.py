@@ -83,6 +83,11 @@ class Actor(TrainedRole):
                 scored.experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
             )
             scored = scored.with_fields(actor_logprobs=logprobs, routed_experts=routed)
+        elif self.algorithm.needs_actor_squares:
+            logprobs, squares = self.model.evaluate_squares(
+                scored.experience, max_tokens=self.config.actor.micro_batch_tokens, temperature=self.temperature
+            )
+            scored = scored.with_fields(actor_logprobs=logprobs, actor_squares=squares)
         else:
             scored = scored.with_fields(actor_logprobs=self.logprobs(scored.experience))
         self.shipments["scored", step, chunk] = scored

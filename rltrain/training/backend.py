@@ -85,6 +85,14 @@ class Model(Protocol):
         """
         ...
 
+    def evaluate_squares(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """What `evaluate` gives, and [tokens] in the place of each token the sum of the squares of all tokens'
+        probabilities. Of a model with a vocabulary's head. Collective over: this replica.
+        """
+        ...
+
     def distributions(
         self, experience: Experience, *, count: int, max_tokens: int, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.data.experience import Experience
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
-from rltrain.training.objective import OBJECTIVES, PackedModel, likeliest_tokens
+from rltrain.training.objective import OBJECTIVES, PackedModel, likeliest_tokens, squared_probabilities
 from rltrain.training.packing import MicroBatch
 
 Outputs = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -61,6 +61,19 @@ class Evaluable(ABC):
         empty = [torch.zeros(num_tokens), ids, torch.zeros(num_tokens, count)]
         logprobs, top_ids, top_logprobs = self._evaluate(experience, max_tokens, outputs, empty, self.forward)
         return logprobs, top_ids, top_logprobs
+
+    def evaluate_squares(
+        self, experience: Experience, *, max_tokens: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over: this replica."""
+
+        def outputs(batch: MicroBatch, of_tokens: Tensor) -> tuple[Tensor, ...]:
+            logprobs = self.objective.token_outputs(self.model, batch, of_tokens, temperature)[0]
+            return logprobs, squared_probabilities(self.model, batch, of_tokens, temperature)
+
+        empty = [torch.zeros(experience.num_tokens), torch.zeros(experience.num_tokens)]
+        logprobs, squares = self._evaluate(experience, max_tokens, outputs, empty, self.forward)
+        return logprobs, squares
 
     def evaluate_routing(
         self, experience: Experience, *, max_tokens: int, temperature: float = 1.0

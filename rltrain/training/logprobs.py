@@ -101,6 +101,26 @@ def vocab_parallel_top(
     return their_ids.gather(1, best.indices), best.values - (maximum + exp_sum.log())[:, None]
 
 
+@torch.no_grad()
+def vocab_parallel_squares(logits: Logits, *, vocab_size: int, temperature: float, group: dist.ProcessGroup) -> Tensor:
+    """[rows] fp32 sum of the squares of all tokens' probabilities: how likely two draws are the same token.
+
+    Collective over: the tensor-parallel group (one all-gather).
+    """
+    _, num_valid = logits.valid_columns(vocab_size, group)
+    own = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.states.device)
+    own[0] = ABSENT
+    for rows in logits.chunks() if num_valid else ():
+        scaled = logits[rows][:, :num_valid].float() / temperature
+        own[0, rows] = scaled.amax(1)
+        exponentials = (scaled - own[0, rows, None]).exp()
+        own[1, rows], own[2, rows] = exponentials.sum(1), exponentials.square().sum(1)
+    maxima, exp_sums, square_sums = _gather(own, group).unbind(1)
+    weight = (maxima - maxima.amax(0)).exp()
+    squares: Tensor = (weight.square() * square_sums).sum(0) / (weight * exp_sums).sum(0).square()
+    return squares
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     """Saves what the logits are made of (no copy), the labels [rows, n] and two numbers per row; recomputes the rest
     backward."""

@@ -11,7 +11,7 @@ from rltrain.algorithms.divergence import asked_tokens
 from rltrain.data.experience import Experience
 from rltrain.models.architecture import Architecture, Head
 from rltrain.training.gathered_rows import of_all_tokens
-from rltrain.training.logprobs import Logits, vocab_parallel_logprobs, vocab_parallel_top
+from rltrain.training.logprobs import Logits, vocab_parallel_logprobs, vocab_parallel_squares, vocab_parallel_top
 from rltrain.training.packing import MicroBatch
 
 
@@ -69,6 +69,18 @@ def likeliest_tokens(
         group=model.pg_collection.tp,
     )
     return at_drawn(model, batch, ids), at_drawn(model, batch, logprobs)
+
+
+def squared_probabilities(model: PackedModel, batch: MicroBatch, outputs: Tensor, temperature: float) -> Tensor:
+    """[tokens] in the place of every token the sum of the squares of all tokens' probabilities, 0 at a sample's first
+    one. Collective over: the tensor- and context-parallel groups."""
+    squares = vocab_parallel_squares(
+        model.logits_of(outputs),
+        vocab_size=model.architecture.vocab_size,
+        temperature=temperature,
+        group=model.pg_collection.tp,
+    )
+    return at_drawn(model, batch, squares)
 
 
 def at_drawn(model: PackedModel, batch: MicroBatch, of_rows: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ def test_skyrls_rollout_is_is_reinforce_weighed_against_the_engine(tmp_path: Pat
             {"data.chat_template_args": {"enable_thinking": False}},
         ),
         ("verl", LOSS + "gpg algorithm.adv_estimator=gpg", {"loss.policy": "reinforce", "algorithm": "gpg"}),
+        (
+            "verl",
+            "algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+            {"algorithm": "optimal_token_baseline"},
+        ),
         ("verl", "algorithm.adv_estimator=gpg", {"advantages.scale_by": "rewarded", "loss.policy": "clip"}),
         (
             "verl",
@@ -194,6 +199,7 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
         ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "weighs by the same ratio already"),
         ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "losses of bypass_mode are ppo_clip and reinforce"),
         ("verl", TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk"), "forward_kl_topk"),
+        ("verl", "algorithm.adv_estimator=optimal_token_baseline", "requires actor_rollout_ref.actor.calculate_sum_pi_squared"),
         ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses"),
     ],
 )

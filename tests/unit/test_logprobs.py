@@ -206,3 +206,21 @@ def test_the_likeliest_tokens_are_found_over_all_shards(
         for ids, logprobs in threads.map(found_by, range(tp)):
             torch.testing.assert_close(logprobs, expected.values, rtol=1e-5, atol=1e-5)
             assert torch.equal(ids, expected.indices)
+
+
+@pytest.mark.parametrize(("tp", "vocab_size"), [(1, 15), (2, 15), (4, 6), (8, 3)])
+def test_squared_probabilities_equal_softmax(tp: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a shard has padding alone, and where rows are looked at in chunks."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32)
+    logits = 4 * torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(0)) + 100
+    expected = torch.softmax(logits[:, :vocab_size].double() / 0.7, dim=1).square().sum(1)
+    monkeypatch.setattr(module, "_gather", Gathering(tp).gather)
+
+    def of_rank(rank: int) -> Tensor:
+        shard: Any = logits.chunk(tp, dim=1)[rank]
+        group: Any = Member(rank)
+        return module.vocab_parallel_squares(Logits(shard), vocab_size=vocab_size, temperature=0.7, group=group)
+
+    with ThreadPoolExecutor(tp) as threads:
+        for found in threads.map(of_rank, range(tp)):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)

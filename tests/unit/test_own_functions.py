@@ -99,7 +99,8 @@ def parts_of_step() -> list[Experience]:
     shapes = ([(1, 3), (2, 1)], [(1, 2), (1, 4)], [(2, 2), (1, 5)])
     ids = (torch.tensor([4, 5]), torch.tensor([0, 1]), torch.tensor([2, 3]))
     made = [
-        packed_experience(shape, len(shape)).with_fields(sample_ids=own) for shape, own in zip(shapes, ids, strict=True)
+        packed_experience(shape, int(own[0])).with_fields(sample_ids=own)
+        for shape, own in zip(shapes, ids, strict=True)
     ]
     return [join(made[:2]), made[2]]
 
