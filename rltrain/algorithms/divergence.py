@@ -31,13 +31,20 @@ def divergence_from(role: str, experience: Experience, of_asked: Sequence[Tensor
 
     `of_asked` holds the policy's log-probs of `asked_tokens`, or nothing where there are none. Gradients flow to them.
     """
+    both = told_of(role, experience, of_asked)
+    return None if both is None else reverse_kl(*both)
+
+
+def told_of(role: str, experience: Experience, of_asked: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """[tokens, k] log-probs of the role's likeliest tokens, the policy's and the role's, 0 outside the response; None
+    where the role left no distribution. `of_asked` as in divergence_from."""
     telling = _telling(experience)
     if role not in telling:
         return None
     theirs = [getattr(experience, f"{other}_top_logprobs") for other in telling]
     mine = torch.split(of_asked[0], [logprobs.shape[1] for logprobs in theirs], dim=1)
     outside, number = ~experience.response_mask[:, None], telling.index(role)
-    return reverse_kl(mine[number].masked_fill(outside, 0), theirs[number].masked_fill(outside, 0))
+    return mine[number].masked_fill(outside, 0), theirs[number].masked_fill(outside, 0)
 
 
 def _telling(experience: Experience) -> list[str]:
@@ -53,5 +60,24 @@ def reverse_kl(policy: Tensor, other: Tensor) -> Tensor:
     both. It is a lower bound of the KL over the whole vocabulary, and equal to it where the k tokens are all.
     """
     over_tokens = (policy.exp() * (policy - other)).sum(1)
-    rest, its_rest = (torch.clamp(1 - logprobs.exp().sum(1), min=MIN_REST) for logprobs in (policy, other))
+    rest, its_rest = _rest(policy), _rest(other)
     return over_tokens + rest * (rest.log() - its_rest.log())
+
+
+def forward_kl(policy: Tensor, other: Tensor, *, rest: bool = True, min_logprob: float | None = None) -> Tensor:
+    """[tokens] sum of q (log q - log p), q the other's: as `reverse_kl` with the two changed over.
+
+    Without `rest` over the k tokens alone, at least 0. Log-probs below `min_logprob` count as it.
+    """
+    if min_logprob is not None:
+        policy, other = policy.clamp(min=min_logprob), other.clamp(min=min_logprob)
+    over_tokens = (other.exp() * (other - policy)).sum(1)
+    if not rest:
+        return over_tokens.clamp(min=0)
+    its_rest = _rest(other)
+    return over_tokens + its_rest * (its_rest.log() - _rest(policy).log())
+
+
+def _rest(logprobs: Tensor) -> Tensor:
+    """[tokens] probability of all other tokens together."""
+    return torch.clamp(1 - logprobs.exp().sum(1), min=MIN_REST)

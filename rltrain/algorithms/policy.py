@@ -52,7 +52,7 @@ def policy_loss(settings: schema.Loss, max_response_tokens: int, teacher: schema
             loss = loss + settings.kl.coef * sums["kl_loss"]
         token_means, maxima = _metrics(experience, logprobs.detach(), old)
         if teacher and experience.has("teacher_logprobs"):
-            distance, token_means["teacher_kl"] = teacher_distance(experience, logprobs, of_asked)
+            distance, token_means["teacher_kl"] = teacher_distance(experience, logprobs, of_asked, teacher)
             if teacher.where == "loss":
                 sums["teacher_loss"] = masked_sum(distance, weights.factor)
                 loss = loss + teacher.coef * sums["teacher_loss"]

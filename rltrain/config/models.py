@@ -258,10 +258,19 @@ class Teacher(Evaluating):
     """advantage: a token's is lowered by how much likelier it is to the actor than to the teacher, which is a drawn
     estimate of the reverse KL. loss: the reverse KL is a term of the loss."""
     max_distance: Positive | None = None
-    """where: advantage: of a token no larger distance counts, in either direction. null: no bound."""
+    """Of a token no larger distance counts, with where: advantage in either direction. null: no bound. With where: loss
+    it needs top_k, and a token beyond it has no gradient."""
     top_k: NonNegativeInt | Literal["full"] = 0
-    """where: loss: the reverse KL is taken over as many tokens, those that are likeliest to the teacher, all others
-    being one more outcome; full: over the whole vocabulary. 0: it is estimated from the drawn token."""
+    """where: loss: the KL is taken over as many tokens, those that are likeliest to the teacher, all others being one
+    more outcome; full: over the whole vocabulary. 0: it is estimated from the drawn token."""
+    kl: Literal["reverse", "forward"] = "reverse"
+    """reverse: KL(actor || teacher). forward: KL(teacher || actor), with where: loss and top_k."""
+    rest: bool = True
+    """forward: whether all other tokens are one more outcome. false: it is the sum over top_k alone, 0 where that is
+    negative, as verl has it."""
+    min_logprob: Annotated[float, Field(lt=0)] | None = None
+    """forward: log-probs below, the teacher's and the actor's, count as this, so that a token which the actor finds all
+    but impossible has no gradient. null: none do."""
 
     @property
     def checkpoints(self) -> dict[str, str]:

@@ -6,6 +6,8 @@ from rltrain.importing.translation import SourceKeys, Translation, Untranslatabl
 PREFIX = "distillation."
 LOSS = PREFIX + "distillation_loss."
 TEACHERS = PREFIX + "teacher_models."
+MAX_LOSS = 10.0
+FORWARD = "forward_kl_topk"
 DRAWN = ("kl", "k1")
 """Distances that are, as an advantage, log p - log q of the drawn token."""
 SPEED = "of the server that the teacher is there, and a model that is evaluated here"
@@ -33,6 +35,9 @@ def set_teacher(keys: SourceKeys, out: Translation) -> None:
 
 def _set_distance(keys: SourceKeys, out: Translation) -> None:
     mode, by_gradient = str(keys.get(LOSS + "loss_mode", "k3")), truth(keys.get(LOSS + "use_policy_gradient", False))
+    if mode == FORWARD and not by_gradient:
+        _set_forward(keys, out)
+        return
     out.set("teacher.where", "advantage", LOSS + "use_policy_gradient")
     if mode not in DRAWN or not by_gradient:
         reason = "k1 with use_policy_gradient is teacher.where advantage; of others docs/roles.md has what is there"
@@ -40,12 +45,30 @@ def _set_distance(keys: SourceKeys, out: Translation) -> None:
     elif out.get("batch.mini_batches") * out.get("batch.epochs") > 1:
         reason = "by the weights of each mini-batch there, of the step's start here: the same for one mini-batch"
         out.differs(LOSS + "use_policy_gradient", True, reason)
-    bound = keys.get(LOSS + "loss_max_clamp")
+    bound = keys.get(LOSS + "loss_max_clamp", MAX_LOSS)
     if bound not in NOTHING:
-        out.set("teacher.max_distance", real(bound), LOSS + "loss_max_clamp")
+        out.set("teacher.max_distance", real(bound), f"{LOSS}loss_max_clamp, by default {MAX_LOSS}")
     for key in ("topk", "log_prob_min_clamp"):
         if LOSS + key in keys:
             out.leave(LOSS + key, keys.get(LOSS + key), "of losses over several tokens")
+
+
+def _set_forward(keys: SourceKeys, out: Translation) -> None:
+    """A term of the loss over the teacher's likeliest tokens, in the place of the policy loss with all its terms."""
+    out.set("teacher.where", "loss", LOSS + "use_policy_gradient: off")
+    out.set("teacher.kl", "forward", LOSS + "loss_mode")
+    out.set("teacher.rest", False, LOSS + "loss_mode: the sum over topk tokens alone")
+    out.set("teacher.top_k", count(keys.get(LOSS + "topk", 128)), LOSS + "topk, by default 128")
+    bounds = (("loss_max_clamp", "max_distance", MAX_LOSS), ("log_prob_min_clamp", "min_logprob", -10.0))
+    for key, path, default in bounds:
+        bound = keys.get(LOSS + key, default)
+        if bound not in NOTHING:
+            out.set(f"teacher.{path}", real(bound), f"{LOSS}{key}, by default {default}")
+    for key in ("use_chunked_topk", "chunked_topk_chunk_size"):
+        if LOSS + key in keys:
+            out.leave(LOSS + key, keys.get(LOSS + key), "of memory")
+    for path in [path for path in out.settings if path.startswith(("loss.kl.", "loss.entropy_coef"))]:
+        del out.settings[path]
 
 
 def _set_models(keys: SourceKeys, out: Translation) -> None:

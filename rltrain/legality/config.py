@@ -170,11 +170,20 @@ def _teacher_problems(config: Config) -> Iterator[str]:
         yield "teacher.path: got none, and placement has role teacher; expected the checkpoint of a model to learn from"
     if teacher.path and not is_placed:
         yield "placement.teacher: the role is not placed, but teacher.path names a model; expected teacher: ranks"
-    if teacher.max_distance is not None and teacher.where == "loss":
+    if teacher.max_distance is not None and teacher.where == "loss" and not teacher.top_k:
         yield (
-            f"teacher.max_distance: got {teacher.max_distance} with teacher.where loss; expected teacher.where: "
-            "advantage, where it bounds a token's distance, or null"
+            f"teacher.max_distance: got {teacher.max_distance} with teacher.where loss and teacher.top_k 0, an "
+            "estimate; expected teacher.where: advantage, or teacher.top_k, whose distances it bounds, or null"
         )
+    if teacher.kl == "forward" and (teacher.where != "loss" or not teacher.top_k):
+        yield (
+            f"teacher.kl: got forward with teacher.where {teacher.where} and teacher.top_k {teacher.top_k}; expected "
+            "teacher.where: loss and tokens of the teacher's, such as teacher.top_k: 64: what the actor draws tells "
+            "nothing of it"
+        )
+    for key, default in (("rest", True), ("min_logprob", None)):
+        if teacher.kl == "reverse" and (value := getattr(teacher, key)) != default:
+            yield f"teacher.{key}: got {value} with teacher.kl reverse; expected teacher.kl: forward, or no such key"
     if teacher.top_k and teacher.where == "advantage":
         yield (
             f"teacher.top_k: got {teacher.top_k} with teacher.where advantage, which is of the drawn token; expected "

@@ -1,5 +1,6 @@
 """The distance from a teacher against the exact divergence, as advantages and in the loss, by gradient too."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rltrain.algorithms.distillation import Distillation
-from rltrain.algorithms.divergence import asked_tokens, divergence_from, reverse_kl
+from rltrain.algorithms.divergence import asked_tokens, divergence_from, forward_kl, reverse_kl
 from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.teaching import with_teacher_advantages
 from rltrain.config.schema import Config, Loss, Teacher
@@ -52,6 +53,30 @@ def test_over_the_likeliest_tokens_it_is_that_of_these_and_all_others_as_one(cou
     assert bool((found <= whole + 1e-9).all()) and bool((found > 0).all())
 
 
+@pytest.mark.parametrize("count", [1, 3, VOCAB])
+@pytest.mark.parametrize("min_logprob", [None, -2.0])
+@pytest.mark.parametrize("rest", [True, False])
+def test_the_forward_kl_is_written_out_by_value_and_gradient(count: int, min_logprob: float | None, rest: bool) -> None:
+    logits, teacher = distributions(9, seed=count)
+    actor, top = logits.log_softmax(1), teacher.topk(count, dim=1)
+    found = forward_kl(actor.gather(1, top.indices), top.values, rest=rest, min_logprob=min_logprob)
+    least = -math.inf if min_logprob is None else min_logprob
+    rows = []
+    for row in range(9):
+        pairs = [
+            (actor[row, token].clamp(min=least), teacher[row, token].clamp(min=least)) for token in top.indices[row]
+        ]
+        total = sum(q.exp() * (q - p) for p, q in pairs)
+        p, q = (torch.clamp(1 - sum(pair[side].exp() for pair in pairs), min=1e-5) for side in (0, 1))
+        rows.append(total + q * (q / p).log() if rest else total * (total > 0))
+    expected = torch.stack(rows)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(values.sum(), logits, retain_graph=True)[0] for values in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    if count == VOCAB and min_logprob is None:
+        torch.testing.assert_close(found, (teacher.exp() * (teacher - actor)).sum(1))
+
+
 def with_teacher(experience: Experience, top_k: int = 0) -> Experience:
     torch.manual_seed(1)
     num_tokens = experience.num_tokens
@@ -71,6 +96,29 @@ def test_an_advantage_is_lowered_by_how_much_likelier_its_token_is_to_the_actor(
         distance = inside * float(experience.actor_logprobs[token] - experience.teacher_logprobs[token])
         assert float(taught[token]) == pytest.approx(0.5 - 0.3 * distance, abs=1e-6)
         assert float(bounded[token]) == pytest.approx(0.5 - 0.3 * min(max(distance, -0.2), 0.2), abs=1e-6)
+
+
+FORWARD = {"where": "loss", "top_k": 4, "kl": "forward", "rest": False, "min_logprob": -3.0, "max_distance": 0.6}
+
+
+@pytest.mark.parametrize("shape", [[(2, 3), (1, 5)], []])
+def test_the_forward_kl_is_a_bounded_term_of_the_loss(shape: list[tuple[int, int]]) -> None:
+    experience = with_teacher(packed_experience(shape), 4)
+    experience = experience.with_fields(advantages=torch.zeros(experience.num_tokens))
+    logits = torch.randn(experience.num_tokens, VOCAB, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    asked = logits.log_softmax(1).gather(1, experience.teacher_top_ids)
+    inside = experience.response_mask
+    arguments = experience, logits.log_softmax(1)[:, 0], torch.zeros(experience.num_tokens), asked
+    found = policy_loss(Loss(), 1, Teacher(coef=0.7, **FORWARD))(*arguments)  # type: ignore[arg-type]
+    top = experience.teacher_top_logprobs[inside]
+    distances = forward_kl(asked[inside], top, rest=False, min_logprob=-3.0)
+    assert not shape or (distances > 0.6).any() and (distances < 0.6).any()
+    expected = 0.7 * distances.clamp(max=0.6).sum()
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (found.loss, expected))
+    )
+    assert found.token_sums["teacher_kl"].item() == pytest.approx(expected.item() / 0.7)
 
 
 @pytest.mark.parametrize("settings", [{"where": "loss"}, {"where": "loss", "top_k": 4}, {"where": "advantage"}])

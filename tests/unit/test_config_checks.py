@@ -13,6 +13,7 @@ from rltrain.legality.architecture import check_against_architecture
 from rltrain.legality.config import check_config
 from tests.model_shards import MOE, tiny_architecture
 
+TAUGHT = {"algorithm": "distillation", "placement": {"actor": 0, "teacher": 1, "rollout,reward": "2-3"}}
 GRPO = {"actor,reference": "0-1", "rollout,reward": "2-3"}
 DPO = {"actor,reference": 0}
 PPO = {"algorithm": "ppo", "placement": {"actor,critic": "0-1", "rollout,reward": "2-3"}}
@@ -219,6 +220,18 @@ def test_roles_that_are_missing_useless_or_unknown_are_refused(sections, expecte
                 "loss": {"kl": {"coef": 0.1, "where": "reward"}},
             },
             "loss.kl.where: got reward; expected loss: algorithm distillation does not learn from rewards",
+        ),
+        (
+            TAUGHT | {"teacher": {"path": "m", "kl": "forward"}},
+            "teacher.kl: got forward with teacher.where advantage and teacher.top_k 0; expected teacher.where: loss",
+        ),
+        (
+            TAUGHT | {"teacher": {"path": "m", "where": "loss", "top_k": 4, "rest": False}},
+            "teacher.rest: got False with teacher.kl reverse; expected teacher.kl: forward",
+        ),
+        (
+            TAUGHT | {"teacher": {"path": "m", "where": "loss", "max_distance": 1.0}},
+            "teacher.max_distance: got 1.0 with teacher.where loss and teacher.top_k 0, an estimate",
         ),
         (
             {"algorithm": "remax", "env": {"agent": {"command": ["a"]}}, "placement": GRPO | {"env": 4}},

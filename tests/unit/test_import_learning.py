@@ -103,6 +103,20 @@ def test_a_teacher_of_verl_has_ranks_of_its_own(tmp_path: Path) -> None:
     assert teacher.parallel is not None and teacher.parallel.tp == 2
 
 
+def test_verls_forward_kl_is_a_term_of_the_loss(tmp_path: Path) -> None:
+    """In the place of the policy loss, with the bounds that verl has by default, and no other term."""
+    forward = TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk").replace("gradient=True", "gradient=False")
+    penalized = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.entropy_coeff=0.1 "
+    config = config_of(found_of("verl", forward + penalized), tmp_path)
+    teacher = config.teacher
+    assert (teacher.where, teacher.kl, teacher.rest, teacher.top_k) == ("loss", "forward", False, 128)
+    assert (teacher.max_distance, teacher.min_logprob, teacher.coef) == (10.0, -10.0, 1.0)
+    assert (config.algorithm, config.loss.kl.coef, config.loss.entropy_coef) == ("distillation", 0, 0)
+    named = forward.replace("loss_max_clamp=10.0", "loss_max_clamp=null")
+    teacher = config_of(found_of("verl", named + "distillation.distillation_loss.topk=32"), tmp_path).teacher
+    assert (teacher.max_distance, teacher.top_k) == (None, 32)
+
+
 def test_teachers_of_skyrl_and_slime(tmp_path: Path) -> None:
     program = "-m examples.train.on_policy_distillation.main_on_policy_distill"
     more = f"{program} {ALG}advantage_estimator=no_op {ALG}policy_loss_type=importance_sampling"
@@ -199,7 +213,7 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
         ("skyrl", ROLLOUT_IS + f"{ALG}off_policy_correction.tis_ratio_type=token", "weighs by the same ratio already"),
         ("verl", f"{BYPASS}{CORRECTION}loss_type=of_nobody", "losses of bypass_mode are ppo_clip and reinforce"),
         ("verl", TEACHER.replace("loss_mode=k1", "loss_mode=forward_kl_topk"), "forward_kl_topk"),
-        ("verl", "algorithm.adv_estimator=optimal_token_baseline", "requires actor_rollout_ref.actor.calculate_sum_pi_squared"),
+        ("verl", "algorithm.adv_estimator=optimal_token_baseline", "_baseline requires actor_rollout_ref.actor."),
         ("verl", TEACHER.replace("use_task_rewards=False", "use_task_rewards=True"), "two losses"),
     ],
 )
