@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from rltrain.algorithms.kl import kl_estimate
-from rltrain.algorithms.losses import LossFunction, LossOutput, masked_sum, of_response
+from rltrain.algorithms.losses import LossFunction, LossOutput, SharedLoss, masked_sum, of_response
 from rltrain.data.experience import Experience
 
 SHARE, DIFFERENCE, KL = "fresh_tokens", "fresh_logprob_abs_diff", "fresh_kl"
@@ -16,7 +16,8 @@ METRICS = frozenset({SHARE, DIFFERENCE, KL})
 
 
 def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
-    """A policy's loss function that also sums METRICS over the tokens whose policy version is `step`."""
+    """A policy's loss function, samples counting for as much in it, that also sums METRICS over the tokens whose policy
+    version is `step`."""
 
     def measured(experience: Experience, logprobs: Tensor, *others: Any) -> LossOutput:
         output = loss_function(experience, logprobs, *others)
@@ -30,7 +31,7 @@ def measuring_parity(loss_function: LossFunction, step: int) -> LossFunction:
         }
         return replace(output, token_sums={**output.token_sums, **sums})
 
-    return measured
+    return replace(loss_function, function=measured) if isinstance(loss_function, SharedLoss) else measured
 
 
 def summarize(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.losses import LossOutput
+from rltrain.algorithms.losses import LossOutput, sample_shares, token_weights
 from rltrain.algorithms.parity import measuring_parity, summarize
-from rltrain.config.schema import Checks
+from rltrain.algorithms.policy import policy_loss
+from rltrain.config.schema import Checks, Loss
 from rltrain.data.experience import Experience
 from rltrain.errors import ConfigError, ParityError
 from rltrain.legality.config import check_config
@@ -51,6 +52,16 @@ def test_without_such_tokens_nothing_is_said() -> None:
     assert measured(experience, experience.actor_logprobs, step=7).keys() == {"fresh_tokens", "entropy"}
     empty = experience.select(torch.zeros(0, dtype=torch.int64))
     assert measured(empty, torch.zeros(0), step=0)["fresh_tokens"] == 0
+
+
+def test_samples_count_for_as_much_as_in_the_loss_that_is_measured() -> None:
+    """Losses that routers add are divided by the same divisor."""
+    experience = packed_experience(SHAPE)
+    for normalization in ("token_mean", "sequence_mean", "dr_grpo"):
+        loss = policy_loss(Loss(normalization=normalization), 9)
+        found = sample_shares(measuring_parity(loss, 0), experience)
+        assert found.tolist() == sample_shares(loss, experience).tolist()
+        assert found.sum() == token_weights(experience, normalization, 9).divisor
 
 
 def gate(**checks: Any) -> ParityGate:
