@@ -26,6 +26,7 @@ from rltrain.reshard.tensor_groups import MADE_BYTES
 from rltrain.roles.adapter_export import adapters_folder, export_adapters, keep_exported_adapters
 from rltrain.roles.advantage_estimation import AdvantageEstimation
 from rltrain.roles.parity_gate import ParityGate
+from rltrain.roles.replica_gather import gathered
 from rltrain.roles.role import Job, Metrics
 from rltrain.roles.sample_log import SampleLog
 from rltrain.roles.staleness import StalenessCounts
@@ -205,15 +206,7 @@ class Actor(TrainedRole):
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """[n] of all replicas, one behind the other. Collective over: the actor's ranks."""
-        group = self.job.groups.cpu[self.grid.ranks]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.grid.ranks]
-        dist.all_gather(sizes, torch.tensor([len(values)]), group=group)
-        padded = values.new_zeros(max(map(int, sizes)))
-        padded[: len(values)] = values
-        of_ranks = [torch.empty_like(padded) for _ in self.grid.ranks]
-        dist.all_gather(of_ranks, padded, group=group)
-        owners = [dist.get_group_rank(group, owner) for owner in self.grid.owners()]
-        return torch.cat([of_ranks[owner][: int(sizes[owner])] for owner in owners])
+        return gathered(values, self.grid, self.job.groups.cpu[self.grid.ranks])
 
     def _log_sample_ids(self, step: int, chunk: int, experience: Experience) -> None:
         if self.config.logging.sample_ids and self.job.world.rank in self.grid.owners():

@@ -12,9 +12,11 @@ from rltrain.cluster.grid import Grid
 from rltrain.errors import ReplicaError
 from rltrain.reshard.megatron_layout import megatron_layout
 from rltrain.roles.replica_check import ReplicaCheck
+from rltrain.roles.replica_gather import gathered
 from tests.model_shards import tiny_architecture
 
 EVERY = 3
+KINDS = {"numbers": torch.int64, "truths": torch.bool}
 
 
 def compared(dp: int) -> dict[str, str]:
@@ -29,6 +31,16 @@ def compared(dp: int) -> dict[str, str]:
         last = parameters[layout.on(rank).parameters[-1][0]]
         last.view(torch.int32).view(-1)[3] ^= 1
     return said | {"unasked": _said(check, EVERY, model), "different": _said(check, 2 * EVERY - 1, model)}
+
+
+def put_behind_each_other(tp: int) -> dict[str, list[int]]:
+    """Of ranks of which replica number n has n + 1 numbers, the last one none; whole numbers and truths."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    grid = Grid(tuple(range(num_ranks)), tp=tp)
+    number = next(dp for dp in range(grid.dp) if rank in grid.replica(dp))
+    own = torch.arange(number + 1 if number < grid.dp - 1 else 0) + 10 * number
+    found = {name: gathered(own.to(dtype), grid, dist.group.WORLD) for name, dtype in KINDS.items()}
+    return {name: values.tolist() for name, values in found.items()}
 
 
 def _said(check: ReplicaCheck, step: int, model: SimpleNamespace) -> str:

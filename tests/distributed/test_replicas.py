@@ -20,3 +20,11 @@ def test_a_bit_that_turned_over_is_found_when_it_is_looked_for(dp: int, named: s
     assert all(one == first for one in told), "the same on every rank"
     assert first["equal"] == first["unasked"] == ""
     assert re.search(f"step 5: replicas of the actor are no longer equal .*: {named}", first["different"])
+
+
+def test_what_replicas_have_is_put_behind_each_other_on_every_rank() -> None:
+    """Two ranks a replica, of two that have one number and none; then one rank each."""
+    for tp, numbers in ((2, [0]), (1, [0, 10, 11, 20, 21, 22])):
+        told = run_distributed("tests.distributed.cases_replicas:put_behind_each_other", 4, {"tp": tp}, timeout_s=60)
+        expected = {"numbers": numbers, "truths": [bool(number) for number in numbers]}
+        assert all(one == expected for one in told)

@@ -47,7 +47,11 @@ MORE = {
     "maxrl": ("advantages={mask_truncated: true}",),
     "pass_at_k": (*SHAPED, "advantages.k=2"),
     "gpg": ("loss.policy=reinforce",),
-    "optimal_token_baseline": (*SHAPED, "loss.correction={high: 2.0, normalize: step}"),
+    "optimal_token_baseline": (
+        *SHAPED,
+        "loss.old_logprobs=actor",
+        "loss.correction={high: 2.0, normalize: step}",
+    ),
     "own": (*SHAPED, f"advantages.function={REPOSITORY}/tests/unit/user_learning.py:centred_over_step"),
     "ppo": (*SHAPED, "placement={'actor, critic, reference, rollout, reward': 0}"),
 }
