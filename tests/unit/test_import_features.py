@@ -198,6 +198,20 @@ def test_ids_that_end_a_response_are_the_checkpoint_s_own_or_others_beside(tmp_p
     assert config_of(found_of("slime", STOP), tmp_path).rollout.sampling.stop_token_ids == (7, 8), "not at hand"
 
 
+def test_fewer_prompts_than_replicas_or_engines_make_both_wider(tmp_path: Path) -> None:
+    """Of 12 replicas and 12 engines for 3 prompts there are 3 each; a mini-batch of 1 prompt has one replica."""
+    more = MEGATRON + "trainer.nnodes=3 data.train_batch_size=3 actor_rollout_ref.actor.ppo_mini_batch_size=3 "
+    more += "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+    found = found_of("verl", more)
+    config = config_of(found, tmp_path)
+    assert (config.actor.parallel.tp, config.actor.parallel.cp, config.rollout.parallel.tp) == (2, 4, 8)
+    assert len([note for note in found.notes if "a prompt's samples stay together here" in note]) == 2
+    one = config_of(found_of("verl", more + "actor_rollout_ref.actor.ppo_mini_batch_size=1"), tmp_path)
+    assert (one.actor.parallel.cp, one.rollout.parallel.tp) == (12, 8)
+    enough = config_of(found_of("verl", MEGATRON + "trainer.nnodes=3"), tmp_path)
+    assert (enough.actor.parallel.cp, enough.rollout.parallel.tp) == (1, 2)
+
+
 def test_families_that_sglang_has_not_are_served_by_the_own_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4"}))
     assert found_of("slime", "", tmp_path).get("rollout.engine") == "embedded"
