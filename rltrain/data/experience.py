@@ -73,7 +73,7 @@ class Experience:
     """
 
     group_ids: Tensor
-    """[samples] the prompt group's place among those of its chunk of a step."""
+    """[samples] the prompt group's place among those of its chunk of a step; of the step once its chunks are joined."""
     lengths: Tensor
     """[samples] prompt and response tokens."""
     sample_ids: Tensor = field(default_factory=_absent)

@@ -25,10 +25,11 @@ class StepBatch:
         self.chunks[chunk] = experience
 
     def take(self) -> Experience:
-        """All chunks as one; the next step begins with none."""
+        """All chunks as one, whose group ids are the groups' places in the step; the next step begins with none."""
         chunks, self.chunks = sorted(self.chunks.items()), {}
-        self.mini_batch = torch.cat([self._mini_batch_of(chunk, part) for chunk, part in chunks])
-        return join(part for _, part in chunks)
+        parts = [part.with_fields(group_ids=self._groups_of(chunk, part)) for chunk, part in chunks]
+        self.mini_batch = torch.cat([self._mini_batch_of(part) for part in parts])
+        return join(parts)
 
     def mini_batches(self, experience: Experience) -> list[Experience]:
         """The samples that were taken last, a mini-batch for each of the step's optimizer steps: all of them, in one
@@ -37,11 +38,14 @@ class StepBatch:
         numbers = range(batch.mini_batches)
         return [experience.select(torch.nonzero(self.mini_batch == i).flatten()) for i in numbers] * batch.epochs
 
-    def _mini_batch_of(self, chunk: int, experience: Experience) -> torch.Tensor:
-        batch = self.config.batch
-        groups = experience.group_ids + chunk * (batch.prompts_per_step // self.shape.num_chunks)
+    def _groups_of(self, chunk: int, experience: Experience) -> torch.Tensor:
+        """[samples] their places in the step."""
+        return experience.group_ids + chunk * (self.config.batch.prompts_per_step // self.shape.num_chunks)
+
+    def _mini_batch_of(self, experience: Experience) -> torch.Tensor:
+        batch, samples = self.config.batch, self.shape.samples_per_group
         return mini_batch_of(
-            groups, batch.prompts_per_step, self.shape.samples_per_group, batch.mini_batches, self.shape.prompt_blocks
+            experience.group_ids, batch.prompts_per_step, samples, batch.mini_batches, self.shape.prompt_blocks
         )
 
 

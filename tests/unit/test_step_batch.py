@@ -39,6 +39,7 @@ def test_chunks_follow_one_another():
     whole = batch.take()
     assert whole.sample_ids.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
     assert whole.lengths.tolist() == [2, 3, 4, 5] * 2
+    assert whole.group_ids.tolist() == [0, 0, 3, 3, 5, 5, 6, 6], "a group of each chunk for itself"
 
 
 def test_a_chunk_may_be_used_before_the_others_are_there():
