@@ -178,7 +178,7 @@ def set_loss(keys: SourceKeys, out: Translation) -> None:
 def _set_policy(keys: SourceKeys, out: Translation, kind: str) -> None:
     """What a policy loss has beside its name."""
     bound = real(keys.get(ALG + "clip_ratio_c", 3.0))
-    if kind == "dual_clip":
+    if kind == "dual_clip" or (out.get("loss.policy") == "own" and ALG + "clip_ratio_c" in keys):
         out.set("loss.dual_clip", bound, ALG + "clip_ratio_c")
     if kind == "cispo":
         out.set("loss.clip_low", real(keys.get(ALG + "cispo.cispo_eps_clip_low", 1.0)), ALG + "cispo.*")
