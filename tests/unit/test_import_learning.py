@@ -187,8 +187,9 @@ def test_a_loss_and_an_advantage_are_found_where_the_program_registers_them(tmp_
     )
     (package / "losses.py").write_text("@register_policy_loss('steep')\ndef steep(log_probs): raise SystemExit\n")
     script = package / "run.sh"
-    text = f"python -m own.main {ALG}advantage_estimator=halves {ALG}policy_loss_type=steep {ALG}lambd=0.9 {ALG}clip_ratio_c=4 "
-    text += "data.train_data=/data/a.parquet trainer.policy.model.path=/models/m trainer.max_training_steps=9 "
+    text = f"python -m own.main {ALG}advantage_estimator=halves {ALG}policy_loss_type=steep {ALG}lambd=0.9 "
+    text += f"{ALG}clip_ratio_c=4 trainer.max_training_steps=9 "
+    text += "data.train_data=/data/a.parquet trainer.policy.model.path=/models/m "
     script.write_text(text + "trainer.epochs=null trainer.train_batch_size=64 trainer.policy_mini_batch_size=64 $@")
     config = config_of(imported("skyrl", [str(script)]), tmp_path)
     assert (config.algorithm, config.advantages.function) == ("own", "own.main:halves")
