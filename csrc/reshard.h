@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define RS_ABI_VERSION 5
+#define RS_ABI_VERSION 6
 
 // As ElementType in rltrain/models/element_types.py.
 enum rs_type { RS_FLOAT32 = 0, RS_BFLOAT16 = 1, RS_FLOAT16 = 2, RS_FLOAT8_E4M3 = 3 };

@@ -1,8 +1,6 @@
 """Writing a safetensors file piece by piece: the header is known first, so no tensor need be in memory as a whole."""
 
 import json
-import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.errors import CheckpointError
 
 WEIGHT_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -27,9 +26,6 @@ TYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """What the format calls the types that are written here."""
-
-CHUNK_BYTES = 2**20
-"""Written at a time: few enough to be in the processor's caches still after their checksum was made."""
 
 HEADER_ALIGNMENT = 8
 LENGTH_BYTES = 8
@@ -56,8 +52,7 @@ class SafetensorsFile:
     manager it closes the file when its block ends; the file is then complete and durable, or an error was raised.
     OSError where writing fails.
 
-    `num_bytes` and `crc32` are of what was written so far. With `most_cached_bytes` no more than so many wait for the
-    disk in memory that others may need, or stay there: writing then takes as long as the disk does.
+    `num_bytes`, `crc32`, `checksum` and `most_cached_bytes` are those of `DurableFile`.
     """
 
     def __init__(
@@ -66,16 +61,24 @@ class SafetensorsFile:
         entries: Sequence[Entry],
         metadata: Mapping[str, str],
         *,
+        checksum: bool = False,
         most_cached_bytes: int | None = None,
     ) -> None:
         self.path = path
-        self.num_bytes = self.crc32 = 0
-        self._most_cached_bytes, self._cached_bytes = most_cached_bytes, 0
         self.entries = tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
-        self._file = path.open("xb")
-        self._write(memoryview(_header(self.entries, metadata)))
+        header = _header(self.entries, metadata)
+        self._file = DurableFile(path, checksum=checksum, most_cached_bytes=most_cached_bytes)
+        self._file.write(header)
         self._drop_finished()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
+
+    @property
+    def crc32(self) -> int:
+        return self._file.crc32
 
     def append(self, name: str, values: Tensor) -> None:
         """The next elements of tensor `name`, flattened. ValueError where another tensor's or none are due."""
@@ -87,27 +90,9 @@ class SafetensorsFile:
                 f"{self.path}: got {values.numel()} elements of {name} as {values.dtype}; {elements} of {due} as "
                 f"{dtype} are due"
             )
-        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for begin in range(0, len(data), CHUNK_BYTES):
-            self._write(data[begin : begin + CHUNK_BYTES])
+        self._file.write_tensor(values)
         self._remaining[-1] = (name, values.dtype, elements - values.numel())
         self._drop_finished()
-
-    def _write(self, data: memoryview) -> None:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self._file.write(data)
-        self.num_bytes += len(data)
-        self._cached_bytes += len(data)
-        if self._most_cached_bytes is not None and self._cached_bytes >= self._most_cached_bytes:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Have the disk take what was written, and where asked for no memory keep it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._most_cached_bytes is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._cached_bytes = 0
 
     def _drop_finished(self) -> None:
         while self._remaining and self._remaining[-1][2] == 0:
@@ -122,7 +107,6 @@ class SafetensorsFile:
                     f"{self.path}: {len(self._remaining)} tensors were not written, the first is {name}, which lacks "
                     f"{elements} elements"
                 )
-            self._flush()
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +117,7 @@ class SafetensorsFile:
         if error is None:
             self.close()
         else:
-            self._file.close()
+            self._file.__exit__(kind, error, traceback)
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

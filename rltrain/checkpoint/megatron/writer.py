@@ -3,15 +3,17 @@
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rltrain.checkpoint.durable_file import DurableFile
 from rltrain.checkpoint.megatron.keys import Chunk, GlobalTensors, extra_state_keys
 from rltrain.checkpoint.megatron.metadata import (
     COMMON_FILE,
@@ -22,6 +24,7 @@ from rltrain.checkpoint.megatron.metadata import (
     iteration_name,
     write_metadata,
 )
+from rltrain.checkpoint.megatron.saved_tensor import around_elements
 from rltrain.checkpoint.megatron.shares import chunks_of_writer
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
@@ -34,6 +37,8 @@ ReadBox = Callable[[int, int, int, int, int], Tensor]
 PART_FILES = ".part_*.json"
 OBJECTS_FILE = "__0_1.distcp"
 CHECKPOINT_VERSION = 3.0
+BLOCK_BYTES = 8 * 2**20
+"""Of a chunk's rows, read at a time."""
 
 
 def write_checkpoint(
@@ -48,7 +53,7 @@ def write_checkpoint(
     padded_vocab_size: int | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Write the chunks that the ranks `mine` of `writers` hold, one in memory at a time, below the root `folder`.
+    """Write the chunks that the ranks `mine` of `writers` hold, block by block, below the root `folder`.
 
     `iteration` None is a release. Values are cast to `dtype`, but for those that are always fp32. Any number of writers
     will do: shares that cannot be equal differ by a row. `progress` is told the bytes of every chunk. Once all
@@ -60,27 +65,58 @@ def write_checkpoint(
     for rank in mine:
         writer = writers.ranks.index(rank)
         name, part = f"__{writer}_0.distcp", []
-        with (target / name).open("wb") as file:
+        with DurableFile(target / name, checksum=True) as file:
             for chunk in chunks_of_writer(tensors, writers, rank):
-                values = _gathered(tensors, chunk, read, torch.float32 if chunk.key in tensors.float32_keys else dtype)
-                offset = file.tell()
-                torch.save(values, file)
+                values = _Values(tensors, chunk, read, torch.float32 if chunk.key in tensors.float32_keys else dtype)
+                offset = file.num_bytes
+                values.write_into(file)
                 kind = str(values.dtype).removeprefix("torch.")
-                part.append([chunk.key, kind, chunk.offsets, chunk.shape, name, offset, file.tell() - offset])
-                progress(values.nbytes)
-            _to_disk(file)
+                part.append([chunk.key, kind, chunk.offsets, chunk.shape, name, offset, file.num_bytes - offset])
+                progress(prod(chunk.shape) * values.dtype.itemsize)
         (target / PART_FILES.replace("*", str(writer))).write_text(json.dumps(part), encoding="utf-8")
 
 
-def _gathered(tensors: GlobalTensors, chunk: Chunk, read: ReadBox, dtype: torch.dtype) -> Tensor:
+class _Values:
     """The values of `chunk`, zero where it has padding."""
-    values = torch.zeros(chunk.shape, dtype=dtype)
-    matrix = values.view(-1, chunk.shape[-1])
-    for box in tensors.inside(chunk):
-        tensor, row, col, rows, cols = (int(box[field]) for field in BOX_FIELDS)
-        at_row, at_col = int(box["key_row"]), int(box["key_col"])
-        matrix[at_row : at_row + rows, at_col : at_col + cols] = read(tensor, row, col, rows, cols)
-    return values
+
+    def __init__(self, tensors: GlobalTensors, chunk: Chunk, read: ReadBox, dtype: torch.dtype) -> None:
+        self._chunk, self._read, self.dtype = chunk, read, dtype
+        self._boxes = tensors.inside(chunk)
+        self._width = chunk.shape[-1]
+
+    def write_into(self, file: DurableFile) -> None:
+        """As torch.save does, but by blocks of whole rows."""
+        around = around_elements(self._chunk.shape, self.dtype)
+        file.write(around.before)
+        file.crc32 = 0
+        for first, stop in self._row_blocks():
+            file.write_tensor(self._rows(first, stop))
+        file.write(around.closing(file.crc32))
+
+    def _row_blocks(self) -> Iterator[tuple[int, int]]:
+        """(first, stop): all rows, in blocks of about BLOCK_BYTES in which no box begins or ends."""
+        step = max(1, BLOCK_BYTES // (self._width * self.dtype.itemsize))
+        num_rows = prod(self._chunk.shape) // self._width
+        begins = self._boxes["key_row"]
+        cuts = np.unique([0, num_rows, *begins, *(begins + self._boxes["rows"])])
+        for low, high in pairwise(cuts.tolist()):
+            for first in range(low, high, step):
+                yield first, min(first + step, high)
+
+    def _rows(self, first: int, stop: int) -> Tensor:
+        """[stop - first, width]"""
+        here = (self._boxes["key_row"] <= first) & (first < self._boxes["key_row"] + self._boxes["rows"])
+        parts = [(int(box["key_col"]), self._part(box, first, stop)) for box in self._boxes[here]]
+        if len(parts) == 1 and parts[0][1].shape[1] == self._width:
+            return parts[0][1]
+        values = torch.zeros(stop - first, self._width, dtype=self.dtype)
+        for column, part in parts:
+            values[:, column : column + part.shape[1]] = part
+        return values
+
+    def _part(self, box: np.void, first: int, stop: int) -> Tensor:
+        tensor, row, col, _, cols = (int(box[field]) for field in BOX_FIELDS)
+        return self._read(tensor, row + first - int(box["key_row"]), col, stop - first, cols).to(self.dtype)
 
 
 def finish_checkpoint(

@@ -20,7 +20,7 @@ from rltrain.reshard.kernels.slices import SLICE
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """RS_ABI_VERSION of csrc/reshard.h."""
 
 CUDA_TILE_BYTES = 32

@@ -1,0 +1,86 @@
+"""A file that is written once, from its beginning to its end, as fast as memory and disk allow, and durable then."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.reshard.kernels.crc32 import crc32
+from rltrain.system.file_pages import begin_writing_out, populate
+
+BLOCK_BYTES = 2**18
+"""Written at a time: few enough to be in a core's own cache still after their checksum was made."""
+OUT_BYTES = 16 * 2**20
+"""After so many the disk begins with them."""
+
+
+class DurableFile:
+    """A new file; as a context manager it is complete and durable when its block ends without an error.
+
+    `num_bytes` is what was written so far, and with `checksum` `crc32` is zlib's of it. With `most_cached_bytes` no more
+    than about so many wait for the disk in memory that others may need, or stay there: writing then takes as long as the
+    disk does. FileExistsError where there is one, OSError where writing fails.
+    """
+
+    def __init__(self, path: Path, *, checksum: bool = False, most_cached_bytes: int | None = None) -> None:
+        self.num_bytes = self.crc32 = 0
+        self._checksum, self._most_cached_bytes = checksum, most_cached_bytes
+        self._begun_bytes = self._flushed_bytes = 0
+        self._file = path.open("xb", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append; a memoryview is contiguous bytes."""
+        view = memoryview(data)
+        for begin in range(0, len(view), BLOCK_BYTES):
+            self._write(view[begin : begin + BLOCK_BYTES])
+
+    def write_tensor(self, values: Tensor) -> None:
+        """Append the bytes of its elements, wherever they lie."""
+        self.write(bytes_of(values))
+
+    def _write(self, block: memoryview) -> None:
+        populate(np.frombuffer(block, dtype=np.uint8).ctypes.data, len(block))
+        if self._checksum:
+            self.crc32 = crc32(block, self.crc32)
+        while len(block):
+            written = self._file.write(block)
+            assert written is not None, "the file waits"
+            self.num_bytes, block = self.num_bytes + written, block[written:]
+        if (unbegun := self.num_bytes - self._begun_bytes) >= OUT_BYTES:
+            begin_writing_out(self._file.fileno(), self._begun_bytes, unbegun)
+            self._begun_bytes = self.num_bytes
+        if self._most_cached_bytes is not None and self.num_bytes - self._flushed_bytes >= self._most_cached_bytes:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Have the disk take what was written, and where asked for no memory keep it."""
+        os.fsync(self._file.fileno())
+        if self._most_cached_bytes is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._flushed_bytes = self.num_bytes
+
+    def close(self) -> None:
+        """Make it durable."""
+        with self._file:
+            self._flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Of a tensor's elements in their order; a view where they lie on the host one after the other."""
+    view: memoryview = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
