@@ -5,15 +5,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rltrain.reshard.kernels.crc32 import crc32
-from rltrain.system.file_pages import begin_writing_out, populate
+from rltrain.system.file_pages import begin_writing_out
 
 BLOCK_BYTES = 2**18
 """Written at a time: few enough to be in a core's own cache still after their checksum was made."""
+TAKEN_BYTES = 8 * 2**20
+"""Brought to the host at a time, into memory that the next ones are given again."""
 OUT_BYTES = 16 * 2**20
 """After so many the disk begins with them."""
 
@@ -40,10 +41,11 @@ class DurableFile:
 
     def write_tensor(self, values: Tensor) -> None:
         """Append the bytes of its elements, wherever they lie."""
-        self.write(bytes_of(values))
+        flat = values.detach().contiguous().view(-1)
+        for part in flat.split(max(1, TAKEN_BYTES // flat.itemsize)) if flat.numel() else ():
+            self.write(part.cpu().view(torch.uint8).numpy().data)
 
     def _write(self, block: memoryview) -> None:
-        populate(np.frombuffer(block, dtype=np.uint8).ctypes.data, len(block))
         if self._checksum:
             self.crc32 = crc32(block, self.crc32)
         while len(block):
@@ -78,9 +80,3 @@ class DurableFile:
             self.close()
         else:
             self._file.close()
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """Of a tensor's elements in their order; a view where they lie on the host one after the other."""
-    view: memoryview = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view

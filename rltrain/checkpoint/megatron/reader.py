@@ -29,6 +29,9 @@ from rltrain.models.canonical_tensors import IntArray
 TRAINING_STATE = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler", "lr_scheduler")
 """How the keys begin of what a checkpoint holds beside the model."""
 
+MAX_FOUND = 64
+"""Chunks, of which some lie in one canonical tensor."""
+
 EXTRA_STATE = "._extra_state"
 """In the keys of what modules of Transformer Engine keep for FP8."""
 
@@ -67,6 +70,7 @@ class MegatronReader:
         self._refuse_cut_files()
         self._bounds = {key: _bounds(self._stored[key]) for key in self.tensors}
         self._files: dict[str, memoryview] = {}
+        self._found: dict[Stored, Tensor] = {}
 
     def read(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [*shape] of tensor `key` that begins at `offsets`, as stored.
@@ -95,7 +99,14 @@ class MegatronReader:
         return values
 
     def _chunk(self, key: str, chunk: Stored) -> Tensor:
-        """A view of the mapped file."""
+        """A view of the mapped file; those of the last chunks are kept, of which one part after the other is read."""
+        if chunk not in self._found:
+            if len(self._found) >= MAX_FOUND:
+                self._found.clear()
+            self._found[chunk] = self._find(key, chunk)
+        return self._found[chunk]
+
+    def _find(self, key: str, chunk: Stored) -> Tensor:
         path = self.folder / chunk.file
         try:
             if chunk.file not in self._files:

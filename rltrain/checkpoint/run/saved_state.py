@@ -1,8 +1,7 @@
 """The files of a training state: what they say of themselves, and the boxes of canonical tensors that lie in them."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,14 @@ from rltrain.errors import CheckpointError, named_by
 from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
 from rltrain.reshard.layout import BOX_FIELDS, PIECE
 from rltrain.reshard.plan.match import Overlaps, boxes_of, describe, elements, offsets, overlaps
+from rltrain.system.file_pages import populate
 
 FORMAT = "rltrain training state 1"
 CONFIG_KEY = "checkpoint.resume"
 FIELDS = PIECE.names or ()
 MASTER = "master"
 """The kind of values that are the weights, in fp32."""
+MAX_OPEN_FILES = 8
 PIECES = "pieces"
 """[boxes, FIELDS] int64; offsets and strides are those in the flat tensors."""
 
@@ -99,6 +100,7 @@ class SavedState:
         self._files, self.tensors = files, tensors
         self._expected = _described(tensors)
         self._parameters: list[list[str]] = []
+        self._open_files: dict[Path, Any] = {}
         tables, counts = zip(*map(self._open, files), strict=True)
         self.counts = self._agreed([i for i, table in enumerate(tables) if len(table)], counts)
         pieces, file = np.concatenate(tables), np.repeat(np.arange(len(files)), [len(table) for table in tables])
@@ -120,38 +122,42 @@ class SavedState:
 
         CheckpointError where the files hold an element of theirs not once.
         """
-        moves = [self._moves(destination) for destination in destinations]
-        for destination in destinations:
-            _zero_padding(destination)
-        for number in np.unique(np.concatenate([move.file for move in moves])):
-            with self._opened(self._files[number]) as opened:
-                for move in moves:
-                    self._copy(opened, number, move)
+        self._read(destinations, self._opened)
 
     def read_box(self, kind: str, box: Box) -> Tensor:
-        """[rows, cols] of values of one kind, fp32. CheckpointError as `read`."""
+        """[rows, cols] of values of one kind, fp32. The files stay open: others may be read of them. CheckpointError as
+        `read`."""
         flat = torch.empty(box.rows * box.cols)
         piece = np.zeros(1, dtype=PIECE)
         piece[list(BOX_FIELDS)] = tuple(box)
         piece["stride"] = box.cols
-        self.read([Destination(kind, piece, [flat])])
+        self._read([Destination(kind, piece, [flat])], self._kept_open)
         return flat.view(box.rows, box.cols)
+
+    def _read(self, destinations: Sequence[Destination], opened_at: Callable[[Path], Any]) -> None:
+        moves = [self._moves(destination) for destination in destinations]
+        for destination in destinations:
+            _zero_padding(destination)
+        for number in np.unique(np.concatenate([move.file for move in moves])):
+            opened = opened_at(self._files[number])
+            for move in moves:
+                self._copy(opened, number, move)
 
     def _open(self, file: Path) -> tuple[Array, Counts]:
         """The table of pieces in one file, and its counts."""
-        with self._opened(file) as opened:
-            metadata = opened.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({self._named_by})"
-                )
-            if metadata["tensors"] != self._expected:
-                raise CheckpointError(
-                    f"{file} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
-                    f"that was trained, or start anew ({self._named_by})"
-                )
-            self._parameters.append(json.loads(metadata["parameters"]))
-            table = opened.get_tensor(PIECES).numpy()
+        opened = self._opened(file)
+        metadata = opened.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{file} has the format {metadata.get('format')!r}; expected {FORMAT!r} ({self._named_by})"
+            )
+        if metadata["tensors"] != self._expected:
+            raise CheckpointError(
+                f"{file} {_difference(json.loads(metadata['tensors']), self.tensors)}. Resume with the model "
+                f"that was trained, or start anew ({self._named_by})"
+            )
+        self._parameters.append(json.loads(metadata["parameters"]))
+        table = opened.get_tensor(PIECES).numpy()
         pieces = np.empty(len(table), dtype=PIECE)
         for column, field in enumerate(FIELDS):
             pieces[field] = table[:, column]
@@ -200,18 +206,25 @@ class SavedState:
                 values = _view(opened.get_tensor(name), move.saved_begin[index], box, saved["stride"])
             except (SafetensorError, RuntimeError) as problem:
                 raise CheckpointError(f"{self._files[number]}: {name} is not what {PIECES} says: {problem}") from None
+            populate(values.data_ptr(), int((box["rows"] - 1) * saved["stride"] + box["cols"]) * values.itemsize)
             _view(flat, move.begin[index], box, piece["stride"]).copy_(values)
 
-    @contextmanager
-    def _opened(self, file: Path) -> Iterator[Any]:
+    def _opened(self, file: Path) -> Any:
+        """Mapped as long as it is used."""
         try:
-            opened = safe_open(file, framework="pt")
+            return safe_open(file, framework="pt")
         except FileNotFoundError:
             raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete ({self._named_by})") from None
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{file} is damaged or cut short: {problem} ({self._named_by})") from None
-        with opened:
-            yield opened
+
+    def _kept_open(self, file: Path) -> Any:
+        """As `_opened`; the last ones stay open."""
+        if file not in self._open_files:
+            if len(self._open_files) >= MAX_OPEN_FILES:
+                del self._open_files[next(iter(self._open_files))]
+            self._open_files[file] = self._opened(file)
+        return self._open_files[file]
 
 
 def _view(flat: Tensor, begin: np.int64, box: np.void, stride: np.int64) -> Tensor:
