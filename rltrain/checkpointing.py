@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INCOMPLETE = 4
 """Checkpoints that wait for evaluations beside training; then training waits."""
+LATE_COPY_S = "perf/checkpoint_late_copy_s"
 STOPPED = "stopped"
 """Key in the store: the checkpoint at which the run is stopped is complete."""
 
@@ -94,7 +95,8 @@ class Checkpointing:
     def metrics(self) -> Metrics:
         """perf/checkpoint_* since the last call; see observability.names."""
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        late_s = sum(role.take_copying_s() for role in self.roles.values())
+        return {**metrics, LATE_COPY_S: late_s} if late_s else metrics
 
     def look(self) -> None:
         """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""

@@ -47,7 +47,16 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "waiting for others within the task, on the same rank; waiting inside a collective counts as work",
     ),
-    Metric("perf/checkpoint_copy_s", "s", "of the step: copying what a checkpoint holds, on the actor's first rank"),
+    Metric(
+        "perf/checkpoint_copy_s",
+        "s",
+        "of the step: copying what a checkpoint holds, on the actor's first rank, but for weights and optimizer",
+    ),
+    Metric(
+        "perf/checkpoint_late_copy_s",
+        "s",
+        "of the step, there too: its first update, or what moves, waiting for weights and optimizer to be copied",
+    ),
     Metric("perf/checkpoint_write_s", "s", "beside training: the longest of the ranks' writing of the last checkpoint"),
     Metric("perf/checkpoint_bytes", "bytes", "its size; both are in the step in which it became complete"),
     Metric(

@@ -37,6 +37,8 @@ class MemoryPart:
         """Whether the host has what the device has, or had when the part left."""
         self.times_emptied = 0
         """How often it came back without what it held, for a task that rewrites it."""
+        self.settle: Callable[[], None] = _nothing
+        """To be called before the part moves: somebody may read it beside what else is done."""
 
     @property
     def beneath(self) -> "MemoryPart | None":
@@ -126,8 +128,7 @@ class MemoryPart:
         written over and returned: being given new memory takes several times as long as copying. RuntimeError where
         the part was dropped.
         """
-        if self.place == "dropped":
-            raise RuntimeError("a part that was dropped cannot be read")
+        self.require_kept()
         count = tensor.numel() - first if count is None else count
         copy = torch.empty(count, dtype=tensor.dtype) if into is None else into
         if not self.host_is_current:
@@ -138,6 +139,11 @@ class MemoryPart:
             copy.view(torch.uint8)[at : at + piece.numel()] = piece
             at += piece.numel()
         return copy
+
+    def require_kept(self) -> None:
+        """RuntimeError where the part was dropped."""
+        if self.place == "dropped":
+            raise RuntimeError("a part that was dropped cannot be read")
 
     def _begin_on_host(self, wanted: UntypedStorage) -> int:
         begin = 0

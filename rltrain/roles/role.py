@@ -192,5 +192,9 @@ class Role:
         """
         return {}
 
+    def take_copying_s(self) -> float:
+        """Seconds since the last call that a task of this rank waited for what `save_state` left to be copied."""
+        return 0.0
+
     def close(self) -> None:
         """Called once after the last task."""

@@ -58,3 +58,6 @@ class TrainedRole(Role):
     def save_state(self) -> Mapping[str, Contents]:
         """This rank's share of weights and optimizer, in memory that is kept and written over by the next call."""
         return {f"rank_{self.job.world.rank:05d}.safetensors": self.model.save_state()}
+
+    def take_copying_s(self) -> float:
+        return self.model.take_copying_s()

@@ -159,8 +159,13 @@ class TrainedModel(Model, Protocol):
     def save_state(self) -> Contents:
         """This rank's share of weights and optimizer, wherever `parts` lie, in memory that the next call writes over.
 
+        It is copied when somebody takes it, at the latest before the next optimizer step or before a part moves.
         Between optimizer steps: RuntimeError where gradients wait for one. Not collective.
         """
+        ...
+
+    def take_copying_s(self) -> float:
+        """Seconds since the last call that training waited for what `save_state` left to be copied."""
         ...
 
 

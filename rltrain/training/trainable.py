@@ -8,11 +8,25 @@ from torch import Tensor
 from rltrain.algorithms.losses import LossFunction, LossOutput
 from rltrain.data.experience import Experience
 from rltrain.training.evaluable import Evaluable, Outputs
+from rltrain.training.late_copies import LateCopies
 from rltrain.training.packing import MicroBatch
 
 
 class Trainable(Evaluable):
     """As training.backend.TrainedModel describes it, of what a backend says of its model."""
+
+    late: LateCopies
+    """Of the state that was saved last."""
+
+    def take_copying_s(self) -> float:
+        """As training.backend.TrainedModel has it."""
+        return self.late.take_waited_s()
+
+    def copy_late(self) -> None:
+        """Once `parts` are known: `late` has made its copies before one of them moves."""
+        self.late = LateCopies(self.device)
+        for part in self.parts.values():
+            part.settle = self.late.settle
 
     @abstractmethod
     def train_batches(

@@ -11,6 +11,7 @@ from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, Save
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import MOMENTS, ShardedAdam
+from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.shards import replica_of
 
 
@@ -20,12 +21,14 @@ def save_state(
     parts: Mapping[str, MemoryPart],
     num_updates: int,
     copies: MutableMapping[str, Tensor],
+    late: LateCopies,
 ) -> Contents:
     """This rank's shards and what the optimizer keeps of them, read where they lie: on the device or on the host. Of
     ranks with equal shards the first one saves.
 
     `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
-    tensors of the one before. RuntimeError where a part was dropped. Not collective.
+    tensors of the one before. What they are given is left to `late`. RuntimeError where a part was dropped. Not
+    collective.
     """
     layout, rank = model.learned_layout, dist.get_rank()
     mine = layout.on(rank)
@@ -36,14 +39,16 @@ def save_state(
 
     def copy(kind: str, name: str, part: str, values: Tensor) -> None:
         flat = flat_name(kind, name)
-        flats[flat] = parts[part].read(values, into=copies.get(flat))
+        flats[flat] = late.add(parts[part], values, 0, values.numel(), copies.get(flat))
 
+    late.begin()
     for name in names:
         copy(MASTER, name, "weights", optimizer.shards[name])
         for moment, values in optimizer.moments(name).items():
             copy(moment, name, "optimizer", values)
     copies.update(flats)
-    return contents(layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
+    saved = contents(layout.tensors, names, pieces, flats, Counts(num_updates, optimizer.num_steps))
+    return Contents(LateTensors(saved.tensors, late), saved.metadata)
 
 
 def load_state(model: ShardedModel, optimizer: ShardedAdam, files: Sequence[Path], role: str) -> Counts:

@@ -41,6 +41,7 @@ class TrainableModel(EvaluableModel, Trainable):
         self.optimizer = ShardedAdam(model, settings.optimizer)
         self.published: Mapping[str, Tensor] = self.parameters
         self.parts = {**self.parts, **self._training_parts()}
+        self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
 
@@ -100,6 +101,7 @@ class TrainableModel(EvaluableModel, Trainable):
         rate = learning_rate(self.settings.optimizer, self.num_updates, self.total_updates)
         is_skipped, norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
         if not is_skipped:
+            self.late.settle()
             norm = self._update(divisor, rate) if divisor else 0.0
             is_skipped = not math.isfinite(norm)
         self.optimizer.forget_gradients()
@@ -110,7 +112,7 @@ class TrainableModel(EvaluableModel, Trainable):
     def save_state(self) -> Contents:
         if self._pending is not None:
             raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
-        return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies)
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, self._copies, self.late)
 
     def load_state(self, files: Sequence[Path]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""

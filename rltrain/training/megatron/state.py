@@ -28,6 +28,7 @@ from rltrain.training.megatron.optimizer_state import (
     optimizer_name,
     step_count,
 )
+from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.shards import answered_for, sharing_groups, within
 
 Range = tuple[int, int]
@@ -41,11 +42,13 @@ def save_state(
     num_updates: int,
     loss_scale: str,
     copies: MutableMapping[str, Tensor],
+    late: LateCopies,
 ) -> Contents:
     """The share of the training state that this rank answers for, read where it lies: on the device or on the host.
 
     `parts` are the model's. `copies` is empty at the first save and given again at the next, which writes over the
-    tensors of the one before. RuntimeError where a part was dropped. Not collective.
+    tensors of the one before. What they are given is left to `late`. RuntimeError where a part was dropped. Not
+    collective.
     """
     layout, rank = learned_layout(model), dist.get_rank()
     names, kept = _parameter_names(layout, rank), _kept_parameters(model, optimizer)
@@ -60,8 +63,9 @@ def save_state(
 
     def copy(kind: str, name: str, part: str, values: Tensor, first: int, count: int) -> None:
         flat = flat_name(kind, name)
-        flats[flat] = parts[part].read(values, first, count, into=copies.get(flat))
+        flats[flat] = late.add(parts[part], values, first, count, copies.get(flat))
 
+    late.begin()
     for name in (names[number] for number in np.unique(pieces["parameter"])):
         one, (start, stop) = kept[name], shares[name]
         first, count = start - one.first, stop - start
@@ -72,9 +76,9 @@ def save_state(
     steps = step_count(optimizer)
     if isinstance(steps, Tensor):
         steps = int(parts["optimizer"].read(steps))
-    return contents(
-        layout.tensors, names, pieces, flats, Counts(num_updates, steps, loss_scale, optimizer_name(optimizer))
-    )
+    counts = Counts(num_updates, steps, loss_scale, optimizer_name(optimizer))
+    saved = contents(layout.tensors, names, pieces, flats, counts)
+    return Contents(LateTensors(saved.tensors, late), saved.metadata)
 
 
 def _kept_parameters(model: LanguageModel, optimizer: MegatronOptimizer) -> dict[str, Optimized]:

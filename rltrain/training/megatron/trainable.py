@@ -67,6 +67,7 @@ class TrainableModel(EvaluableModel, Trainable):
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
+        self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
 
@@ -145,6 +146,7 @@ class TrainableModel(EvaluableModel, Trainable):
         is_skipped, grad_norm = self.skipped.is_to_skip("loss", metrics["loss"], update), math.nan
         overflowed = False
         if not is_skipped:
+            self.late.settle()
             grad_norm, overflowed = self._update(divisor, rate) if divisor else (0.0, False)
             is_skipped = not math.isfinite(grad_norm)
             if self.routers and loads and divisor and not is_skipped:
@@ -165,7 +167,7 @@ class TrainableModel(EvaluableModel, Trainable):
         if self._pending is not None:
             raise RuntimeError("gradients wait for their optimizer step; a training state is saved before or after it")
         scale = self.loss_scale.state()
-        return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies)
+        return save_state(self.model, self.optimizer, self.parts, self.num_updates, scale, self._copies, self.late)
 
     def load_state(self, files: Sequence[Path]) -> None:
         """Go on from what `save_state` left on all ranks. Before the first step; raises as state.load_state."""
