@@ -38,7 +38,7 @@ class MemoryPart:
         self.times_emptied = 0
         """How often it came back without what it held, for a task that rewrites it."""
         self.settle: Callable[[], None] = _nothing
-        """To be called before the part moves: somebody may read it beside what else is done."""
+        """Called before the part moves: somebody may read it from another thread until then."""
 
     @property
     def beneath(self) -> "MemoryPart | None":
@@ -81,6 +81,7 @@ class MemoryPart:
 
     def save(self) -> None:
         """Copy it to the host unless that has it already."""
+        self.settle()
         if self.place != "device":
             raise RuntimeError(f"a part that is {self.place} has nothing on the device to copy")
         if not self.host_is_current:
@@ -92,6 +93,7 @@ class MemoryPart:
 
     def leave(self, *, drop: bool = False) -> None:
         """Free its memory on the device; with `drop` nobody will read it again before it has been rewritten."""
+        self.settle()
         if self.place != "device" or not (drop or self.host_is_current):
             raise RuntimeError(
                 f"a part that is {self.place}, current on the host: {self.host_is_current}, cannot leave"
@@ -105,6 +107,7 @@ class MemoryPart:
 
     def allocate(self) -> None:
         """Take its memory on the device again, contents undefined. `fill` follows."""
+        self.settle()
         if self.place == "device":
             raise RuntimeError("a part that is on the device has its memory")
         self.memory.allocate(self.storages())

@@ -119,8 +119,6 @@ class Residency:
         if not keys:
             return
         start = time.perf_counter()
-        for key in keys:
-            self.parts[key].settle()
         with self._span(_names(keys), "offload"):
             dropped = {key for key in keys if self.plan.may_drop(key, position)}
             with self._memory.copies():
@@ -147,7 +145,6 @@ class Residency:
 
     def _bring(self, key: Key, position: int) -> None:
         part = self.parts[key]
-        part.settle()
         part.allocate()  # from the pool of the stream that will use and free it; the copies alone are on another one
         with self._memory.copies():
             part.fill(rewritten=self.plan.is_rewritten(key, position))

@@ -1,7 +1,8 @@
 """What ranks do in test_fsdp: one model trained by both backends, in one world of four ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,19 +261,21 @@ def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: 
     for number, (before, after, then) in enumerate([("first", "second", other), ("second", "third", way)]):
         if rank in then.grid.ranks:
             resumed = build(then, path, groups, sorted((folder / before).glob("*.safetensors")))
-            _save(resumed, folder / after)
-            seen[f"resumed{number}"] = step(resumed, then, share_of(then, path))
+            goes_on = partial(step, resumed, then, share_of(then, path))
+            seen[f"resumed{number}"] = _save(resumed, folder / after, meanwhile=goes_on)
         dist.barrier()
     return seen
 
 
-def _save(model: TrainedModel, folder: Path) -> None:
-    """The second time, into the memory of the first."""
+def _save(model: TrainedModel, folder: Path, meanwhile: Callable[[], Any] = lambda: None) -> Any:
+    """The second time, into the memory of the first; what is saved is read after `meanwhile`, whose result it returns."""
     first = dict(model.save_state().tensors)
     saved = model.save_state()
+    result = meanwhile()
     assert all(saved.tensors[name] is values for name, values in first.items() if name != PIECES)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(saved.tensors), folder / f"rank_{dist.get_rank():05d}.safetensors", dict(saved.metadata))
+    return result
 
 
 def _groups(ways: Iterable[Way]) -> ProcessGroups:

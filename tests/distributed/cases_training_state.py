@@ -153,13 +153,14 @@ class Run:
     def train(self, updates: int) -> list[dict[str, float]]:
         return [self.trained.train_batch(self.experience, self.loss) for _ in range(updates)]
 
-    def save(self, folder: Path) -> None:
-        """The second time, into the memory of the first."""
+    def save(self, folder: Path, *, updates_meanwhile: int = 0) -> None:
+        """The second time, into the memory of the first; what is saved is read after `updates_meanwhile`."""
         first = self.trained.save_state()
         copies = {name: values for name, values in first.tensors.items() if name != PIECES}
         for values in copies.values():
             values.fill_(-7)
         saved = self.trained.save_state()
+        self.train(updates_meanwhile)
         assert all(saved.tensors[name] is copy for name, copy in copies.items()), "no new memory is taken"
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(saved.tensors), folder / f"rank_{self.rank:05d}.safetensors", dict(saved.metadata))
@@ -240,7 +241,7 @@ def saved_and_continued(case: Case, path: Path, groups: ProcessGroups, folder: P
             stopped.train(BEFORE)
             if case.away:
                 stopped.send_away()
-            stopped.save(folder / "first")
+            stopped.save(folder / "first", updates_meanwhile=0 if case.away else 1)
     dist.barrier()
     if rank in case.goes_on.grid.ranks:
         resumed = Run(case, case.goes_on, path, groups, load_weights=False)
