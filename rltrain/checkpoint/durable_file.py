@@ -22,9 +22,9 @@ OUT_BYTES = 16 * 2**20
 class DurableFile:
     """A new file; as a context manager it is complete and durable when its block ends without an error.
 
-    `num_bytes` is what was written so far, and with `checksum` `crc32` is zlib's of it. With `most_cached_bytes` no more
-    than about so many wait for the disk in memory that others may need, or stay there: writing then takes as long as the
-    disk does. FileExistsError where there is one, OSError where writing fails.
+    `num_bytes` were written so far; with `checksum` `crc32` is zlib's of them, or of those since it was set to 0. With
+    `most_cached_bytes` no more than so many wait for the disk in memory that others may need, or stay there: writing
+    then takes as long as the disk does. FileExistsError where there is such a file, OSError where writing fails.
     """
 
     def __init__(self, path: Path, *, checksum: bool = False, most_cached_bytes: int | None = None) -> None:
@@ -42,8 +42,9 @@ class DurableFile:
     def write_tensor(self, values: Tensor) -> None:
         """Append the bytes of its elements, wherever they lie."""
         flat = values.detach().contiguous().view(-1)
-        for part in flat.split(max(1, TAKEN_BYTES // flat.itemsize)) if flat.numel() else ():
-            self.write(part.cpu().view(torch.uint8).numpy().data)
+        step = max(1, TAKEN_BYTES // flat.itemsize)
+        for first in range(0, len(flat), step):
+            self.write(flat[first : first + step].cpu().view(torch.uint8).numpy().data)
 
     def _write(self, block: memoryview) -> None:
         if self._checksum:

@@ -33,8 +33,8 @@ class LateCopies:
             self._written = torch.cuda.current_stream(self._device).record_event()
 
     def add(self, part: MemoryPart, values: Tensor, first: int, count: int, into: Tensor | None) -> Tensor:
-        """What will be a copy of `count` elements from `first` of `values`, a tensor of `part`; `into` if that is given.
-        RuntimeError where the part was dropped."""
+        """What will be a copy of `count` elements from `first` of `values`, a tensor of `part`; `into` where that is
+        given. RuntimeError where the part was dropped."""
         part.require_kept()
         copy = torch.empty(count, dtype=values.dtype) if into is None else into
         self._left.append(partial(part.read, values, first, count, into=copy))

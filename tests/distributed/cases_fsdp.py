@@ -268,7 +268,7 @@ def _continued(way: Way, other: Way, path: Path, groups: ProcessGroups, folder: 
 
 
 def _save(model: TrainedModel, folder: Path, meanwhile: Callable[[], Any] = lambda: None) -> Any:
-    """The second time, into the memory of the first; what is saved is read after `meanwhile`, whose result it returns."""
+    """The second time, into the memory of the first; what is saved is read after `meanwhile`. The result is its."""
     first = dict(model.save_state().tensors)
     saved = model.save_state()
     result = meanwhile()

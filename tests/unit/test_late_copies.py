@@ -62,7 +62,7 @@ def test_who_would_change_the_state_waits_for_the_writer(late: LateCopies, tmp_p
     timer.join()
     assert reports[0].problem is None
     assert read_contents(tmp_path / "actor/file").tensors["0"].tolist() == [1.0] * 4
-    assert 0 < late.take_waited_s() and late.take_waited_s() == 0.0
+    assert late.take_waited_s() > 0 and late.take_waited_s() == 0.0
 
 
 @pytest.mark.parametrize("move", [MemoryPart.save, lambda part: part.leave(drop=True)], ids=["to the host", "dropped"])

@@ -9,13 +9,13 @@
     megatron-to-hf   the same
     run-to-hf        the same, from the file of `save` to bfloat16; its bytes are those of the run's file
 
-Every case and `cp` of the bytes that it reads (that it writes, where it reads none) take turns, so that both have the
+Every case and `cp` of the bytes that it reads (`save` and `export`: that it writes) take turns, so that both have the
 same machine; medians over the rounds are compared. What a case makes durable, `cp`'s files are made durable too, by
-fsync; those of `load` are only read back, so nothing is. All source files are in the page cache. On a disk that is slower
-than memory `save` and the exports show the disk; in a folder in memory (--folder /dev/shm) fsync costs nothing and all
-show the work itself. "cpu_s" are processor-seconds, which say more than seconds where other programs run.
-"bound_of_cp" is the ratio that is left where a case makes checksums of all its bytes at the speed that they have here,
-and nothing else. The last line is one JSON object.
+fsync; `load` writes nothing. All source files are in the page cache. On a disk that is slower than memory cases that
+write show the disk; in a folder in memory (--folder /dev/shm) fsync costs nothing and all show the work itself.
+"cpu_s" are processor-seconds, which say more than seconds where other programs run. "checksum_seconds" are those of
+reading the bytes once for their checksum, and "bound_of_cp" the ratio that is left to whoever does that and then what
+`cp` does. The last line is one JSON object.
 """
 
 import argparse
@@ -36,34 +36,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from convert import CONFIG, make_checkpoint
 from torch import Tensor
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tools")]
-
-from benchmarks.convert import CONFIG, make_checkpoint  # noqa: E402
-from rltrain.checkpoint.conversion.megatron_source import MegatronSource  # noqa: E402
-from rltrain.checkpoint.conversion.processes import Processes  # noqa: E402
-from rltrain.checkpoint.conversion.run_source import RunSource  # noqa: E402
-from rltrain.checkpoint.conversion.sources import HfSource  # noqa: E402
-from rltrain.checkpoint.conversion.to_hf import convert_to_hf  # noqa: E402
-from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid  # noqa: E402
-from rltrain.checkpoint.hf import load_parameters, save_checkpoint  # noqa: E402
-from rltrain.checkpoint.run.files import checksum, find_damage, read_manifest, write_files  # noqa: E402
-from rltrain.checkpoint.run.folder import CheckpointFolder, checkpoint_at  # noqa: E402
-from rltrain.checkpoint.run.saved_state import (  # noqa: E402
-    MASTER,
-    Counts,
-    Destination,
-    SavedState,
-    contents,
-    flat_name,
-)
-from rltrain.cluster.grid import Grid  # noqa: E402
-from rltrain.config.loader import load_config  # noqa: E402
-from rltrain.models import canonical_tensors, read_architecture  # noqa: E402
-from rltrain.reshard.layout import Layout  # noqa: E402
-from rltrain.reshard.megatron_layout import megatron_layout  # noqa: E402
+from rltrain.checkpoint.conversion.megatron_source import MegatronSource
+from rltrain.checkpoint.conversion.processes import Processes
+from rltrain.checkpoint.conversion.run_source import RunSource
+from rltrain.checkpoint.conversion.sources import HfSource
+from rltrain.checkpoint.conversion.to_hf import convert_to_hf
+from rltrain.checkpoint.conversion.to_megatron import convert_to_megatron, writers_grid
+from rltrain.checkpoint.hf import load_parameters, save_checkpoint
+from rltrain.checkpoint.run.files import checksum, find_damage, read_manifest, write_files
+from rltrain.checkpoint.run.folder import CheckpointFolder, checkpoint_at
+from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
+from rltrain.cluster.grid import Grid
+from rltrain.config.loader import load_config
+from rltrain.models import canonical_tensors, read_architecture
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.megatron_layout import megatron_layout
 
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
 STATE_BYTES = 4 * len(KINDS)
@@ -96,7 +86,8 @@ def trained_model(folder: Path, gigabytes: float) -> None:
     folder.mkdir()
     for num_layers in range(1, 1000):
         (folder / "config.json").write_text(json.dumps({**TRAINED, "num_hidden_layers": num_layers}, indent=2))
-        if canonical_tensors(read_architecture(folder)).matrix_shapes.prod(axis=1).sum() * STATE_BYTES >= gigabytes * 1e9:
+        num_parameters = canonical_tensors(read_architecture(folder)).matrix_shapes.prod(axis=1).sum()
+        if num_parameters * STATE_BYTES >= gigabytes * 1e9:
             return
 
 
@@ -206,6 +197,11 @@ def copy(files: Sequence[Path], target: Path, *, durable: bool) -> None:
         os.close(descriptor)
 
 
+def read_checksums(files: Sequence[Path]) -> None:
+    for path in files:
+        checksum(path)
+
+
 def timed(run: Callable[[], None]) -> Took:
     before, begin = cpu_seconds(), time.perf_counter()
     run()
@@ -226,7 +222,7 @@ def measure(name: str, case: Case, folder: Path, rounds: int) -> dict[str, Any]:
             "case": case.run,
         }
         if case.checked:
-            turns["checksum"] = lambda: [checksum(path) for path in case.like] and None
+            turns["checksum"] = partial(read_checksums, case.like)
         for turn, run in turns.items():
             took = timed(run)
             if number:

@@ -184,7 +184,7 @@ def measured(records: list[dict[str, float]]) -> dict[str, float]:
     result["moves_s"] = median(others, "memory/offload_s") + median(others, "memory/onload_s")
     if saved:
         result["step_with_checkpoint_s"] = median(saved, "perf/step_time_s")
-        for name in ("wait_s", "copy_s", "write_s", "bytes"):
+        for name in ("wait_s", "copy_s", "late_copy_s", "write_s", "bytes"):
             result[f"checkpoint_{name}"] = median(later, f"perf/checkpoint_{name}")
     return {name: round(value, 3) for name, value in result.items()}
 

@@ -12,8 +12,8 @@ from rltrain.errors import CheckpointError
 from rltrain.system.file_pages import populate
 
 BLOCK_BYTES = 8 * 2**20
-"""What is read at a time, in whole rows of a tensor: so little that what is made of it lies in memory that is used again
-and again. Being given new memory takes longer than copying."""
+"""What is read at a time, in whole rows of a tensor: so little that what is made of it lies in the same memory over and
+over. Being given new memory takes longer than copying."""
 
 
 class CountedSource:

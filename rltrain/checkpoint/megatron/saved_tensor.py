@@ -10,7 +10,7 @@ from torch.serialization import skip_data
 
 DESCRIPTOR_SIGNATURE, ENTRY_SIGNATURE = b"PK\7\x08", b"PK\1\2"
 CRC_IN_DESCRIPTOR, CRC_IN_ENTRY, ENTRY_BYTES = 4, 16, 46
-"""Where a zip archive has a file's checksum: right behind the file, and in its entry of the directory, before its name."""
+"""Where a zip archive has a file's checksum: behind the file, and in its entry of the directory, before its name."""
 ELEMENTS = b"archive/data/0"
 
 
@@ -36,7 +36,7 @@ def around_elements(shape: tuple[int, ...], dtype: torch.dtype) -> Around:
         torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))  # memory that is not touched takes no room
     before, *behind = file.parts
     if len(behind) != 1:
-        raise RuntimeError(f"torch {torch.__version__} leaves {len(behind)} holes for a tensor's elements; expected one")
+        raise RuntimeError(f"torch {torch.__version__} leaves {len(behind)} holes for a tensor's elements, not one")
     return Around(before.getvalue(), behind[0].getvalue())
 
 

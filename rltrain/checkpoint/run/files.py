@@ -20,7 +20,7 @@ from rltrain.reshard.kernels.crc32 import crc32
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
 WEIGHTS_SUFFIX = ".safetensors"
-READ_BYTES = 2**18
+READ_BYTES = 2**20
 """At a time, over and over into the same memory: they are in a core's own cache when their checksum is made."""
 MOST_CACHED_BYTES = 256 * 2**20
 """Of a file that is written, in the system's memory: a training state may be as large as what is free there."""

@@ -35,4 +35,4 @@ def _native() -> Callable[[int, int, int], int] | None:
         return None
     function = library.rs_cpu_crc32
     function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64), ctypes.c_uint32
-    return function  # type: ignore[no-any-return]
+    return function

@@ -18,6 +18,7 @@ from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, Save
 from rltrain.models.canonical_tensors import IntArray
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
+from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.megatron.layers import is_expert
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import (
@@ -28,7 +29,6 @@ from rltrain.training.megatron.optimizer_state import (
     optimizer_name,
     step_count,
 )
-from rltrain.training.late_copies import LateCopies, LateTensors
 from rltrain.training.shards import answered_for, sharing_groups, within
 
 Range = tuple[int, int]
