@@ -161,6 +161,11 @@ class Stream(Actor):
         self._device = device
         device.streams.append(self)
 
+    def record_event(self) -> "Event":
+        event = Event(self._device)
+        event.record(self)
+        return event
+
     def wait_event(self, event: "Event") -> None:
         self.join(event.clock)
 

@@ -12,6 +12,7 @@ from rltrain.checkpoint.run.files import Contents, read_contents
 from rltrain.checkpoint.run.writer import FilesWriter, Written
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors
+from tests.stand_ins.cuda_streams import Device, Operators
 
 
 class SlowPart(MemoryPart):
@@ -90,3 +91,20 @@ def test_a_failed_copy_fails_the_file(late: LateCopies, tmp_path: Path) -> None:
     reports: list[Written] = []
     FilesWriter(asynchronous=False).start(tmp_path, {"actor/file": Contents(tensors, {})}, reports.append)
     assert reports[0].problem is not None and "size of tensor" in reports[0].problem
+
+
+def test_copies_from_a_device_wait_for_the_update_before_and_for_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    device.install(monkeypatch)
+    state, activations = torch.zeros(8), torch.zeros(8)
+    late, operators = LateCopies(torch.device("cuda")), Operators(device)
+    operators.holds([state, activations])
+    with operators:
+        state.add_(1)
+        issued = device.default.clock[device.default.name]
+        saved = state_of(late, MemoryPart(lambda: [state]), [state])
+        activations.add_(1)
+        late.settle()
+        assert device.streams[-1].clock[device.default.name] == issued
+        state.add_(1)
+    assert saved["0"].tolist() == [1.0] * 8
