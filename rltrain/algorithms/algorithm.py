@@ -17,9 +17,19 @@ if TYPE_CHECKING:
     from rltrain.data.preferences import Preferences
 
 
-def alone(values: "Tensor") -> "Tensor":
-    """What all replicas have, of one that has no others."""
+def _of_one(values: "Tensor") -> "Tensor":
     return values
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What all of the actor's replicas have together; as it is by default, of one that has no others. Collective over:
+    the actor's ranks."""
+
+    total: Callable[["Tensor"], "Tensor"] = _of_one
+    """Adds up a tensor."""
+    gathered: Callable[["Tensor"], "Tensor"] = _of_one
+    """Puts theirs [n] one behind the other, on each in the same order."""
 
 
 USED_BY_ALL = frozenset({"overlong_penalty", "mask_truncated"})
@@ -136,14 +146,8 @@ class Algorithm:
         """
         raise NotImplementedError(f"algorithm {self.name} has no advantages")
 
-    def over_whole_step(
-        self,
-        experience: "Experience",
-        total: Callable[["Tensor"], "Tensor"],
-        gathered: Callable[["Tensor"], "Tensor"] = alone,
-    ) -> "Experience":
-        """A step's samples on this replica as they are trained on; `total` adds up a tensor over all replicas,
-        `gathered` puts theirs [n] one behind the other, on each in the same order.
+    def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
+        """A step's samples on this replica as they are trained on.
 
         Collective over: the actor's ranks.
         """
@@ -151,7 +155,7 @@ class Algorithm:
             return experience
         from rltrain.algorithms.whitening import moments, whiten
 
-        sums = total(moments(experience))
+        sums = replicas.total(moments(experience))
         return experience.with_fields(advantages=whiten(experience.advantages, experience.response_mask, sums))
 
     def loss_function(self) -> "LossFunction":

@@ -1,9 +1,8 @@
 """GPG: compared within the prompt, and scaled by how few samples of the step teach anything."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rltrain.algorithms.algorithm import alone
+from rltrain.algorithms.algorithm import Replicas
 from rltrain.algorithms.group_relative import GroupRelative
 
 if TYPE_CHECKING:
@@ -32,12 +31,7 @@ class Gpg(GroupRelative):
     def needs_whole_step(self) -> bool:
         return True
 
-    def over_whole_step(
-        self,
-        experience: "Experience",
-        total: Callable[["Tensor"], "Tensor"],
-        gathered: Callable[["Tensor"], "Tensor"] = alone,
-    ) -> "Experience":
+    def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
         import torch
 
         from rltrain.algorithms.losses import of_response, response_lengths, sample_sums
@@ -48,5 +42,5 @@ class Gpg(GroupRelative):
         else:
             differing = sample_sums(experience, of_response(experience, "advantages").abs()) != 0
             counted = members & torch.isin(groups, groups[differing])
-        num_samples, num_counted = total(torch.stack([members.sum(), counted.sum()]).double()).tolist()
+        num_samples, num_counted = replicas.total(torch.stack([members.sum(), counted.sum()]).double()).tolist()
         return experience.with_fields(advantages=experience.advantages * (num_samples / max(num_counted, 1)))

@@ -1,10 +1,10 @@
 """Advantages by a function of the user's, which is given a whole step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rltrain.algorithms.algorithm import Algorithm, alone
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,18 +73,13 @@ class Own(Algorithm):
         per_token = torch.zeros(experience.num_tokens, dtype=experience.rewards.dtype)
         return experience.with_fields(advantages=per_token.index_put((positions,), rewards.to(per_token.dtype)))
 
-    def over_whole_step(
-        self,
-        experience: "Experience",
-        total: Callable[["Tensor"], "Tensor"],
-        gathered: Callable[["Tensor"], "Tensor"] = alone,
-    ) -> "Experience":
+    def over_whole_step(self, experience: "Experience", replicas: Replicas) -> "Experience":
         import torch
 
         from rltrain.data.experience import Experience
 
         names = ("sample_ids", "lengths", *TOKEN_FIELDS)
-        fields = {name: gathered(getattr(experience, name)) for name in names}
+        fields = {name: replicas.gathered(getattr(experience, name)) for name in names}
         unread = torch.zeros_like(fields["response_mask"])
         step = Experience(group_ids=self._groups(fields["sample_ids"]), tokens=unread, **fields)
         order = torch.argsort(step.sample_ids)

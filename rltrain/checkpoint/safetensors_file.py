@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,14 +43,14 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class SafetensorsFile:
+class SafetensorsFile(DurableFile):
     """A new file that will hold `entries`; their elements are appended in the order of `self.entries`.
 
     That order is the given one but for wide types, which come first, so that every tensor is aligned. As a context
     manager it closes the file when its block ends; the file is then complete and durable, or an error was raised.
     OSError where writing fails.
 
-    `num_bytes`, `crc32`, `checksum` and `most_cached_bytes` are those of `DurableFile`.
+    Checksum and limit of what is cached are those of a DurableFile.
     """
 
     def __init__(
@@ -68,17 +66,9 @@ class SafetensorsFile:
         self.entries = tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
         header = _header(self.entries, metadata)
-        self._file = DurableFile(path, checksum=checksum, most_cached_bytes=most_cached_bytes)
-        self._file.write(header)
+        super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes)
+        self.write(header)
         self._drop_finished()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._file.num_bytes
-
-    @property
-    def crc32(self) -> int:
-        return self._file.crc32
 
     def append(self, name: str, values: Tensor) -> None:
         """The next elements of tensor `name`, flattened. ValueError where another tensor's or none are due."""
@@ -90,7 +80,7 @@ class SafetensorsFile:
                 f"{self.path}: got {values.numel()} elements of {name} as {values.dtype}; {elements} of {due} as "
                 f"{dtype} are due"
             )
-        self._file.write_tensor(values)
+        self.write_tensor(values)
         self._remaining[-1] = (name, values.dtype, elements - values.numel())
         self._drop_finished()
 
@@ -100,24 +90,14 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Make the file durable. CheckpointError where elements are missing: the file is not usable then."""
-        with self._file:
-            if self._remaining:
-                name, _, elements = self._remaining[-1]
-                raise CheckpointError(
-                    f"{self.path}: {len(self._remaining)} tensors were not written, the first is {name}, which lacks "
-                    f"{elements} elements"
-                )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._file.__exit__(kind, error, traceback)
+        if self._remaining:
+            self._file.close()
+            name, _, elements = self._remaining[-1]
+            raise CheckpointError(
+                f"{self.path}: {len(self._remaining)} tensors were not written, the first is {name}, which lacks "
+                f"{elements} elements"
+            )
+        super().close()
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rltrain.algorithms import correction, parity
+from rltrain.algorithms.algorithm import Replicas
 from rltrain.algorithms.losses import LossFunction
 from rltrain.algorithms.parity import measuring_parity
 from rltrain.algorithms.registry import algorithm_of
@@ -143,7 +144,7 @@ class Actor(TrainedRole):
     def update(self, step: int, chunk: int) -> Metrics:
         """One optimizer step per mini-batch and pass. Collective over: the actor's ranks."""
         start = time.perf_counter()
-        experience = self.algorithm.over_whole_step(self.batch.take(), self._total, self._gathered)
+        experience = self.algorithm.over_whole_step(self.batch.take(), Replicas(self._total, self._gathered))
         if self.job.shape.accumulates_actor:
             updates = [self.model.step()]
         else:

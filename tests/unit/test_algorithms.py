@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 from rltrain.algorithms.gae import with_gae
 from rltrain.algorithms.registry import ALGORITHMS, algorithm_of
 from rltrain.config.schema import Config
@@ -81,7 +81,7 @@ def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():
     algorithm = of("ppo")
     experience = algorithm.with_advantages(samples())
     seen = []
-    found = algorithm.over_whole_step(experience, lambda sums: seen.append(sums) or sums)
+    found = algorithm.over_whole_step(experience, Replicas(lambda sums: seen.append(sums) or sums))
     trained_on = found.advantages[found.response_mask].double()
     assert len(seen) == 1 and seen[0][0] == experience.response_mask.sum()
     assert abs(trained_on.mean()) < 1e-6 and math.isclose(trained_on.std(), 1, rel_tol=1e-5)
@@ -91,7 +91,8 @@ def test_ppo_whitens_a_step_by_the_sums_of_all_replicas():
 def test_without_whitening_a_step_is_as_it_was_and_nobody_is_asked(algorithm):
     experience = samples()
     assert not algorithm.needs_whole_step()
-    assert algorithm.over_whole_step(experience, lambda sums: pytest.fail("a collective for nothing")) is experience
+    nothing = Replicas(lambda sums: pytest.fail("a collective for nothing"))
+    assert algorithm.over_whole_step(experience, nothing) is experience
 
 
 def test_the_actor_takes_demonstrations_as_they_are_and_samples_as_they_were_drawn():

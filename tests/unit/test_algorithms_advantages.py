@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms.algorithm import Algorithm
+from rltrain.algorithms.algorithm import Algorithm, Replicas
 from rltrain.algorithms.groups import STD_EPS, Groups
 from rltrain.algorithms.registry import algorithm_of
 from rltrain.algorithms.whitening import moments
@@ -196,7 +196,8 @@ def test_over_a_whole_step_whatever_replica_has_which_group(samples: list[Row], 
         algorithm = of(name)
         parts = [algorithm.with_advantages(packed(rank)) for rank in ranks if rank]
         sums = torch.stack([moments(part) for part in parts]).sum(0)
-        found = torch.cat([algorithm.over_whole_step(part, lambda _, sums=sums: sums).advantages for part in parts])
+        replicas = Replicas(lambda _, sums=sums: sums)
+        found = torch.cat([algorithm.over_whole_step(part, replicas).advantages for part in parts])
         ordered = [*ranks[0], *ranks[1]]
         expected = whitened(per_token(ordered, plain), ordered)
         assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -210,9 +211,10 @@ def test_gpg_scales_by_how_few_samples_teach(samples: list[Row], cut: int, scale
     parts = [algorithm.with_advantages(packed(rank)) for rank in ranks if rank]
     sums: list[torch.Tensor] = []
     for part in parts:
-        algorithm.over_whole_step(part, lambda own: sums.append(own) or own)  # type: ignore[func-returns-value]
+        replicas = Replicas(lambda own: sums.append(own) or own)  # type: ignore[func-returns-value]
+        algorithm.over_whole_step(part, replicas)
     total = torch.stack(sums).sum(0)
-    found = torch.cat([algorithm.over_whole_step(part, lambda _: total).advantages for part in parts])
+    found = torch.cat([algorithm.over_whole_step(part, Replicas(lambda _: total)).advantages for part in parts])
     ordered = [*ranks[0], *ranks[1]]
     plain = per_token(ordered, plain_centred)
     members = [row for row in ordered if row.is_member]
@@ -242,7 +244,7 @@ def test_reinforce_plus_plus_sums_what_comes_of_a_token(samples: list[Row], gamm
         expected += [to_go.get(place, 0.0) for place in range(len(row.mask))]
         first += len(row.mask)
     assert_close(found.advantages, expected)
-    normalised = algorithm.over_whole_step(found, lambda sums: sums).advantages
+    normalised = algorithm.over_whole_step(found, Replicas()).advantages
     assert normalised.tolist() == pytest.approx(whitened(expected, samples), rel=1e-6, abs=1e-6)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rltrain.algorithms.algorithm import Replicas
 from rltrain.algorithms.losses import sample_index
 from rltrain.algorithms.policy import policy_loss
 from rltrain.algorithms.rectangles import Rectangle
@@ -120,7 +121,7 @@ def over_step(algorithm: Any, parts: list[Experience]) -> list[Tensor]:
     found = []
     for one in begun:
         answers = iter(columns)
-        found.append(algorithm.over_whole_step(one, None, lambda _, answers=answers: next(answers)))
+        found.append(algorithm.over_whole_step(one, Replicas(gathered=lambda _, answers=answers: next(answers))))
     return [one.advantages for one in found]
 
 
