@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -22,19 +22,17 @@ from rltrain.checkpoint.hf_files import (
     write_config,
     write_index,
 )
-from rltrain.checkpoint.hf_layout import hf_layout
+from rltrain.checkpoint.hf_layout import hf_layout, hf_rows
 from rltrain.checkpoint.hf_reader import INDEX_FILE
 from rltrain.checkpoint.prediction_layers import PredictionLayers
-from rltrain.checkpoint.safetensors_file import SafetensorsFile
+from rltrain.checkpoint.share_writer import WRITTEN_BYTES, ShareWriter, written_rows
 from rltrain.errors import CheckpointError
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.architecture import CONFIG_FILE
-from rltrain.models.element_types import ElementType
 from rltrain.reshard.execute.resharding import execute
-from rltrain.reshard.kernels.torch_types import DTYPES
 from rltrain.reshard.layout import Layout
 from rltrain.reshard.plan.planner import plan
-from rltrain.reshard.tensor_groups import holding, tensor_groups
+from rltrain.reshard.tensor_groups import holding, holding_rows, tensor_groups
 
 NO_NOTES: Mapping[str, str] = MappingProxyType({})
 SHARD_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -54,6 +52,7 @@ def save_checkpoint(
     max_shard_bytes: int = 5 * 10**9,
     bucket_bytes: int = 32 * 2**20,
     made_bytes: int | None = None,
+    written_bytes: int = WRITTEN_BYTES,
     ranks_per_node: int | None = None,
     notes: Mapping[str, str] = NO_NOTES,
 ) -> None:
@@ -64,9 +63,10 @@ def save_checkpoint(
     that or a causal language model's. A language model's has the layers of `like` that predict further tokens.
 
     Of `source_tensors` that are made when they are asked for no more than `made_bytes` are, of whole layers, at a time.
-    `dtype` None keeps their type. Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor
-    is larger. All of it is written beside `directory`, which appears when it is complete; an existing one is replaced
-    only if an earlier call wrote it. CheckpointError otherwise, and where writing fails.
+    Of others a rank brings `written_bytes` together, which it writes, and then the next. `dtype` None keeps their type.
+    Every rank writes its share, in files of at most `max_shard_bytes` unless one tensor is larger. All of it is written
+    beside `directory`, which appears when it is complete; an existing one is replaced only if an earlier call wrote it.
+    CheckpointError otherwise, and where writing fails.
 
     Collective over: the ranks of `source_layout`, which `group` consists of (None for a single rank), and `cpu_group`,
     on gloo, which may be left out where `group` is gloo's.
@@ -77,11 +77,6 @@ def save_checkpoint(
     any_tensor = next(iter(source_tensors.values()))
     dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
-    mine = _allocated(layout, rank, any_tensor.device)
-    for source, part in _parts(source_layout, layout, made_bytes):
-        sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
-        held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
-        execute(sync, held, mine, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
     files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
     first, partial_directory = rank == layout.ranks[0], directory.with_name(f".{directory.name}.partial")
     with _writing(directory):
@@ -89,9 +84,14 @@ def save_checkpoint(
             shutil.rmtree(partial_directory, ignore_errors=True)
             partial_directory.mkdir(parents=True)
         _barrier(group)
-        for file in files:
-            if file.writer == rank:
-                _write_file(partial_directory / file.name, file, mine, further)
+        mine = [file for file in files if file.writer == rank]
+        with ShareWriter(partial_directory, mine, further, any_tensor.device) as writer:
+            for source, part in _parts(source_layout, layout, files, made_bytes, written_bytes):
+                sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
+                held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
+                gathered = writer.memory_for(part.on(rank).parameters)
+                execute(sync, held, gathered, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
+                writer.write(gathered)
         if first:
             write_index(partial_directory, files)
             _write_settings(partial_directory, architecture, like, dtype, notes)
@@ -101,16 +101,15 @@ def save_checkpoint(
         _barrier(group)
 
 
-def _allocated(layout: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
-    types = {name: DTYPES[ElementType(layout.types[number])] for name, number in layout.tensors.numbers.items()}
-    return {name: torch.empty(shape, dtype=types[name], device=device) for name, shape in layout.on(rank).parameters}
-
-
-def _parts(source: Layout, destination: Layout, made_bytes: int | None) -> list[tuple[Layout, Layout]]:
+def _parts(
+    source: Layout, destination: Layout, files: Sequence[HfFile], made_bytes: int | None, written_bytes: int
+) -> Iterator[tuple[Layout, Layout]]:
     if made_bytes is None:
-        return [(source, destination)]
-    groups = tensor_groups(source.tensors, source.types, made_bytes)
-    return [(holding(source, tensors), holding(destination, tensors)) for tensors in groups]
+        for rows in written_rows(destination, files, written_bytes):
+            yield holding_rows(source, rows), hf_rows(destination, rows)
+        return
+    for tensors in tensor_groups(source.tensors, source.types, made_bytes):
+        yield holding(source, tensors), holding(destination, tensors)
 
 
 def _of(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -129,12 +128,6 @@ def replace_checkpoint(directory: Path, saved: Path, *, like: Path, notes: Mappi
 def _write_notes(directory: Path, notes: Mapping[str, str]) -> None:
     for name, text in notes.items():
         (directory / name).write_text(text, encoding="utf-8")
-
-
-def _write_file(path: Path, file: HfFile, tensors: Mapping[str, Tensor], further: PredictionLayers) -> None:
-    with SafetensorsFile(path, file.entries, METADATA) as opened:
-        for entry in opened.entries:
-            opened.append(entry.name, tensors[entry.name] if entry.name in tensors else further.read(entry.name))
 
 
 def _write_settings(

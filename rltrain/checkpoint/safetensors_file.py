@@ -43,12 +43,17 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class SafetensorsFile(DurableFile):
-    """A new file that will hold `entries`; their elements are appended in the order of `self.entries`.
+def in_file_order(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The given order but for wide types, which come first, so that every tensor is aligned."""
+    return tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
 
-    That order is the given one but for wide types, which come first, so that every tensor is aligned. As a context
-    manager it closes the file when its block ends; the file is then complete and durable, or an error was raised.
-    OSError where writing fails.
+
+class SafetensorsFile(DurableFile):
+    """A new file that will hold `entries`; their elements are appended in the order of `self.entries`, which is
+    `in_file_order`.
+
+    As a context manager it closes the file when its block ends; the file is then complete and durable, or an error was
+    raised. OSError where writing fails.
 
     Checksum and limit of what is cached are those of a DurableFile.
     """
@@ -63,7 +68,7 @@ class SafetensorsFile(DurableFile):
         most_cached_bytes: int | None = None,
     ) -> None:
         self.path = path
-        self.entries = tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
+        self.entries = in_file_order(entries)
         self._remaining = [(entry.name, entry.dtype, prod(entry.shape)) for entry in reversed(self.entries)]
         header = _header(self.entries, metadata)
         super().__init__(path, checksum=checksum, most_cached_bytes=most_cached_bytes)

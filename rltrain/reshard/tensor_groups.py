@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rltrain.models.canonical_tensors import CanonicalTensors
+from rltrain.models.canonical_tensors import Array, CanonicalTensors, IntArray
 from rltrain.models.element_types import ITEM_BYTES, TypeArray
 from rltrain.reshard.layout import Layout, RankLayout
 
@@ -44,9 +44,30 @@ def holding(layout: Layout, tensors: BoolArray) -> Layout:
     return replace(layout, build=partial(_holding, layout, tensors))
 
 
+def holding_rows(layout: Layout, rows: IntArray) -> Layout:
+    """What `layout` has of `rows` [tensors, 2], from and to: parameters with nothing of them are not in it; those that
+    are keep their shapes."""
+    return replace(layout, build=partial(_holding_rows, layout, rows))
+
+
+def _holding_rows(layout: Layout, rows: IntArray, share: int) -> RankLayout:
+    whole = layout.part(share)
+    first, end = rows[whole.pieces["tensor"]].T
+    before = whole.pieces["row"]
+    first, end = np.maximum(before, first), np.minimum(before + whole.pieces["rows"], end)
+    some = first < end
+    pieces = whole.pieces[some]
+    pieces["offset"] += (first - before)[some] * pieces["stride"]
+    pieces["row"], pieces["rows"] = first[some], (end - first)[some]
+    return _of_pieces(whole, pieces)
+
+
 def _holding(layout: Layout, tensors: BoolArray, share: int) -> RankLayout:
     whole = layout.part(share)
-    pieces = whole.pieces[tensors[whole.pieces["tensor"]]]
+    return _of_pieces(whole, whole.pieces[tensors[whole.pieces["tensor"]]])
+
+
+def _of_pieces(whole: RankLayout, pieces: Array) -> RankLayout:
     held, pieces["parameter"] = np.unique(pieces["parameter"], return_inverse=True)
     return RankLayout(lambda: tuple(whole.parameters[number] for number in held), pieces)
 

@@ -267,6 +267,7 @@ def round_trip(grids: list[tuple[bool, int, int]], max_shard_bytes: int) -> list
                 like=original,
                 max_shard_bytes=max_shard_bytes,
                 bucket_bytes=3000,
+                written_bytes=20_000,
             )
             if rank == 0:
                 results.append(_compare(original, saved))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rltrain.checkpoint.hf import hf_layout, load_parameters, save_checkpoint
+from rltrain.checkpoint.share_writer import WRITTEN_BYTES
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import Architecture, read_architecture
@@ -103,10 +104,11 @@ def test_round_trip_is_bit_exact(family: str, tied: bool, max_shard_bytes: int, 
     architecture = read_architecture(original)
     layout = megatron_layout(architecture, Grid((0,)))
     parameters = load(original, layout, 0)
-    for _ in range(2):  # the second replaces the first
+    for written_bytes in (WRITTEN_BYTES, 1000):  # the second replaces the first
         save_checkpoint(
-            saved, parameters, layout, architecture, group=None, rank=0, like=original, max_shard_bytes=max_shard_bytes
-        )
+            saved, parameters, layout, architecture, group=None, rank=0, like=original,
+            max_shard_bytes=max_shard_bytes, written_bytes=written_bytes,
+        )  # fmt: skip
     assert sorted(path.name for path in saved.parent.iterdir()) == ["saved"]
     written = stored_tensors(saved)
     assert written.keys() == tensors.keys()

@@ -185,6 +185,8 @@ def cut(
     message and everything is staged. `places` [streams] is the byte of the staging buffer at which each stream's runs
     begin, in all rounds; without it those of a round lie one after another.
     """
+    if len(made.boxes) == 0:
+        return _nothing(made, rounds)
     bounds = rounds.bounds(made.num_bytes)
     whole, low, high, run = _runs_of(made, bounds)
     index, fields = _rectangles(made.boxes[whole], low, high)
@@ -215,6 +217,11 @@ def cut(
     kept = np.flatnonzero(~in_place[message])
     starts = np.searchsorted(number[kept], np.arange(rounds.count + 1))
     return Cut(boxes[kept], types[kept], staged[kept] // item[kept], starts, messages)
+
+
+def _nothing(made: Streams, rounds: Rounds) -> Cut:
+    none, starts = np.zeros(0, dtype=np.int64), np.zeros(rounds.count + 1, dtype=np.int64)
+    return Cut(made.boxes, made.types, none, starts, Messages(none, none, none, none, none, starts))
 
 
 def fixed_places(num_bytes: IntArray, rounds: Rounds, header_bytes: int = 0) -> IntArray:

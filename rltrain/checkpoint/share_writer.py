@@ -1,0 +1,114 @@
+"""One rank's files of a Hugging Face folder, written while their tensors arrive, with memory for some of them."""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rltrain.checkpoint.hf_files import METADATA, HfFile
+from rltrain.checkpoint.prediction_layers import PredictionLayers
+from rltrain.checkpoint.safetensors_file import SafetensorsFile, in_file_order
+from rltrain.errors import CheckpointError
+from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.element_types import ITEM_BYTES
+from rltrain.reshard.layout import Layout, Parameters
+
+WRITTEN_BYTES = 2**25
+"""A rank has of its tensors in memory at a time: enough that what a reshard costs whatever its size does not count, few
+enough to be in a processor's cache still when they are written."""
+ALIGNMENT = 64
+"""In bytes, of tensors in the memory that they share."""
+
+
+def written_rows(layout: Layout, files: Sequence[HfFile], max_bytes: int) -> Iterator[IntArray]:
+    """[tensors, 2] the rows, from and to, that are written next: of every writer those of its `files` that `max_bytes`
+    hold, or one. All writers are busy each time. Pure: equal on all ranks."""
+    numbers, turns = layout.tensors.numbers, list[IntArray]()
+    for writer in layout.ranks:
+        entries = [entry for file in files if file.writer == writer for entry in in_file_order(file.entries)]
+        found = (numbers[entry.name] for entry in entries if entry.name in numbers)
+        for turn, number, first, end in _taken(layout, found, max_bytes):
+            if turn == len(turns):
+                turns.append(np.zeros((len(numbers), 2), dtype=np.int64))
+            turns[turn][number] = first, end
+    return iter(turns)
+
+
+def _taken(layout: Layout, numbers: Iterable[int], max_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """(turn, tensor, from, to): the rows of these tensors, one after the other, as many in a turn as it may hold."""
+    turn, free = 0, max_bytes
+    for number in numbers:
+        rows, columns = layout.tensors.matrix_shapes[number].tolist()
+        row_bytes, first = columns * int(ITEM_BYTES[layout.types[number]]), 0
+        while first < rows:
+            if free < min(row_bytes, max_bytes):
+                turn, free = turn + 1, max_bytes
+            end = min(rows, first + max(1, free // row_bytes))
+            yield turn, number, first, end
+            first, free = end, max(0, free - (end - first) * row_bytes)
+
+
+class ShareWriter:
+    """Writes a rank's `files` in `folder`; as a context manager they are complete when its block ends without an error.
+
+    Tensors come in any order, or rows of them one after the other; what is not due waits, with the memory of those that
+    it came with. What `further` has does not come. OSError where writing fails, CheckpointError where tensors did not
+    come.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[HfFile], further: PredictionLayers, device: torch.device) -> None:
+        self._folder, self._files, self._further, self._device = folder, files, further, device
+        self._types = {entry.name: entry.dtype for file in files for entry in file.entries}
+        self._waiting: dict[str, Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._all_came = False
+        self._writing = self._write_what_is_due()
+
+    def memory_for(self, parameters: Parameters) -> dict[str, Tensor]:
+        """Tensors to be filled and given to `write`; their memory serves the next ones once they are written."""
+        places, end = [], 0
+        for name, shape in parameters:
+            num_bytes = prod(shape) * self._types[name].itemsize
+            places.append((name, shape, end, end + num_bytes))
+            end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if self._waiting or len(self._memory) < end:
+            self._memory = torch.empty(end, dtype=torch.uint8, device=self._device)
+        return {name: self._memory[begin:end].view(self._types[name]).view(shape) for name, shape, begin, end in places}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """All that is due by now."""
+        self._waiting.update(tensors)
+        next(self._writing, None)
+
+    def _write_what_is_due(self) -> Generator[None]:
+        for file in self._files:
+            with SafetensorsFile(self._folder / file.name, file.entries, METADATA) as opened:
+                for entry in opened.entries:
+                    if entry.name in self._further:
+                        opened.append(entry.name, self._further.read(entry.name))
+                        continue
+                    lacking = prod(entry.shape)
+                    while lacking:
+                        while entry.name not in self._waiting:
+                            if self._all_came:
+                                raise CheckpointError(f"{opened.path}: {lacking} elements of {entry.name} did not come")
+                            yield
+                        rows = self._waiting.pop(entry.name)
+                        opened.append(entry.name, rows)
+                        lacking -= rows.numel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._all_came = True
+            next(self._writing, None)
+        self._writing.close()
