@@ -11,7 +11,7 @@ from tests.end_to_end.jobs import REPOSITORY, column, train
 
 pytestmark = pytest.mark.slow  # CI runs the quickstart in its short form beside the default suite
 
-STEPS = 36
+STEPS = 20
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ SMALL = (
 COLOCATED = "placement={'actor, reference, rollout, reward': 0-1}"
 APART = ("weight_sync.adapters=apart",)
 SHARDED = ("actor.backend=fsdp", "actor.parallel.tp=1")
-STEPS = 90
+STEPS = 18
 
 pytestmark = pytest.mark.slow  # tests/distributed/test_lora.py has a quick part
 
@@ -162,9 +162,10 @@ def test_the_dry_run_foretells_what_is_held(chosen, quickstart_files, tmp_path):
     assert foretold == pytest.approx(record["memory/actor_resident_bytes"], rel=0.05)
 
 
-def test_the_quickstart_reaches_nine_tenths(warmed_up, data_overrides, tmp_path):
-    """test_delta.py has the same with merged adapters that fully_shard trains."""
+def test_a_model_learns_from_adapters_that_stay_apart(warmed_up, data_overrides, tmp_path):
+    """test_delta.py goes on to nine tenths, with merged adapters that fully_shard trains."""
     common = [f"model.path={warmed_up}", *data_overrides, "model.lora={rank: 16, alpha: 32}", LORA[1]]
-    until = [f"steps={STEPS}", "evaluation={interval: 15, stop_at: 0.9}"]
-    records = train(REPOSITORY / QUICKSTART, *common, *APART, *until, f"output_dir={tmp_path}")
-    assert column(records, "eval/score")[-1] >= 0.9
+    lasts = [f"steps={STEPS}", f"evaluation.interval={STEPS}"]
+    records = train(REPOSITORY / QUICKSTART, *common, *APART, *lasts, f"output_dir={tmp_path}")
+    scores = column(records, "eval/score")
+    assert scores[0] < 0.45 and scores[-1] >= 0.6

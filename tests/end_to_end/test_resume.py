@@ -310,9 +310,9 @@ def test_a_model_learns_on_after_a_resumed_run_from_stale_samples_of_weights_in_
         *FP8,
         APART,
         f"schedule={{mode: asynchronous, max_staleness: {staleness}, partial_rollouts: true, on_stale: mask}}",
-        "checkpoint={save_hf: false, save_interval: 10}",
+        "checkpoint={save_hf: false, save_interval: 5}",
     )
-    halfway, well = ("evaluation={interval: 10, stop_at: 0.5}", "evaluation={interval: 10, stop_at: 0.7}")
+    halfway, well = ("evaluation={interval: 5, stop_at: 0.5}", "evaluation={interval: 5, stop_at: 0.65}")
     first = train(REPOSITORY / "configs/quickstart.yaml", *overrides, halfway, f"output_dir={tmp_path}/first")
     assert column(first, "eval/score")[0] < 0.5
     saved = max((tmp_path / "first/checkpoints").glob("step_*"))
@@ -321,5 +321,5 @@ def test_a_model_learns_on_after_a_resumed_run_from_stale_samples_of_weights_in_
         f"checkpoint.resume={saved}",
     )
     assert records[0]["step"] == int(saved.name.removeprefix("step_")) > 0
-    assert column(records, "eval/score")[-1] >= 0.7
+    assert column(records, "eval/score")[-1] >= 0.65
     assert max(column(records, "train/staleness_max")) == staleness
