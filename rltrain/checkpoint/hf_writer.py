@@ -78,27 +78,34 @@ def save_checkpoint(
     dtype = dtype or any_tensor.dtype
     layout = hf_layout(architecture, source_layout.ranks, dtype=str(dtype).removeprefix("torch."))
     files = planned_files(layout, max_shard_bytes, further.entries if architecture.head == "vocabulary" else ())
-    first, partial_directory = rank == layout.ranks[0], directory.with_name(f".{directory.name}.partial")
-    with _writing(directory):
-        if first:
-            shutil.rmtree(partial_directory, ignore_errors=True)
-            partial_directory.mkdir(parents=True)
-        _barrier(group)
+    first = rank == layout.ranks[0]
+    with _writing(directory), _appearing(directory, group, first=first) as folder:
         mine = [file for file in files if file.writer == rank]
-        with ShareWriter(partial_directory, mine, further, any_tensor.device) as writer:
+        with ShareWriter(folder, mine, further, any_tensor.device) as writer:
             for source, part in _parts(source_layout, layout, files, made_bytes, written_bytes):
                 sync = plan(source, part, rank, ranks_per_node or max(layout.ranks) + 1)
-                held = source_tensors if made_bytes is None else _of(source, source_tensors, rank)
-                gathered = writer.memory_for(part.on(rank).parameters)
+                held, gathered = _of(source, source_tensors, rank), writer.memory_for(part.on(rank).parameters)
                 execute(sync, held, gathered, group=group, cpu_group=cpu_group, bucket_bytes=bucket_bytes)
                 writer.write(gathered)
         if first:
-            write_index(partial_directory, files)
-            _write_settings(partial_directory, architecture, like, dtype, notes)
-        _barrier(group)
-        if first:
-            _replace(directory, partial_directory)
-        _barrier(group)
+            write_index(folder, files)
+            _write_settings(folder, architecture, like, dtype, notes)
+
+
+@contextmanager
+def _appearing(directory: Path, group: dist.ProcessGroup | None, *, first: bool) -> Iterator[Path]:
+    """A folder beside `directory` that takes its place once all ranks have left the block. Collective over: `group`, of
+    which the `first` rank makes it."""
+    folder = directory.with_name(f".{directory.name}.partial")
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    _barrier(group)
+    yield folder
+    _barrier(group)
+    if first:
+        _replace(directory, folder)
+    _barrier(group)
 
 
 def _parts(

@@ -22,7 +22,7 @@ def records(warmed_up, data_overrides, tmp_path_factory):
         REPOSITORY / "configs/quickstart_ppo.yaml",
         f"model.path={warmed_up}",
         f"output_dir={tmp_path_factory.mktemp('learning')}",
-        "evaluation={interval: 10, stop_at: 0.8}",
+        "evaluation={interval: 10, stop_at: 0.7}",
         *data_overrides,
         OWN_RANKS,
     )
@@ -45,7 +45,7 @@ def test_wherever_the_critic_lives_the_run_is_the_same(warmed_up, data_overrides
 
 
 def test_the_model_learns(records):
-    assert column(records, "eval/score")[-1] >= 0.8
+    assert column(records, "eval/score")[-1] >= 0.7
 
 
 def test_the_critic_learns_first(records):
