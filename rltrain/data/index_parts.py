@@ -70,11 +70,12 @@ def index_part(part: Part, checker: RowChecker, path: Path, advance: Callable[[]
         copies = _Copies(path.with_name(f"{path.name}.copies"), stack)
         columns: set[str] = set()
         runs: list[tuple[RowFile, int]] = []
+        copied = False
         for of_file, place, row, difficulty, values in checker.usable(rows, cache(part.num_before)):
-            kept_at = copies.add(values) if _needs_copies(of_file) else place
-            writer.add(kept_at, row.number, difficulty)
             if not runs or runs[-1][0] is not of_file:
                 runs.append((of_file, 0))
+                copied = _needs_copies(of_file)
+            writer.add(copies.add(values) if copied else place, row.number, difficulty)
             runs[-1] = of_file, runs[-1][1] + 1
             columns.update(values)
             if checker.num_usable % ADVANCE_ROWS == 0:

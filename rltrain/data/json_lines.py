@@ -1,6 +1,7 @@
 """Rows of JSON files, one object a line or one list of objects, compressed or not."""
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -20,6 +21,9 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 NO_OBJECT = "no JSON object"
 """The reason by which such rows are counted."""
 COUNTED_BYTES = 2**20
+DECODER = json.JSONDecoder()
+WHITESPACE = " \t\n\r"
+"""Of JSON."""
 
 
 def _open_zstd(path: Path) -> io.BufferedReader:
@@ -83,9 +87,11 @@ def count_lines(path: Path, begin: int, end: int) -> int:
 
 def parse_line(line: bytes) -> Row | BadRow:
     """What a line says that is not blank."""
-    line = line.rstrip()
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        text = line.rstrip().removeprefix(codecs.BOM_UTF8).decode()
+        row, end = DECODER.raw_decode(text, len(text) - len(text.lstrip(WHITESPACE)))
+        if rest := len(text[end:].lstrip(WHITESPACE)):
+            raise json.JSONDecodeError("Extra data", text, len(text) - rest)
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8: {error}", NO_OBJECT)
     except json.JSONDecodeError as error:
