@@ -58,6 +58,22 @@ class MoE(Section):
     """Report the load of every expert of every layer; their imbalance is reported in any case."""
 
 
+OF_POLICY = ("actor", "inference", "reference", "rollout", "evaluation")
+"""Roles whose models are the policy, as it is, was or begins."""
+
+
+class FakeQuantization(Section):
+    """Compute with what the matrices of experts would be after they were rounded to few bits, have engines draw with
+    the same, and train what was not rounded, whose gradients are those of the rounded."""
+
+    dtype: Literal["int4"] = "int4"
+    """Symmetric: a group's elements are integers from -8 to 7 times its scale, which has model.dtype."""
+    group_size: Count = 128
+    """Consecutive elements of a matrix's row that have one scale. It divides the rows of every rank."""
+    scale_divisor: float = Field(default=7.0, ge=7, le=8)
+    """A scale is a group's largest magnitude over this: 7 as slime has it, 7.5 as llm-compressor."""
+
+
 class Recompute(Section):
     granularity: Literal["none", "selective", "full"] = "full"
     """full: whole layers, of which only the inputs are kept. selective: parts of every layer."""
@@ -106,6 +122,9 @@ class Model(Section):
     moe: MoE = MoE()
     lora: Lora | None = None
     """Of the actor. null: all of its weights are trained."""
+    fake_quantization: FakeQuantization | None = None
+    """Of the actor, and so of inference, the reference and the engines: training that knows that its weights will be
+    served in INT4. null: weights are as they are."""
     router_replay: Annotated[Literal["off", "rollout", "recompute"], BeforeValidator(_off)] = "off"
     """Which experts the actor's tokens visit. off: those that its routers choose in each pass. rollout: those that the
     engine had chosen which drew the tokens, in the pass of the old log-probs as in training. recompute: in training

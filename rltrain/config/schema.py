@@ -38,9 +38,11 @@ from rltrain.config.learning import PolicyLoss as PolicyLoss
 from rltrain.config.learning import RatioMask as RatioMask
 from rltrain.config.learning import Sapo as Sapo
 from rltrain.config.lora import Lora
+from rltrain.config.models import OF_POLICY
 from rltrain.config.models import Actor as Actor
 from rltrain.config.models import Backend as Backend
 from rltrain.config.models import Critic as Critic
+from rltrain.config.models import FakeQuantization as FakeQuantization
 from rltrain.config.models import Fsdp as Fsdp
 from rltrain.config.models import Inference as Inference
 from rltrain.config.models import LossScale as LossScale
@@ -226,6 +228,18 @@ class Config(Section):
         """Whether what others get of the actor's weights is made when they get it: merged with adapters, or brought to
         the device."""
         return self.model.lora is not None or self.keeps_shards_on_host("actor")
+
+    @property
+    def makes_served_weights(self) -> bool:
+        """Whether what engines get of the actor's weights is made when they get it: as `makes_actor_weights`, or
+        rounded."""
+        return self.makes_actor_weights or self.model.fake_quantization is not None
+
+    def model_of(self, role: str) -> Model:
+        """What section model says of a role's model. Another's than the policy's computes with weights as they are."""
+        if role in OF_POLICY:
+            return self.model
+        return self.model.model_copy(update={"fake_quantization": None})
 
     def lora_of(self, role: str) -> Lora | None:
         """The adapters that a role's model learns in the place of its weights, if it does."""

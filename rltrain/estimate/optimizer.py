@@ -11,7 +11,6 @@ from rltrain.estimate.hardware import Gpu
 from rltrain.estimate.planned import PlannedJob
 from rltrain.estimate.sharded import held_elements
 from rltrain.estimate.shares import (
-    EXPERT,
     Elements,
     expert_data_parallel,
     in_buffers,
@@ -19,6 +18,7 @@ from rltrain.estimate.shares import (
     trained_elements,
 )
 from rltrain.models import Architecture
+from rltrain.models.experts import is_expert
 from rltrain.models.hidden_matrices import is_hidden_matrix
 from rltrain.reshard.megatron_layout import megatron_layout
 
@@ -134,14 +134,14 @@ def _hidden(job: PlannedJob, role: str, stage: int) -> Hidden:
 def _hidden_of(architecture: Architecture, grid: Grid, stage: int) -> Hidden:
     layout = megatron_layout(architecture, grid, transformer_engine=True)
     on, tensors = layout.on(int(grid.array[stage].flat[0])), layout.tensors
-    is_expert = np.array([EXPERT in name for name, _ in on.parameters])
+    of_expert = [is_expert(name) for name, _ in on.parameters]
     held, flops = 0, {False: 0.0, True: 0.0}
     sizes = on.pieces["rows"] * on.pieces["cols"]
     for piece, size in zip(on.pieces, sizes.tolist(), strict=True):
         shape = tensors.shapes[piece["tensor"]]
         if is_hidden_matrix(tensors.names[piece["tensor"]], shape):
             held += size
-            flops[bool(is_expert[piece["parameter"]])] += size * _pass_flops(shape[0], shape[1]) / (shape[0] * shape[1])
+            flops[of_expert[piece["parameter"]]] += size * _pass_flops(shape[0], shape[1]) / (shape[0] * shape[1])
     return Hidden(held / (int(sizes.sum()) or 1), flops[False], flops[True])
 
 

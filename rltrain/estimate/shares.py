@@ -6,10 +6,10 @@ from math import lcm, prod
 
 from rltrain.cluster.grid import Grid
 from rltrain.models import Architecture
+from rltrain.models.experts import is_expert
 from rltrain.reshard.megatron_layout import chunks_of, megatron_layout
 from rltrain.rollout.layout import engine_layout, engine_of
 
-EXPERT = ".experts."
 PARAMETER_ALIGNMENT = 64
 """Elements: where Megatron's distributed optimizer lets a parameter begin in its buffers."""
 BUFFER_ALIGNMENT = 128
@@ -54,8 +54,8 @@ def _trained(architecture: Architecture, grid: Grid, stage: int) -> Elements:
     layout = megatron_layout(architecture, grid, transformer_engine=True)
     parameters = layout.on(int(grid.array[stage].flat[0])).parameters
     return Elements(
-        tuple(prod(shape) for name, shape in parameters if EXPERT not in name),
-        tuple(prod(shape) for name, shape in parameters if EXPERT in name),
+        tuple(prod(shape) for name, shape in parameters if not is_expert(name)),
+        tuple(prod(shape) for name, shape in parameters if is_expert(name)),
     )
 
 

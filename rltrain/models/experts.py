@@ -33,6 +33,11 @@ class MoE:
     shared_gate: bool = False
 
 
+def is_expert(parameter: str) -> bool:
+    """Whether one of this name, on whichever side, belongs to an expert that some tokens visit, and others do not."""
+    return ".experts." in parameter
+
+
 def _read_qwen3_moe(config: ConfigReader, num_layers: int) -> MoE:
     step = config.count("decoder_sparse_step", default=1)
     listed = config.values.get("mlp_only_layers") or []

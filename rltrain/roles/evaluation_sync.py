@@ -8,7 +8,7 @@ from rltrain.roles.role import Job, Role
 from rltrain.roles.weight_sync import resharding_into
 from rltrain.rollout.embedded.parameters import allocate_parameters
 from rltrain.rollout.layout import ARRIVING_BYTES, in_parts, whole_engine
-from rltrain.training.backend import published_weights
+from rltrain.training.backend import served_weights
 
 
 class EvaluationSync:
@@ -27,7 +27,7 @@ class EvaluationSync:
 
     def __call__(self, step: int, chunk: int) -> None:
         """The evaluation of the step has its weights afterwards."""
-        source = published_weights(self.actor.model) if self.actor else None
+        source = served_weights(self.actor.model) if self.actor else None
         received: dict[str, Tensor] = {}
         for part in self.parts:
             incoming = None

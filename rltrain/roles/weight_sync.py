@@ -18,7 +18,7 @@ from rltrain.roles.role import Job, Metrics
 from rltrain.roles.role_resharding import RoleResharding
 from rltrain.roles.rollout import Rollout
 from rltrain.rollout.layout import EnginePart, engine_parts
-from rltrain.training.backend import AdaptedModel, Model, published_weights
+from rltrain.training.backend import AdaptedModel, Model, served_weights
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def resharding_into(
     """From the actor's layout to a part of what engines of `role` hold."""
     if part.content == "adapters":
         return RoleResharding(job, role, job.adapters_layout(), part.layout)
-    if job.config.makes_actor_weights and part.content == "weights":
+    if job.config.makes_served_weights and part.content == "weights":
         return merged_into_part(job, role, part, delta)
     layouts = part.filled_from(job.training_layout("actor"))
     blocks = layouts if part.quantized.any() else None
@@ -137,7 +137,7 @@ def resharding_into(
 def _held_by(model: Model, content: str) -> Mapping[str, Tensor]:
     """What is sent of a trained model for a part of this content."""
     if content == "weights":
-        return published_weights(model)
+        return served_weights(model)
     if content == "base":
         return model.parameters
     assert isinstance(model, AdaptedModel), "only a model with adapters has any to send"

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from rltrain.checkpoint.hf import load_parameters
 from rltrain.checkpoint.hf_quantized import load_quantized
+from rltrain.config.schema import FakeQuantization
+from rltrain.models.experts import is_expert
+from rltrain.models.int4 import int4_rounded
 from rltrain.rollout.engine import Engine
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.layout import EnginePart, engine_parts
@@ -34,12 +37,23 @@ def reload_weights(engine: Engine, site: EngineSite, path: Path, version: int, *
         return
     rank = site.world.rank
     dtype = getattr(torch, site.config.model.dtype)
+    rounding = site.config.model_of(site.role).fake_quantization
     parts: Sequence[EnginePart] = engine_parts(site.config, site.architecture, site.grid, site.role)
     engine.begin_update()
     for number, part in enumerate(parts):
-        _load(path, part, rank, engine.incoming(number), dtype, key)
+        incoming = engine.incoming(number)
+        _load(path, part, rank, incoming, dtype, key)
+        if rounding:
+            _round(incoming, rounding)
         engine.arrived(number)
     engine.end_update(version)
+
+
+def _round(parameters: Mapping[str, Tensor], settings: FakeQuantization) -> None:
+    """Have experts be what they are in the trainer's passes. No rank's share may begin or end within a group."""
+    for name, parameter in parameters.items():
+        if is_expert(name):
+            parameter.copy_(int4_rounded(parameter, settings.group_size, settings.scale_divisor))
 
 
 def _load(

@@ -178,6 +178,14 @@ class PublishingModel(Protocol):
 
 
 @runtime_checkable
+class ServedModel(Protocol):
+    """What a model has besides that engines may get rounded (config.model.fake_quantization)."""
+
+    served: Mapping[str, Tensor]
+    """As `published`, of what the model computes with. Others round for themselves, and files have what is trained."""
+
+
+@runtime_checkable
 class AdaptedModel(Protocol):
     """What a trained model with low-rank adapters (config.lora) has besides. Its `parameters` are the base, frozen."""
 
@@ -192,8 +200,13 @@ class AdaptedModel(Protocol):
 
 
 def published_weights(model: Model) -> Mapping[str, Tensor]:
-    """What other roles and checkpoints get of it, by the names of its layout."""
+    """What other models in training and checkpoints get of it, by the names of its layout."""
     return model.published if isinstance(model, PublishingModel) else model.parameters
+
+
+def served_weights(model: Model) -> Mapping[str, Tensor]:
+    """What engines get of it, by the names of its layout."""
+    return model.served if isinstance(model, ServedModel) else published_weights(model)
 
 
 class TrainingBackend(Protocol):

@@ -60,7 +60,7 @@ def _language_model(site: ModelSite, *, with_weights: bool) -> LanguageModel:
         site.architecture,
         site.grid,
         site.groups,
-        model=site.config.model,
+        model=site.config.model_of(site.role),
         parallel=site.config.parallel_of(site.role)[0],
         device=site.world.device,
     )

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rltrain.models import NUM_LABELS, Architecture
 from rltrain.models.attention import soft_capped
+from rltrain.models.experts import is_expert
 from rltrain.models.rotary import rotation_magnitude
 from rltrain.training.megatron.attention import GroupedSelfAttention, PackedAttention
 from rltrain.training.megatron.context_parallel import with_context_parallelism
@@ -272,11 +273,6 @@ def place_shared_gates(model: torch.nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, SharedExpertMLP) and module.gate_weight is not None:
             module.gate_weight.data = module.gate_weight.data.to(device)
-
-
-def is_expert(parameter: str) -> bool:
-    """Whether one of this name belongs to an expert that some tokens visit, and others do not."""
-    return ".mlp.experts." in parameter
 
 
 def mark_parallel_weights(model: torch.nn.Module) -> None:

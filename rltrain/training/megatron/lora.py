@@ -24,11 +24,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from rltrain.config.lora import Lora
+from rltrain.models.experts import is_expert
 from rltrain.models.lora import WEIGHT
 from rltrain.reshard.adapter_pairs import AdapterPair, adapter_pairs
 from rltrain.reshard.layout import Layout
 from rltrain.training.adapter_mode import AdapterMode
-from rltrain.training.megatron.layers import is_expert
 
 NAME = "lora"
 """Of the module that has a layer's adapters, within the layer."""

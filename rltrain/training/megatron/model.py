@@ -36,6 +36,7 @@ from rltrain.training.megatron.architecture_settings import (
 )
 from rltrain.training.megatron.attention import PositionRotaryEmbedding, packed_sequences, thd_sequences
 from rltrain.training.megatron.context_parallel import BY_HEADS, RING, sequences_of_share, thd_slices
+from rltrain.training.megatron.fake_quantization import round_experts
 from rltrain.training.megatron.groups import process_group_collection
 from rltrain.training.megatron.implementation import (
     check_dispatcher,
@@ -116,6 +117,8 @@ class ModelChunk(GPTModel):
             scale_embedding(self.embedding, architecture.embedding_scale, config.params_dtype)
         place_shared_gates(self, options.device)
         mark_parallel_weights(self)
+        if options.model.fake_quantization:
+            round_experts(self, options.model.fake_quantization)
         # Rows of padding in the vocabulary are in no checkpoint; with zero gradients they stay as they are made here.
         for name, parameter in self.named_parameters():
             if name in VOCABULARY_PARAMETERS:
@@ -325,7 +328,10 @@ def transformer_config(architecture: Architecture, grid: Grid, stage: int, optio
         perform_initialization=False,
         bias_dropout_fusion=cuda,
         apply_rope_fusion=options.transformer_engine and architecture.mla is None,
-        gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        gradient_accumulation_fusion=cuda
+        # It would add to the gradients of rounded weights, which nobody has.
+        and model.fake_quantization is None
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         # Losses are normalised by counts over the whole mini-batch: gradients are to be summed, never averaged.

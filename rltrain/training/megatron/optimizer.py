@@ -10,7 +10,7 @@ from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rltrain.config import schema
-from rltrain.training.megatron.layers import is_expert
+from rltrain.models.experts import is_expert
 from rltrain.training.megatron.loss_scale import scaler_settings
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.saved_state import MASTER, Counts, Destination, SavedState, contents, flat_name
 from rltrain.models.canonical_tensors import IntArray
+from rltrain.models.experts import is_expert
 from rltrain.reshard.layout import Layout
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors
-from rltrain.training.megatron.layers import is_expert
 from rltrain.training.megatron.model import ROUTER_BIAS, LanguageModel, learned_layout, learned_parameters
 from rltrain.training.megatron.optimizer_state import (
     MOMENTS,

@@ -18,6 +18,7 @@ from rltrain.config import schema
 from rltrain.data.experience import Experience
 from rltrain.training.adapter_mode import MadeWeights
 from rltrain.training.backend import SKIPPED
+from rltrain.training.fake_quantization import rounded_weights
 from rltrain.training.learning_rate import learning_rate
 from rltrain.training.megatron.evaluable import BaseModel, EvaluableModel
 from rltrain.training.megatron.forward import make_micro_batches, run_schedule
@@ -67,6 +68,7 @@ class TrainableModel(EvaluableModel, Trainable):
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
+        self.served = rounded_weights(self.parameters, model.options.model.fake_quantization)
         self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
@@ -219,7 +221,7 @@ class AdaptedModel(TrainableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
-        self.published = MadeWeights(self.parameters, adapters.merged)
+        self.published = self.served = MadeWeights(self.parameters, adapters.merged)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
 

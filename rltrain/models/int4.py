@@ -1,0 +1,41 @@
+"""INT4 in groups, and what is left of weights that were in it.
+
+A row of a matrix is cut into groups of `group_size` consecutive elements, its last one shorter where they do not divide
+it. Per group, of weights x of some dtype:
+
+    scale = max |x| / scale_divisor in float32, rounded to that dtype
+    q     = x / scale in float32, rounded to the nearest integer, of two to the even one, and cut to [-8, 7]
+    x'    = q * scale in float32, rounded to that dtype
+
+With a divisor of 7 no q is -8: what slime trains with, and Kimi K2-Thinking was made by; 7.5 is what llm-compressor
+rounds by. Scales are of the weights' dtype because packed checkpoints and the kernels that multiply by them have them
+so. A group whose scale is zero is all zeros; one with an infinity or a NaN is NaN.
+"""
+
+import torch
+from torch import Tensor
+
+SMALLEST, LARGEST = -8, 7
+AT_ONCE_ELEMENTS = 2**24
+"""Whose float32 copies exist at a time."""
+
+
+@torch.no_grad()
+def int4_rounded(x: Tensor, group_size: int, scale_divisor: float) -> Tensor:
+    """What `x` [..., inputs] is after it was in INT4: of the same shape and dtype, in memory of its own."""
+    rows = x.reshape(-1, x.shape[-1])
+    made = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    num_rows = max(1, AT_ONCE_ELEMENTS // max(1, x.shape[-1]))
+    for part, into in zip(rows.split(num_rows), made.split(num_rows), strict=True):
+        _round(part, into, group_size, scale_divisor)
+    return made.view(x.shape)
+
+
+def _round(rows: Tensor, into: Tensor, group_size: int, scale_divisor: float) -> None:
+    inputs = rows.shape[-1]
+    groups = torch.nn.functional.pad(rows, (0, -inputs % group_size)).unflatten(-1, (-1, group_size))
+    amax = groups.abs().amax(-1, keepdim=True).float()
+    # A tensor, because torch multiplies by the rounded reciprocal of a number.
+    scale = (amax / torch.full_like(amax, scale_divisor)).to(rows.dtype).float()
+    q = (groups.float() / scale.masked_fill(scale == 0, 1.0)).round_().clamp_(SMALLEST, LARGEST)
+    into.copy_(q.mul_(scale).flatten(-2)[..., :inputs])

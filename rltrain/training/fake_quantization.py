@@ -1,0 +1,45 @@
+"""Experts that compute with rounded weights, whatever the backend: config.model.fake_quantization.
+
+What is trained is not rounded. Its gradient is that of the rounded weights, as if rounding were the identity: the
+straight-through estimator, Bengio et al. 2013, "Estimating or Propagating Gradients Through Stochastic Neurons".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.config.models import FakeQuantization
+from rltrain.models.experts import is_expert
+from rltrain.models.int4 import int4_rounded
+from rltrain.training.adapter_mode import MadeWeights
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group_size: int, scale_divisor: float) -> Tensor:
+        return int4_rounded(weight, group_size, scale_divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
+def rounded(weight: Tensor, settings: FakeQuantization) -> Tensor:
+    """What a layer computes with in the place of its `weight` [..., outputs, inputs], which gets its gradient."""
+    made: Tensor = _StraightThrough.apply(weight, settings.group_size, settings.scale_divisor)
+    return made
+
+
+def rounded_weights(weights: Mapping[str, Tensor], settings: FakeQuantization | None) -> Mapping[str, Tensor]:
+    """`weights` by name, those of experts as `rounded`: each is made when it is asked for."""
+    if settings is None:
+        return weights
+
+    def made(name: str, weight: Tensor) -> Tensor:
+        if not is_expert(name):
+            return weight
+        return int4_rounded(weight.detach(), settings.group_size, settings.scale_divisor)
+
+    return MadeWeights(weights, made)
