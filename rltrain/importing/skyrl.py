@@ -40,6 +40,7 @@ from rltrain.importing.skyrl_leftovers import HARMLESS
 from rltrain.importing.skyrl_model import (
     MEGATRON,
     set_critic_lora,
+    set_fake_quantization,
     set_lora,
     set_router_replay,
     slices_of,
@@ -225,6 +226,7 @@ def _trainer(keys: SourceKeys, out: Translation) -> None:
     set_lora(keys, out, T + "policy.model.lora.", kind)
     set_critic_lora(keys, out)
     set_router_replay(keys, out)
+    set_fake_quantization(keys, out)
     leave_prediction_layers(keys, out, T + "mtp.enabled", T + "mtp.", clipped_apart=True)
     if strategy == "megatron":
         prefix = T + "policy.megatron_config.optimizer_config_kwargs."

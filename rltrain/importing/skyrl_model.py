@@ -1,11 +1,15 @@
-"""Of SkyRL's keys those of adapters and of routers."""
+"""Of SkyRL's keys those of adapters, of routers and of rounded experts."""
 
 from rltrain.importing.adapters import set_adapters
-from rltrain.importing.conversions import count, truth
+from rltrain.importing.conversions import NOTHING, count, real, truth
+from rltrain.importing.int4 import WEIGHTS
 from rltrain.importing.skyrl_learning import ALG, ENGINE, T
 from rltrain.importing.translation import SourceKeys, Translation
 
 REPLAY = T + "policy.megatron_config.moe_enable_routing_replay"
+INT4 = T + "policy.model.fake_int4_qat."
+SMALLEST = {7.0: -7.0, 7.5: -8.0}
+"""INT4's smallest integer by the divisor of scales."""
 RETURNED = ENGINE + "enable_return_routed_experts"
 MEGATRON = {
     "tensor_model_parallel_size": "tp",
@@ -43,3 +47,23 @@ def set_router_replay(keys: SourceKeys, out: Translation) -> None:
         out.set("model.router_replay", "rollout", REPLAY)
     elif returned:
         out.leave(RETURNED, returned, "nothing replays what the engine chose")
+
+
+def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
+    """The weights that SkyRL's trainer rounds are those of a checkpoint beside the engines' in INT4."""
+    given = keys.under(INT4)
+    if not truth(given.get("enabled", False)):
+        return
+    divisor = real(given.get("scale_divisor", 7.5))
+    out.set("model.fake_quantization.group_size", count(given.get("group_size", 32)), INT4 + "group_size")
+    out.set("model.fake_quantization.scale_divisor", divisor, INT4 + "scale_divisor")
+    smallest = real(given.get("q_min", -8))
+    if smallest != SMALLEST.get(divisor):
+        out.differs(INT4 + "q_min", smallest, "with a scale_divisor of 7.5 it is -8 here, and with one of 7 it is -7")
+    if not truth(given.get("symmetric", True)):
+        out.differs(INT4 + "symmetric", False, "groups have a scale here and no zero point")
+    path = given.get("bf16_base_path")
+    if path in NOTHING:
+        out.notes.append(WEIGHTS)
+    else:
+        out.set("model.path", str(path), INT4 + "bf16_base_path: what the trainer loads")

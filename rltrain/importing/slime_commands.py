@@ -4,11 +4,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rltrain.importing.conversions import count
+from rltrain.importing.int4 import WEIGHTS
+from rltrain.importing.translation import SourceKeys, Translation
+
 SERVER = "sglang.launch_server"
 MODEL, CUT = "served-model", "served-tp"
 """The keys under which a server's model stands among the flags, and the ranks that it is cut over."""
-CHANGING = re.compile(r'"?(OPEN_TRAINING_INT4_FAKE_QAT_FLAG)"?\s*[:=]\s*"?1\b')
-"""Variables that have training round weights: no flag of slime's says so."""
+ROUNDS, GROUP = "variable OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "variable OPEN_TRAINING_INT4_GROUP_SIZE"
+"""The keys under which variables stand among the flags that have training round weights: no flag of slime's does."""
+GROUP_SIZE = 128
+"""Where no variable says another."""
+VARIABLE = re.compile(r'"?(OPEN_TRAINING_INT4_\w+)"?\s*[:=]\s*"?(\d+)\b')
 
 
 def beside_training(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -25,5 +32,15 @@ def _served(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def _variables(commands: Sequence[Sequence[str]]) -> dict[str, Any]:
-    found = (CHANGING.search(word) for words in commands for word in words)
-    return {f"variable {one[1]}": 1 for one in found if one}
+    found = (one for words in commands for word in words for one in VARIABLE.finditer(word))
+    given = {f"variable {one[1]}": int(one[2]) for one in found}
+    return given if given.get(ROUNDS) == 1 else {}
+
+
+def set_fake_quantization(keys: SourceKeys, out: Translation) -> None:
+    """Experts that are trained to be served in INT4, which slime rounds for training as it does for its engines."""
+    if not keys.get(ROUNDS):
+        return
+    name = ROUNDS.removeprefix("variable ")
+    out.set("model.fake_quantization.group_size", count(keys.get(GROUP, GROUP_SIZE)), name)
+    out.notes.append(WEIGHTS)

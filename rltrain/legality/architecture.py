@@ -6,6 +6,7 @@ from rltrain.algorithms.registry import algorithm_of
 from rltrain.cluster.grid import Grid
 from rltrain.cluster.stages import planned_layers
 from rltrain.config.schema import Config
+from rltrain.legality.fake_quantization import fake_quantization_problems_of_models
 from rltrain.legality.http_engines import url_problems
 from rltrain.legality.lora import adapted_model_problems
 from rltrain.legality.mechanisms import positions_of, trained_mechanism_problems
@@ -30,6 +31,7 @@ def check_against_architecture(
     problems = [*_data_parallel_problems(config, grids), *_balance_problems(config, grids, architectures)]
     problems += adapted_model_problems(config, architectures)
     problems += replay_problems_of_models(config, grids, architectures)
+    problems += fake_quantization_problems_of_models(config, grids, architectures)
     problems += _dispatcher_problems(config, grids, architectures)
     for role in grids:
         if role in device_roles():

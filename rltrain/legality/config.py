@@ -11,6 +11,7 @@ from rltrain.legality.checks import check_problems
 from rltrain.legality.data import data_problems
 from rltrain.legality.delta import delta_problems
 from rltrain.legality.evaluation import evaluation_problems
+from rltrain.legality.fake_quantization import fake_quantization_problems
 from rltrain.legality.http_engines import http_problems
 from rltrain.legality.learning import learning_problems
 from rltrain.legality.lora import lora_problems
@@ -47,6 +48,7 @@ def check_config(config: Config) -> None:
         *replay_problems(config),
         *_checkpoint_problems(config),
         *lora_problems(config),
+        *fake_quantization_problems(config),
     ]
     refuse([*placement, *others], ConfigError if others else PlacementError)
 

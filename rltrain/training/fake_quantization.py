@@ -32,14 +32,18 @@ def rounded(weight: Tensor, settings: FakeQuantization) -> Tensor:
     return made
 
 
-def rounded_weights(weights: Mapping[str, Tensor], settings: FakeQuantization | None) -> Mapping[str, Tensor]:
-    """`weights` by name, those of experts as `rounded`: each is made when it is asked for."""
+def rounded_weights(
+    weights: Mapping[str, Tensor], settings: FakeQuantization | None, dtype: torch.dtype
+) -> Mapping[str, Tensor]:
+    """`weights` by name, those of experts as a model that computes in `dtype` has them `rounded`: each is made when it
+    is asked for, in the type that it has."""
     if settings is None:
         return weights
 
     def made(name: str, weight: Tensor) -> Tensor:
         if not is_expert(name):
             return weight
-        return int4_rounded(weight.detach(), settings.group_size, settings.scale_divisor)
+        computed = weight.detach().to(dtype)
+        return int4_rounded(computed, settings.group_size, settings.scale_divisor).to(weight.dtype)
 
     return MadeWeights(weights, made)

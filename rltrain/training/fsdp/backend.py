@@ -55,7 +55,7 @@ def _sharded_model(site: ModelSite, *, trains: bool, with_weights: bool, lora: L
         site.grid,
         site.groups,
         folder=Path(site.checkpoint or site.config.checkpoint_of(site.role)[0]),
-        model=site.config.model,
+        model=site.config.model_of(site.role),
         fsdp=site.config.fsdp_of(site.role),
         device=site.world.device,
         trains=trains,

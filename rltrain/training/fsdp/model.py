@@ -36,6 +36,7 @@ from rltrain.training.fsdp.construction import (
     empty_model,
     give_memory,
 )
+from rltrain.training.fsdp.fake_quantization import round_experts
 from rltrain.training.fsdp.heads import SpreadHeads, spread_heads
 from rltrain.training.fsdp.lora import Adapters
 from rltrain.training.logprobs import Logits
@@ -83,11 +84,14 @@ class ShardedModel:
         self.layout = layout_of_model(architecture, grid, dtype=model.dtype, trains=trains)
         self.on_micro_batch: Callable[[Sequence[int], bool], None] = lambda lengths, backward: None
         """Called with every micro-batch that begins, so that others see the model getting on."""
-        computed = getattr(torch, model.dtype)
+        self.dtype = computed = getattr(torch, model.dtype)
+        self.fake_quantization = model.fake_quantization
         self.module = empty_model(folder, architecture, torch.float32 if trains else computed)
         _check_parameters(self.module, architecture, folder)
         self.module.requires_grad_(trains)
         self.adapters = Adapters(self.module, architecture, lora, seed) if lora else None
+        if model.fake_quantization:
+            round_experts(self.module, model.fake_quantization)
         if lora and isinstance(self.module, ValueModel):
             self.module.score.float().requires_grad_(True)
         mixed = (trains or lora is not None) and computed != torch.float32

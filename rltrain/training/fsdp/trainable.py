@@ -17,6 +17,7 @@ from rltrain.residency.memory_parts import MemoryPart
 from rltrain.residency.part_on_host import WholePartOnHost
 from rltrain.training.adapter_mode import MadeWeights
 from rltrain.training.backend import SKIPPED
+from rltrain.training.fake_quantization import rounded_weights
 from rltrain.training.fsdp.evaluable import BaseModel, EvaluableModel
 from rltrain.training.fsdp.model import ShardedModel
 from rltrain.training.fsdp.optimizer import ShardedAdam
@@ -41,6 +42,7 @@ class TrainableModel(EvaluableModel, Trainable):
         self.optimizer = ShardedAdam(model, settings.optimizer)
         self.published: Mapping[str, Tensor] = self.parameters
         self.parts = {**self.parts, **self._training_parts()}
+        self.served = rounded_weights(self.published, model.fake_quantization, model.dtype)
         self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
@@ -138,7 +140,9 @@ class AdaptedModel(TrainableModel):
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
         assert model.adapters is not None, "a model without adapters is a TrainableModel"
         self.adapters_layout, self.adapters = model.learned_layout, model.learned
-        self.published = MadeWeights(self.parameters, partial(model.adapters.merged, self.adapters))
+        merged = partial(model.adapters.merged, self.adapters)
+        self.published = MadeWeights(self.parameters, merged)
+        self.served = MadeWeights(rounded_weights(self.parameters, model.fake_quantization, model.dtype), merged)
         self.base = BaseModel(model)
         self._gather()
 

@@ -68,7 +68,9 @@ class TrainableModel(EvaluableModel, Trainable):
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
-        self.served = rounded_weights(self.parameters, model.options.model.fake_quantization)
+        self.served = rounded_weights(
+            self.parameters, model.options.model.fake_quantization, model.config.params_dtype
+        )
         self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None
@@ -221,7 +223,8 @@ class AdaptedModel(TrainableModel):
     ) -> None:
         """Collective over: the role's ranks."""
         super().__init__(model, settings, total_updates=total_updates, max_skipped=max_skipped, role=role)
-        self.published = self.served = MadeWeights(self.parameters, adapters.merged)
+        self.published = MadeWeights(self.parameters, adapters.merged)
+        self.served = MadeWeights(self.served, adapters.merged)
         self.base = BaseModel(model)
         self.adapters_layout, self.adapters = adapters.layout, adapters.parameters
 
