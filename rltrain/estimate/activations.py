@@ -55,8 +55,10 @@ class Activations:
         if self.job.config.model.activation_offload:
             leave = [layer for chunk in kept for layer in chunk[:-1]]
             there = self._under_way() * (of_all - sum(leave)) + OFFLOADED_THERE * max(leave, default=0)
-            return tokens * (int(there + self._under_way() * self._ends()) + max(again, default=0))
-        return tokens * (int(self._under_way() * (of_all + self._ends())) + max(again, default=0))
+            of_tokens = int(there + self._under_way() * self._ends()) + max(again, default=0)
+        else:
+            of_tokens = int(self._under_way() * (of_all + self._ends())) + max(again, default=0)
+        return tokens * of_tokens + self._rounded_in_training()
 
     def offloaded(self, tokens: int) -> int:
         """At most at once on the host."""
@@ -88,7 +90,27 @@ class Activations:
     def evaluating(self, tokens: int) -> int:
         """Without gradients: those of the layer that is being computed."""
         layers = layers_of_stage(self.architecture, self.job.grids[self.role], self.stage)
-        return max((self.layer(sparse) for sparse in set(layers)), default=0) * tokens
+        rounded = self._rounded_layer() if any(layers) else 0
+        return max((self.layer(sparse) for sparse in set(layers)), default=0) * tokens + rounded
+
+    def _rounded_in_training(self) -> int:
+        """Rounded matrices of experts that products keep for backward: of every layer that is not computed anew, once
+        per micro-batch that is under way, and of one that is."""
+        model, kept, again = self.job.config.model, 0, 0
+        for layers in layers_of_chunks(self.architecture, self.job.grids[self.role], self.stage):
+            whole = len(layers) if model.recomputed.repeats("moe") else model.recomputed.full_layers(len(layers))
+            kept += sum(layers[whole:])
+            again = max(again, int(any(layers[:whole])))
+        return int((self._under_way() * kept + again) * self._rounded_layer())
+
+    def _rounded_layer(self) -> int:
+        """Of one layer, with model.fake_quantization."""
+        moe, grid = self.architecture.moe, self.job.grids[self.role]
+        if moe is None or self.job.config.model_of(self.role).fake_quantization is None:
+            return 0
+        elements = 3 * self.architecture.hidden_size * moe.ffn_hidden_size * moe.num_experts
+        num_ranks = 1 if grid.is_sharded else grid.ep * (grid.etp or grid.tp)
+        return elements // num_ranks * self.job.item_bytes
 
     def layer(self, sparse: bool) -> int:
         """Of one token in one layer."""

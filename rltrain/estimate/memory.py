@@ -210,9 +210,11 @@ def _sync_bytes(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[s
 
 
 def _merged(job: PlannedJob, task: str, stages: Mapping[str, int]) -> dict[str, int]:
-    """Weights with their adapters, or from the host, of some layers at a time or of one."""
+    """Weights with their adapters, rounded, or from the host, of some layers at a time or of one."""
     apart = task == "weight_sync" and job.config.keeps_adapters_apart("rollout")
-    if not job.config.makes_actor_weights or "actor" not in stages or apart:
+    for_engines = SYNCED.get(task, "evaluation") in drawing_roles()
+    makes = job.config.makes_served_weights if for_engines else job.config.makes_actor_weights
+    if not makes or "actor" not in stages or apart:
         return {}
     weights = resident_bytes(job, "actor", stages["actor"])["weights"]
     if job.config.keeps_shards_on_host("actor"):

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Trained
 from rltrain.estimate.hardware import Gpu

@@ -43,6 +43,7 @@ class Layout:
     recompute: str = "none"
     by_heads: bool = False
     sequence_parallel: bool = False
+    rounded: schema.FakeQuantization | None = None
 
 
 LAYOUTS = {
@@ -170,6 +171,7 @@ def build(
             recompute=layout.recompute,  # type: ignore[arg-type]
             cp_communication="all_to_all" if layout.by_heads else "auto",
             moe=schema.MoE(**moe, dispatcher=layout.dispatcher),  # type: ignore[arg-type]
+            fake_quantization=layout.rounded,
         ),
         parallel=schema.Parallel(
             tp=grid.tp,

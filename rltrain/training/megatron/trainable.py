@@ -68,9 +68,7 @@ class TrainableModel(EvaluableModel, Trainable):
         # Else Megatron's schedules would reduce the gradients after every part of a mini-batch.
         model.config.finalize_model_grads_func = None
         self.parts = {**self.parts, **training_parts(model, self.chunks, self.optimizer)}
-        self.served = rounded_weights(
-            self.parameters, model.options.model.fake_quantization, model.config.params_dtype
-        )
+        self.served = rounded_weights(self.parameters, model.options.model.fake_quantization, model.config.params_dtype)
         self.copy_late()
         self._copies: dict[str, Tensor] = {}
         self._pending: Pending | None = None

@@ -1,0 +1,115 @@
+"""What ranks do in test_fake_quantization: a model with experts, rounded in every pass, in several layouts and by both
+backends."""
+
+import rltrain.training.megatron  # noqa: F401  # isort: skip  # first: it loads Megatron without torch's compiler
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rltrain.algorithms.likelihood import likelihood_loss
+from rltrain.checkpoint.hf_writer import save_checkpoint
+from rltrain.cluster.grid import Grid
+from rltrain.cluster.process_groups import ProcessGroups
+from rltrain.cluster.rank_lists import group_lists
+from rltrain.config import schema
+from rltrain.models import read_architecture
+from tests.distributed import cases_fsdp
+from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
+from tests.distributed.cases_training import negative_log_likelihood
+
+GROUP_SIZE = 16
+"""Half of the rows of an expert's last matrix, which two ranks may have a group of each."""
+ROUNDED = schema.FakeQuantization(group_size=GROUP_SIZE)
+LAYOUTS = {
+    "one_rank": Layout(Grid((0,)), distributed=False),
+    "etp2": Layout(Grid((0, 1), etp=2), distributed=False),
+    "tp2_etp1": Layout(Grid((0, 1), tp=2, etp=1)),
+    "tp2_ep2_plain": Layout(Grid(ALL, tp=2, ep=2), distributed=False),
+    "pp2_ep2_recomputed": Layout(Grid(ALL, pp=2, ep=2), recompute="full"),
+    "ep2_dp4_overlap": Layout(Grid(ALL, ep=2), overlap=True),
+}
+WAYS = {
+    f"{backend}{ranks}/{dtype}{with_adapters}": cases_fsdp.Way(
+        backend,
+        ranks=ranks,
+        max_tokens=MAX_TOKENS,
+        model={"dtype": dtype, "fake_quantization": {"group_size": GROUP_SIZE}, **more},
+    )
+    for dtype, with_adapters, more in (
+        ("float32", "", {}),
+        ("bfloat16", "", {}),
+        ("float32", "/adapters", {"lora": {"rank": 4}}),
+    )
+    for backend, ranks in (("megatron", 1), ("fsdp", 3))
+}
+NUM_STEPS = 2
+
+
+def rounded(path: str, gradients: str) -> dict[str, Any]:
+    """By layout and by way, of those in which this rank has a part. Weights that engines would get are written to
+    `path`/served/NAME, those that are trained to `path`/kept/NAME."""
+    grids = [layout.grid for layout in LAYOUTS.values()] + [way.grid for way in WAYS.values()]
+    lists = sorted({ranks for grid in grids for ranks in group_lists({"actor": grid})})
+    groups = ProcessGroups(lists, backend="gloo", timeout_s=60)
+    results: dict[str, Any] = {}
+    for name in LAYOUTS:
+        if dist.get_rank() in LAYOUTS[name].grid.ranks:
+            results[name] = _in_layout(Path(path), Path(gradients), name, groups)
+    for name in WAYS:
+        if dist.get_rank() in WAYS[name].grid.ranks:
+            results[name] = _by_way(Path(path), name, groups)
+    return results
+
+
+def _in_layout(path: Path, gradients: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
+    layout = replace(LAYOUTS[name], rounded=ROUNDED)
+    experience, differences = share_of(path, layout.grid), {}
+    model = make_trained(path, layout, groups, {})
+    _write(path, name, model, groups[layout.grid.ranks], torch.float32)
+    start = model.evaluate(experience, max_tokens=MAX_TOKENS)
+    if not layout.distributed:
+        differences = relative_differences(make_trained(path, layout, groups, {}), gradients, experience)
+    steps = [model.train_batch(experience, likelihood_loss()) for _ in range(NUM_STEPS)]
+    of_samples = [values.tolist() for values in start.split(experience.lengths.tolist())]
+    return {
+        "start": dict(zip(experience.sample_ids.tolist(), of_samples, strict=True)),
+        "differences": differences,
+        "steps": steps,
+    }
+
+
+def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
+    """Steps, the last of them from the state that Megatron saved before it."""
+    way = WAYS[name]
+    model: Any = cases_fsdp.build(way, path, groups)
+    _write(path, name, model, groups[way.grid.ranks], getattr(torch, way.model["dtype"]))
+    experience = cases_fsdp.share_of(way, path)
+    steps = [model.train_batch(experience, negative_log_likelihood) for _ in range(NUM_STEPS)]
+    state = path / f"{name.partition('/')[2].replace('/', '_')}.safetensors"
+    if way.backend == "megatron":
+        contents = model.save_state()
+        save_file(dict(contents.tensors), state, metadata=dict(contents.metadata))
+    else:
+        model = cases_fsdp.build(way, path, groups, state=[state])
+    steps.append(model.train_batch(experience, negative_log_likelihood))
+    return {"steps": steps}
+
+
+def _write(path: Path, name: str, model: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for kind, weights in (("served", model.served), ("kept", model.parameters)):
+        save_checkpoint(
+            path / kind / name,
+            weights,
+            model.layout,
+            read_architecture(path),
+            group=group,
+            rank=dist.get_rank(),
+            like=path,
+            dtype=dtype,
+            made_bytes=1,
+        )
