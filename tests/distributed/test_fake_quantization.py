@@ -48,9 +48,7 @@ def told(folder: Path) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    folder: Path, told: list[list[float]], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Report]]:
+def ranks(folder: Path, told: list[list[float]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
     base = make_checkpoints(tmp_path_factory.mktemp("samples"), ["qwen3"], num_hidden_layers=1)["qwen3"]
     shutil.copy(Path(base) / "experience.safetensors", folder)
     arguments = {"path": str(folder), "gradients": str(folder / "transformers/gradients")}

@@ -65,7 +65,9 @@ def test_it_is_the_formula(
     found = int4_rounded(given, group_size, divisor)
     assert found.dtype == dtype and found.data_ptr() != given.data_ptr()
     assert torch.equal(given, before)
-    assert np.array_equal(found.float().numpy(), slow(given.float().numpy(), group_size, divisor, dtype), equal_nan=True)
+    assert np.array_equal(
+        found.float().numpy(), slow(given.float().numpy(), group_size, divisor, dtype), equal_nan=True
+    )
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,74 @@
+"""Whole jobs whose experts compute as if they were in INT4: engines draw with what the trainer computes with, and
+checkpoints have what it trains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltrain.models.experts import is_expert
+from rltrain.models.int4 import int4_rounded
+from tests.end_to_end.jobs import column, read_records, train_in_turn
+
+GROUP_SIZE, STEPS, SAVED = 16, 3, 2
+SMALL = (
+    f"steps={STEPS}",
+    "batch={prompts_per_step: 4, samples_per_prompt: 8, mini_batches: 1}",
+    "data.eval=null",
+    "data.train.max_rows=1024",
+    "logging={progress: false, samples: 0}",
+    "placement={'actor, reference, rollout, reward': 0-1}",
+    "actor.parallel={tp: 1, ep: 2}",
+    "rollout.parallel={tp: 2, ep: 1}",
+    "loss={kl: {coef: 0.01}}",
+    f"checkpoint.save_interval={SAVED}",
+)
+ROUNDED = (
+    f"model.fake_quantization={{group_size: {GROUP_SIZE}}}",
+    "weight_sync={verify: true, delta: {in_shared_memory: true}}",
+)
+
+pytestmark = pytest.mark.slow  # tests/unit/test_int4.py has a quick part
+
+
+@pytest.fixture(scope="module")
+def jobs(upcycled: Path, data_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fake_quantization")
+    common = [f"model.path={upcycled}", *data_overrides[:1], *SMALL, *ROUNDED]
+    going_on = f"checkpoint.resume={folder}/whole/checkpoints/step_{SAVED:07d}"
+    of_jobs = {"whole": common, "going_on": [*common, going_on]}
+    train_in_turn(
+        "configs/quickstart.yaml", [[*of, f"output_dir={folder / name}"] for name, of in of_jobs.items()], folder, 2
+    )
+    return folder
+
+
+def test_engines_draw_with_what_the_actor_computes_with(jobs: Path) -> None:
+    """An engine's ranks cut groups that the actor's have whole. What changed alone is sent, and compared."""
+    records = read_records(jobs / "whole")
+    assert len(column(records, "train/loss")) == STEPS
+    assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 2e-4
+    assert column(records, "train/reference_kl")[0] < 1e-6 < column(records, "train/reference_kl")[-1]
+    assert column(records, "perf/weight_sync_changed_share"), "no sync sent what changed"
+
+
+def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
+    def learnt(name: str) -> dict[str, Any]:
+        record = next(one for one in read_records(jobs / name) if one["step"] == STEPS - 1)
+        return {key: value for key, value in record.items() if key.startswith("train/")}
+
+    assert learnt("going_on") == learnt("whole")
+
+
+def test_an_export_has_the_weights_that_are_trained(jobs: Path, upcycled: Path) -> None:
+    exported = {
+        name: one for file in (jobs / "whole/hf").glob("*.safetensors") for name, one in load_file(file).items()
+    }
+    start, experts = load_file(upcycled / "model.safetensors"), [name for name in exported if is_expert(name)]
+    assert exported.keys() == start.keys() and experts
+    for name in experts:
+        moved = (exported[name] - start[name]).abs().max()
+        rounded = (exported[name] - int4_rounded(exported[name], GROUP_SIZE, 7.0)).abs().max()
+        assert 0 < moved < 0.5 * rounded, name
