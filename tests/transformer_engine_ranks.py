@@ -48,6 +48,9 @@ MODELS: dict[str, Architecture] = {
     "moonlight": tiny_architecture("deepseek_v3", head_dim=24, mla=replace(HEADS, q_rank=None), **SIZES),
     "qwen3_moe": tiny_architecture("qwen3_moe", num_heads=8, num_kv_heads=2, head_dim=8, **SIZES),
 }
+OF_MODEL: dict[str, dict[str, Any]] = {"rounded": {"fake_quantization": schema.FakeQuantization(group_size=4)}}
+"""Settings of one whatever its layers are."""
+MODELS["rounded"] = MODELS["qwen3_moe"]
 BY_HEADS, DEEPEP = {"cp_communication": "all_to_all"}, {"dispatcher": "deepep"}
 CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2": ("deepseek_v3", Grid((0, 1), tp=2), {}),
@@ -57,6 +60,7 @@ CASES: dict[str, tuple[str, Grid, dict[str, Any]]] = {
     "latent tp2 ep2 deepep": ("deepseek_v3", Grid(ALL, tp=2, ep=2), DEEPEP),
     "moonlight tp2 cp2 ep2": ("moonlight", Grid(ALL, tp=2, cp=2, ep=2), {}),
     "groups tp4": ("qwen3_moe", Grid(ALL, tp=4), {}),
+    "rounded ep2 etp2": ("rounded", Grid(ALL, ep=2, etp=2), {"recompute": "full"}),
     "groups cp2 ep4 deepep": ("qwen3_moe", Grid(ALL, cp=2, ep=4), DEEPEP),
     "groups pp2 cp2 ep2 by heads": ("qwen3_moe", Grid(ALL, pp=2, cp=2, ep=2), {**BY_HEADS, "recompute": "full"}),
 }
@@ -112,8 +116,11 @@ def results_on(rank: int, folder: Path) -> dict[str, Any]:
         path = folder / f"{name}{rank}"
         write_weights(architecture, path)
         if rank == 0:
-            results[name] = trained(architecture, path, Grid((0,)), groups, transformer_engine=False)
+            results[name] = trained(
+                architecture, path, Grid((0,)), groups, transformer_engine=False, **OF_MODEL.get(name, {})
+            )
         for case, (of, grid, settings) in CASES.items():
+            settings = {**settings, **OF_MODEL.get(of, {})}
             if of == name and rank in grid.ranks:
                 results[case] = trained(architecture, path, grid, groups, transformer_engine=True, **settings)
     for name, (architecture, settings) in REFUSED.items():

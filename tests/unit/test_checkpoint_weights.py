@@ -15,11 +15,13 @@ from rltrain.cluster.grid import Grid
 from rltrain.config.schema import Config
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
+from rltrain.models.experts import is_expert
+from rltrain.models.int4 import int4_rounded
 from rltrain.rollout.checkpoint_weights import serve_checkpoint
 from rltrain.rollout.embedded import allocate_parameters
 from rltrain.rollout.layout import engine_of, engine_parts, whole_engine
 from tests.distributed.cases_quantized import ARCHITECTURES, model, quantised_shard
-from tests.model_shards import PADDING, Place
+from tests.model_shards import PADDING, Place, engine_shard
 from tests.unit.schedule_configs import make_config
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
@@ -73,6 +75,35 @@ def test_in_fp8_the_parts_are_those_of_the_whole(role: str) -> None:
     _, found = served(config(role, dtype="fp8", engine="sglang"), role)
     assert found.keys() == whole.keys() and any(tensor.dtype == torch.float8_e4m3fn for tensor in whole.values())
     assert all(torch.equal(as_bytes(found[name]), as_bytes(whole[name])) for name in whole)
+
+
+@pytest.mark.parametrize(("role", "rounds"), [("rollout", True), ("judge", False)])
+def test_experts_are_rounded_as_the_trainer_has_them(role: str, rounds: bool, tmp_path: Path) -> None:
+    """Of the policy's engines, whichever rank has which rows. A judge is another model."""
+    architecture, grid = ARCHITECTURES["experts"], Grid((0, 1), tp=2)
+    full = {name: np.nan_to_num(one, posinf=1, neginf=1) for name, one in model(architecture, torch.float32).items()}
+    save_file({name: np.ascontiguousarray(one) for name, one in full.items()}, tmp_path / "model.safetensors")
+    fake = {"fake_quantization": {"group_size": 4}}
+    paths = {"judge": {"path": str(tmp_path)}} if role == "judge" else {}
+    of = make_config(model={"path": str(tmp_path), "dtype": "float32", **fake}, **paths)
+    wanted = {name: int4_rounded(torch.from_numpy(one), 4, 7.0).numpy() for name, one in full.items()}
+    wanted = {name: wanted[name] if rounds and is_expert(name) else one for name, one in full.items()}
+    assert rounds == any(not np.array_equal(wanted[name], one) for name, one in full.items())
+    for rank in grid.ranks:
+        (part,) = engine_parts(of, architecture, grid, role)
+        received = allocate_parameters(part.layout, rank, device=CPU)
+        engine = SimpleNamespace(
+            begin_update=lambda: None,
+            incoming=lambda number, received=received: received,
+            arrived=lambda number: None,
+            end_update=lambda version: None,
+        )
+        world = SimpleNamespace(rank=rank)
+        site = SimpleNamespace(config=of, role=role, architecture=architecture, grid=grid, world=world)
+        serve_checkpoint(engine, site, version=1)  # type: ignore[arg-type]
+        shard = engine_shard(architecture, wanted, Place(2, rank))
+        for name, values in ((name, values) for name, values in shard.items() if ".layers." in name):  # without padding
+            assert torch.equal(received[name], torch.from_numpy(values).view(received[name].shape)), name
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -269,3 +269,46 @@ def test_verls_prompts_of_a_fully_asynchronous_run_are_steps() -> None:
     text = VERL.replace("trainer.total_training_steps=9", keys).replace("MODEL", "/models/m").replace("MORE", "")
     assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=7473)).get("steps") == 6400 // 64
     assert imported("verl", [text.replace("\n", " ")], rows=Rows(rows=128)).get("steps") == 10 * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "group_size"),
+    [
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}, 32),
+        ({"OPEN_TRAINING_INT4_GROUP_SIZE": "64", "A": "2", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, 64),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, 128),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}, None),
+        ({}, None),
+    ],
+)
+def test_experts_of_slime_are_rounded_as_its_variables_say(
+    variables: dict[str, str], group_size: int | None, tmp_path: Path
+) -> None:
+    """In the environment of a Ray job, on several lines, as its scripts write it."""
+    script = tmp_path / "run.sh"
+    command = SLIME.replace("MODEL", "/models/m-INT4").replace("MORE", "").replace("\n", " ")
+    environment = json.dumps({"env_vars": variables}, indent=2).replace('"', '\\"')
+    script.write_text(f'JSON="{environment}"\nray job submit --runtime-env-json="${{JSON}}" -- {command}\n')
+    found = imported("slime", [str(script)])
+    rounded = config_of(found, tmp_path).model.fake_quantization
+    assert (rounded and (rounded.group_size, rounded.scale_divisor)) == (group_size and (group_size, 7.0))
+    assert any("model.path has to be such a checkpoint" in note for note in found.notes) is (group_size is not None)
+
+
+def test_experts_of_skyrl_are_rounded_beside_adapters(tmp_path: Path) -> None:
+    prefix = "trainer.policy.model.fake_int4_qat."
+    keys = f"trainer.strategy=megatron trainer.policy.model.lora.rank=8 {prefix}enabled=true "
+    config = config_of(found_of("skyrl", f"{keys}{prefix}bf16_base_path=/models/bf16"), tmp_path)
+    rounded = config.model.fake_quantization
+    assert rounded and (rounded.group_size, rounded.scale_divisor) == (32, 7.5)
+    assert config.model.path == "/models/bf16" and config.model.lora
+    kimi = f"{keys}{prefix}scale_divisor=7.0 {prefix}q_min=-7 {prefix}group_size=64"
+    found = found_of("skyrl", kimi)
+    rounded = config_of(found, tmp_path).model.fake_quantization
+    assert rounded and (rounded.group_size, rounded.scale_divisor) == (64, 7.0)
+    assert any("model.path has to be such a checkpoint" in note for note in found.notes)
+    with pytest.raises(ConfigError, match="q_min.*with one of 7 it is -7"):
+        found_of("skyrl", kimi.replace("q_min=-7", "q_min=-8"))
+    with pytest.raises(ConfigError, match="symmetric.*no zero point"):
+        found_of("skyrl", f"{kimi} {prefix}symmetric=false")
+    assert config_of(found_of("skyrl", kimi.replace("=true", "=false")), tmp_path).model.fake_quantization is None

@@ -22,6 +22,7 @@ CASES = {
     "groups tp4": GROUPS,
     "groups cp2 ep4 deepep": GROUPS,
     "groups pp2 cp2 ep2 by heads": GROUPS,
+    "rounded ep2 etp2": "rounded",
 }
 RELATIVE, ABSOLUTE, TOLD = 1e-5, 1e-6, 1e-4
 
@@ -52,6 +53,11 @@ def test_steps_and_log_probs_are_those_of_megatrons_own_modules(case: str, ranks
         for step, wanted in zip(report["steps"], alone["steps"], strict=True):
             assert step == pytest.approx(wanted, rel=RELATIVE, abs=ABSOLUTE)
         assert report["told"] == pytest.approx(alone["told"], abs=TOLD)
+
+
+@pytest.mark.slow
+def test_rounded_experts_tell_other_than_those_that_are_not(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["rounded"]["told"] != pytest.approx(ranks[0][GROUPS]["told"], abs=10 * TOLD)
 
 
 @pytest.mark.slow

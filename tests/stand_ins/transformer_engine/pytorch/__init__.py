@@ -142,12 +142,16 @@ class GroupedLinear(_Parallel):
         for number in range(num_gemms):
             self._register_weight(number)
 
+    def _get_weight_tensors(self) -> list[Tensor]:
+        """What its products take, by which others put in what they like."""
+        return [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+
     def forward(self, inp: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
         """`inp` [tokens of one expert after those of the other, in_features]."""
         assert not self.use_bias and len(m_splits) == self.num_gemms and sum(m_splits) == len(inp)
         assert self.parallel_mode is None or self.tp_size == 1, "is left to the dispatcher of tokens"
         shares = inp.split([int(size) for size in m_splits])
-        return torch.cat([linear(x, getattr(self, f"weight{number}")) for number, x in enumerate(shares)])
+        return torch.cat([linear(x, weight) for x, weight in zip(shares, self._get_weight_tensors(), strict=True)])
 
 
 class RMSNorm(Module):
