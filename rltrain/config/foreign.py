@@ -48,6 +48,7 @@ FOREIGN = {
     "trainer.policy.model.path": "model.path",
     "trainer.policy.optimizer_config.lr": "actor.optimizer.lr",
     "trainer.train_batch_size": "batch.prompts_per_step",
+    "trainer.policy.model.fake_int4_qat.group_size": "model.fake_quantization.group_size",
     "trainer.policy.model.lora.rank": "model.lora.rank",
     # slime, and Megatron's arguments
     "eps_clip": "loss.clip_low",
