@@ -1,6 +1,5 @@
 """INT4 in groups: against the formula written element by element, and what training, engines and files make of it."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
