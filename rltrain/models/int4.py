@@ -33,7 +33,9 @@ def int4_rounded(x: Tensor, group_size: int, scale_divisor: float) -> Tensor:
 
 def _round(rows: Tensor, into: Tensor, group_size: int, scale_divisor: float) -> None:
     inputs = rows.shape[-1]
-    groups = torch.nn.functional.pad(rows, (0, -inputs % group_size)).unflatten(-1, (-1, group_size))
+    missing = -inputs % group_size
+    whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # pad copies whatever it adds
+    groups = whole.unflatten(-1, (-1, group_size))
     amax = groups.abs().amax(-1, keepdim=True).float()
     # A tensor, because torch multiplies by the rounded reciprocal of a number.
     scale = (amax / torch.full_like(amax, scale_divisor)).to(rows.dtype).float()

@@ -20,6 +20,7 @@ from rltrain.config import schema
 from rltrain.models import read_architecture
 from tests.distributed import cases_fsdp
 from tests.distributed.cases_experts import ALL, MAX_TOKENS, Layout, make_trained, relative_differences, share_of
+from tests.distributed.cases_lora import kept_bytes
 from tests.distributed.cases_training import negative_log_likelihood
 
 GROUP_SIZE = 16
@@ -47,6 +48,7 @@ WAYS = {
     )
     for backend, ranks in (("megatron", 1), ("fsdp", 3))
 }
+MEASURED = "megatron1/float32"
 NUM_STEPS = 2
 
 
@@ -88,6 +90,11 @@ def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
     way = WAYS[name]
     model: Any = cases_fsdp.build(way, path, groups)
     _write(path, name, model, groups[way.grid.ranks], getattr(torch, way.model["dtype"]))
+    kept = {}
+    if name == MEASURED:
+        plain = cases_fsdp.build(replace(way, model={"dtype": "float32"}), path, groups)
+        kept = {"rounded": kept_bytes(model, 1), "plain": kept_bytes(plain, 1)}
+        model = cases_fsdp.build(way, path, groups)
     experience = cases_fsdp.share_of(way, path)
     steps = [model.train_batch(experience, negative_log_likelihood) for _ in range(NUM_STEPS)]
     state = path / f"{name.partition('/')[2].replace('/', '_')}.safetensors"
@@ -97,7 +104,7 @@ def _by_way(path: Path, name: str, groups: ProcessGroups) -> dict[str, Any]:
     else:
         model = cases_fsdp.build(way, path, groups, state=[state])
     steps.append(model.train_batch(experience, negative_log_likelihood))
-    return {"steps": steps}
+    return {"steps": steps, "kept": kept}
 
 
 def _write(path: Path, name: str, model: Any, group: dist.ProcessGroup, dtype: torch.dtype) -> None:

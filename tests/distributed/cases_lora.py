@@ -265,12 +265,14 @@ def _kept_by_autograd(path: Path, groups: ProcessGroups) -> dict[str, float]:
     found = {}
     for backend, (name, lora) in product(("megatron", "fsdp"), LEARNING.items()):
         model = cases_fsdp.build(cases_fsdp.Way(backend, model={"lora": lora}), path, groups)
-        once, twice = (_kept(model, times) for times in (1, 2))
+        once, twice = (kept_bytes(model, times) for times in (1, 2))
         found[f"{backend}/{name}"] = (twice - once) / KEPT_ROWS
     return found
 
 
-def _kept(model: Any, times: int) -> int:
+def kept_bytes(model: Any, times: int) -> int:
+    """What a forward pass of so many times KEPT_ROWS tokens keeps for backward, beside parameters."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters.values()}
     held, places = dict[int, Any](), torch.arange(times * KEPT_ROWS)
     one_sample = Experience(
         group_ids=torch.zeros(1, dtype=torch.int64),
@@ -287,4 +289,4 @@ def _kept(model: Any, times: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.accumulate(one_sample, negative_log_likelihood)
-    return sum(num_bytes for num_bytes, _ in held.values())
+    return sum(num_bytes for storage, (num_bytes, _) in held.items() if storage not in own)

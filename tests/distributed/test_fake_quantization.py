@@ -10,13 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rltrain.estimate.activations import Activations
+from rltrain.models import read_architecture
 from rltrain.models.experts import is_expert
 from rltrain.models.int4 import int4_rounded
 from tests.distributed.cases_experts import response_mask
-from tests.distributed.cases_fake_quantization import GROUP_SIZE, LAYOUTS, WAYS
+from tests.distributed.cases_fake_quantization import GROUP_SIZE, LAYOUTS, MEASURED, WAYS
+from tests.distributed.cases_lora import KEPT_ROWS
 from tests.distributed.family_checkpoints import LENGTHS, make_family_checkpoint, model_logprobs, write_gradients
 from tests.distributed.tiny_checkpoints import make_checkpoints
 from tests.distributed.torchrun import run_distributed
+from tests.unit.test_estimated_memory import job_of
 
 RELATIVE, IN_LAYOUTS, CLOSE = 1e-4, 1e-5, 1e-4
 pytestmark = pytest.mark.slow  # tests/unit/test_int4.py has a quick part
@@ -88,10 +92,11 @@ def test_the_layout_changes_no_step(name: str, ranks: list[dict[str, Report]]) -
             assert step == pytest.approx(wanted, rel=IN_LAYOUTS)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(name for name in WAYS if not name.endswith("adapters"))])
+@pytest.mark.parametrize("name", [*LAYOUTS, *WAYS])
 def test_engines_get_the_rounded_weights_and_files_those_that_are_trained(
     name: str, ranks: list[dict[str, Report]], folder: Path
 ) -> None:
+    """Adapters that have learned nothing add nothing."""
     reports(ranks, name)
     dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
     start = {tensor: one.to(dtype) for tensor, one in weights_in(folder).items()}
@@ -111,3 +116,16 @@ def test_backends_are_alike_and_go_on_from_each_others_states(name: str, ranks: 
         for step, of_megatron in zip(report["steps"], wanted["steps"], strict=True):
             for key in ("loss", "grad_norm"):
                 assert step[key] == pytest.approx(of_megatron[key], rel=rel), key
+
+
+def test_what_rounding_keeps_for_backward_is_foretold(ranks: list[dict[str, Report]], folder: Path) -> None:
+    """By the byte."""
+
+    def foretold(rounded: dict[str, int] | None) -> int:
+        model = {"path": "m", "dtype": "float32", "fake_quantization": rounded}
+        job = job_of(read_architecture(folder), {"actor": 0, "rollout, reward": 1}, 2, model=model)
+        return Activations(job, "actor", 0).training(KEPT_ROWS)
+
+    (report,) = reports(ranks, MEASURED)
+    found = report["kept"]["rounded"] - report["kept"]["plain"]
+    assert found == foretold({"group_size": GROUP_SIZE}) - foretold(None) > 0
