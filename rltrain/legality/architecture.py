@@ -114,7 +114,10 @@ def _data_parallel_problems(config: Config, grids: Mapping[str, Grid]) -> Iterat
 def _balance_problems(
     config: Config, grids: Mapping[str, Grid], architectures: Mapping[str, Architecture]
 ) -> Iterator[str]:
-    """Keys that would do nothing, as no model that is trained has what they are about."""
+    """Keys that would do nothing, as no model that is trained has what they are about. Where none is, they may be those
+    of the run whose checkpoint is evaluated."""
+    if not algorithm_of(config).trains:
+        return
     found = [architectures[role].moe for role in trained_roles() if role in grids]
     with_biases = any(moe and moe.score == "sigmoid" for moe in found)
     for name, about, is_there in (

@@ -87,3 +87,12 @@ def test_deepep_is_refused_what_it_has_no_kernels_for(
 
 def test_experts_are_trained_in_float16() -> None:
     check(EXPERTS, model={"path": "m", "dtype": "float16"})
+
+
+def test_an_evaluation_may_have_the_losses_of_the_run_that_it_is_of() -> None:
+    moe = {"aux_loss_coef": 1e-3}
+    config = make_config(algorithm="evaluate", placement={"rollout, reward": 0}, model={"path": "m", "moe": moe})
+    grids = role_grids(config, resolve_placement(config.placement, 1, 8))
+    check_against_architecture(config, grids, dict.fromkeys(("actor", *grids), EXPERTS))
+    with pytest.raises(ConfigError, match="no model that is trained has experts"):
+        check(tiny_architecture("qwen3", max_positions=4096), model={"path": "m", "moe": moe})
