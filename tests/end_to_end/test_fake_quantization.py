@@ -24,6 +24,17 @@ SMALL = (
     "loss={kl: {coef: 0.01}}",
     f"checkpoint.save_interval={SAVED}",
 )
+APART = (
+    "placement={actor: 0, 'rollout, reward, inference, reference': 1}",
+    "actor.parallel.ep=1",
+    f"model.fake_quantization={{group_size: {GROUP_SIZE}, scale_divisor: 7.5}}",
+    "rollout.parallel.tp=1",
+    "loss.old_logprobs=actor",
+    "reference.refresh_every=1",
+    "checkpoint={save_interval: 0, save_hf: false}",
+    "steps=2",
+)
+"""Other models of the policy, on other ranks than the actor. Rounding twice by 7.5 is not rounding once."""
 ROUNDED = (
     f"model.fake_quantization={{group_size: {GROUP_SIZE}}}",
     "weight_sync={verify: true, delta: {in_shared_memory: true}}",
@@ -37,7 +48,7 @@ def jobs(upcycled: Path, data_overrides: list[str], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("fake_quantization")
     common = [f"model.path={upcycled}", *data_overrides[:1], *SMALL, *ROUNDED]
     going_on = f"checkpoint.resume={folder}/whole/checkpoints/step_{SAVED:07d}"
-    of_jobs = {"whole": common, "going_on": [*common, going_on]}
+    of_jobs = {"whole": common, "going_on": [*common, going_on], "apart": [*common, *APART]}
     train_in_turn(
         "configs/quickstart.yaml", [[*of, f"output_dir={folder / name}"] for name, of in of_jobs.items()], folder, 2
     )
@@ -59,6 +70,15 @@ def test_a_run_goes_on_from_what_it_trained(jobs: Path) -> None:
         return {key: value for key, value in record.items() if key.startswith("train/")}
 
     assert learnt("going_on") == learnt("whole")
+
+
+def test_others_that_get_the_actors_weights_round_them_once(jobs: Path) -> None:
+    """As it does itself: the old log-probs are inference's, and the reference is refreshed before each step."""
+    records = read_records(jobs / "apart")
+    assert column(records, "train/grad_norm")[0] > 0
+    for name in ("train/ppo_kl", "train/reference_kl"):
+        assert column(records, name) == pytest.approx([0.0] * 2, abs=1e-6), name
+    assert column(records, "train/ratio_max") == pytest.approx([1.0] * 2, abs=1e-3)
 
 
 def test_an_export_has_the_weights_that_are_trained(jobs: Path, upcycled: Path) -> None:

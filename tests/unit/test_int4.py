@@ -82,6 +82,19 @@ def test_a_group_is_a_few_multiples_of_one_number(groups: int, group_size: int, 
     assert bool(((found - x.view_as(found)).abs() <= scale * 0.50001).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_by_seven_what_is_rounded_stays_as_it_is(dtype: torch.dtype) -> None:
+    """Whatever a group's largest magnitude is: all significands of half precision, many of float32. By another number
+    it does not."""
+    bits = {torch.float32: 4096, torch.bfloat16: 128, torch.float16: 1024}[dtype]
+    largest = (1 + torch.arange(bits) / bits).repeat_interleave(4)[:, None].to(dtype)
+    groups = torch.cat([largest, largest * (2 * torch.rand(len(largest), 7) - 1).to(dtype)], -1)
+    once = int4_rounded(groups, 8, 7.0)
+    assert torch.equal(int4_rounded(once, 8, 7.0), once)
+    other = int4_rounded(groups, 8, 7.5)
+    assert not torch.equal(int4_rounded(other, 8, 7.5), other)
+
+
 @pytest.mark.parametrize("group_size", [4, 5])
 def test_rows_are_rounded_alike_whatever_is_rounded_with_them(group_size: int, monkeypatch: Any) -> None:
     """Experts one above the other, rows of one rank, and as many at a time as memory has room for."""
