@@ -72,10 +72,15 @@ def within(piece: Any) -> tuple[slice, slice]:
     return slice(row, row + int(piece["rows"])), slice(column, column + int(piece["cols"]))
 
 
-def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
-    """`values` [rows, cols] of a `piece` [PIECE] to where it lies in the parameters `flats`, each as one dimension."""
+def held_piece(flats: Sequence[Tensor], piece: Any) -> Tensor:
+    """[rows, cols]: where a `piece` [PIECE] lies in the parameters `flats`, each as one dimension."""
     shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
-    flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides).copy_(values)
+    return flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides)
+
+
+def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:
+    """`values` [rows, cols] of a `piece` [PIECE] to where it lies."""
+    held_piece(flats, piece).copy_(values)
 
 
 def check_parameters(expected: tuple[tuple[str, tuple[int, ...]], ...], parameters: Mapping[str, Tensor]) -> None:

@@ -241,6 +241,12 @@ class Config(Section):
             return self.model
         return self.model.model_copy(update={"fake_quantization": None})
 
+    @property
+    def synced_delta(self) -> WeightDelta | None:
+        """weight_sync.delta where syncs send what changed. To servers that somebody else runs it is files that hold no
+        more than that, made of what a sync has brought."""
+        return None if self.rollout.engine == "http" else self.weight_sync.delta
+
     def lora_of(self, role: str) -> Lora | None:
         """The adapters that a role's model learns in the place of its weights, if it does."""
         return {"actor": self.model.lora, "critic": self.critic.lora}.get(role)

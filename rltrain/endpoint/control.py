@@ -12,6 +12,7 @@ from rltrain.endpoint.http_request import Body, read_json, require_owner
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.service import Service
 from rltrain.errors import UserError
+from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
 
 
 class EngineControl(Protocol):
@@ -27,7 +28,8 @@ class EngineControl(Protocol):
         ...
 
     async def reload(self, checkpoint: Path, label: str | None) -> None:
-        """Have it serve the weights of a checkpoint between two decode steps; what is under way goes on by them.
+        """Have it serve the weights of a checkpoint between two decode steps; what is under way goes on by them. The
+        folder may hold what changed since the version that is served.
 
         UserError where they cannot be loaded: it keeps those that it has.
         """
@@ -55,4 +57,8 @@ async def update_weights_from_disk(service: Service, control: EngineControl, req
 
 
 def _info(control: EngineControl) -> dict[str, Any]:
-    return {"model_path": str(control.checkpoint), "weight_version": control.label()}
+    return {
+        "model_path": str(control.checkpoint),
+        "weight_version": control.label(),
+        FORMAT_KEY: FORMAT,
+    }

@@ -10,7 +10,7 @@ CHANGED_SHARE = 0.03
 
 def keeping(job: PlannedJob) -> str | None:
     """Where ranks keep what they sent last, "device" or "host"; None where syncs send everything."""
-    delta = job.config.weight_sync.delta
+    delta = job.config.synced_delta
     return delta.keep_on if delta and {"actor", "rollout"} <= job.grids.keys() else None
 
 
@@ -32,7 +32,7 @@ def sent_share(job: PlannedJob) -> float:
     """Bytes of a sync over those of a full one, in the mean over `full_every` of them: a changed element is sent with a
     byte for its place, and a block of elements has one for how many these are. Engines that have left their GPU get
     everything."""
-    delta = job.config.weight_sync.delta
+    delta = job.config.synced_delta
     if delta is None or ranks_left_by_engines(job.config, job.placement):
         return 1.0
     item = job.item_bytes

@@ -69,7 +69,7 @@ def doubts(config: Config, placement: Placement, *, on_gpus: bool = True) -> Ite
             f"loss.normalization: got token_mean with loss.policy {config.loss.policy}, so a sequence counts the more "
             "the longer it is; expected sequence_mean, which its paper has"
         )
-    if on_gpus and config.weight_sync.delta and (ranks := ranks_left_by_engines(config, placement)):
+    if on_gpus and config.synced_delta and (ranks := ranks_left_by_engines(config, placement)):
         yield (
             f"weight_sync.delta: got a section with rollout.offload auto on ranks {format_ranks(ranks)}, where engines "
             "share GPUs with other roles and give their weights up before every sync, which then sends everything; "

@@ -34,7 +34,7 @@ class WeightSync:
 
     def __init__(self, job: Job, actor: Actor | None, rollout: Rollout | None) -> None:
         self.actor, self.engine = actor, rollout.engine if rollout else None
-        self.config, delta = job.config.weight_sync, job.config.weight_sync.delta
+        self.config, delta = job.config.weight_sync, job.config.synced_delta
         self.weights = rollout.parts["weights"] if rollout and delta else None
         self.left: tuple[int, int, int] | None = None
         """The version that the last sync gave this rank's engine, how often its memory had been emptied by then, and

@@ -10,6 +10,7 @@ from rltrain.residency.remote_part import RemotePart
 from rltrain.rollout.http.addresses import Addresses
 from rltrain.rollout.http.calls import Access
 from rltrain.rollout.http.checkpoint_weights import CheckpointWeights
+from rltrain.rollout.http.delta_weights import DeltaWeights
 from rltrain.rollout.http.disk_weights import DiskWeights
 from rltrain.rollout.http.engine import HttpEngine
 from rltrain.rollout.http.fleet import Fleet
@@ -86,7 +87,7 @@ def _weights(site: EngineSite) -> Weights:
             run=shared_run(site.job_store, site.role, leads=site.world.rank == site.grid.ranks[0]),
             update_timeout_s=http.update_timeout_s,
         )
-    return DiskWeights(
+    folder = DiskWeights(
         whole,
         parts,
         staging_bytes(site.settings),
@@ -99,6 +100,8 @@ def _weights(site: EngineSite) -> Weights:
         config_key=key if http.weights_dir else "output_dir",
         update_timeout_s=http.update_timeout_s,
     )
+    delta = config.weight_sync.delta if site.role == "rollout" else None
+    return folder if delta is None else DeltaWeights(folder, delta)
 
 
 def _parts(leave: Callable[[], None]) -> dict[str, RemotePart]:

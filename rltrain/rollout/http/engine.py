@@ -185,7 +185,8 @@ class HttpEngine:
         """Of what it did since the last call."""
         total = self._fleet.num_sent_again
         new, self._told_sent_again = total - self._told_sent_again, total
-        return {"rollout/servers": float(self._fleet.num_serving), "rollout/requests_sent_again": float(new)}
+        asked = {"rollout/servers": float(self._fleet.num_serving), "rollout/requests_sent_again": float(new)}
+        return {**asked, **self._weights.metrics()}
 
     def close(self) -> None:
         """Leave the servers as they are."""

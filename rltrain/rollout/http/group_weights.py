@@ -109,6 +109,9 @@ class GroupWeights:
                 await joined.way.leave(calls, joined.group.address.name)
             self._drop(calls.url)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         for url in [*self._groups]:
             self._drop(url)

@@ -7,7 +7,7 @@ from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import BroadcastProtocol, Described
-from rltrain.rollout.http.sglang import FROM_DISK, NO_SUCH_ROUTE, without_route
+from rltrain.rollout.http.sglang import FROM_DISK, NO_SUCH_ROUTE, without_deltas, without_route
 
 MODELS = "/v1/models"
 
@@ -18,7 +18,7 @@ class OpenAIProtocol:
     name = "openai"
     tells_version = "/model_info"
     """Where a server says which weights it has."""
-    ways: Sequence[str] = ("folder",)
+    ways: Sequence[str] = ("folder", "delta")
     broadcasts: BroadcastProtocol | None = None
 
     async def describe(self, calls: Calls) -> Described:
@@ -81,6 +81,8 @@ class OpenAIProtocol:
     async def prepare_for_weights(self, calls: Calls, way: str) -> str | None:
         if await self.version(calls) is None:
             return "it has no /model_info that tells a weight_version, so nobody could know which weights it has"
+        if way == "delta" and (why := without_deltas(await calls.get(self.tells_version))) is not None:
+            return f"{why}; have weight_sync.delta: null, so that it is given whole checkpoints"
         return await without_route(calls, FROM_DISK)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:

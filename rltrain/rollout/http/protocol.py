@@ -51,7 +51,8 @@ class ServerProtocol(Protocol):
 
     name: str
     ways: Sequence[str]
-    """By which its weights can be changed, of http.weights: folder, group."""
+    """By which its weights can be changed: those of http.weights (folder, group), and delta, by folders of what changed
+    since a version, as server/rltrain_delta_files.py has them."""
     broadcasts: BroadcastProtocol | None
     """For way group; None: it has no such."""
 
@@ -83,7 +84,8 @@ class ServerProtocol(Protocol):
         ...
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights."""
+        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights; by way delta that
+        may be what changed since the version that it has."""
         ...
 
 

@@ -77,7 +77,7 @@ class Server:
         self._takes_weights = why is None
         if why is not None and self._needs_weights:
             raise ServerRefuses(
-                f"{self.url} ({self._protocol.name}) takes no weights by way of a {self._weights.way} (http.weights), "
+                f"{self.url} ({self._protocol.name}) takes no weights by way of a {_named(self._weights.way)}, "
                 f"and would go on with old ones in silence: {why}",
                 400,
             )
@@ -86,7 +86,8 @@ class Server:
 
     async def _refuses_weights(self) -> str | None:
         if self._weights.way not in self.protocol.ways:
-            return f"rltrain knows no such way for servers of {self.protocol.name}"
+            expected = "; expected weight_sync.delta: null" if self._weights.way == "delta" else ""
+            return f"rltrain knows no such way for servers of {self.protocol.name}{expected}"
         return await self.protocol.prepare_for_weights(self.calls, self._weights.way)
 
     async def take_weights(self) -> None:
@@ -153,3 +154,8 @@ class Server:
 
     async def close(self) -> None:
         await self.calls.close()
+
+
+def _named(way: str) -> str:
+    """With the config key that asks for it."""
+    return f"{way} ({'weight_sync.delta' if way == 'delta' else 'http.weights'})"

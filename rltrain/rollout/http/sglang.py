@@ -8,9 +8,14 @@ from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import BroadcastProtocol, Described
 from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts
+from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"
+HOW = (
+    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/sglang/server, or have "
+    "weight_sync.delta: null, so that it is given whole checkpoints"
+)
 NO_SUCH_ROUTE = (404, 405)
 
 
@@ -18,7 +23,7 @@ class SGLangProtocol:
     """Implements `ServerProtocol`."""
 
     name = "sglang"
-    ways: Sequence[str] = ("folder", "group")
+    ways: Sequence[str] = ("folder", "group", "delta")
     broadcasts: BroadcastProtocol | None = SGLangBroadcasts()
 
     async def describe(self, calls: Calls) -> Described:
@@ -64,12 +69,24 @@ class SGLangProtocol:
         if way == "folder":
             return await without_route(calls, FROM_DISK)
         if (await self.describe(calls)).num_ranks is None:
-            return "it has pipeline stages or replicas (pp_size, dp_size), which join no update group"
-        return await without_route(calls, JOIN)
+            return f"it has pipeline stages or replicas (pp_size, dp_size), which take no weights by way of a {way}"
+        return await without_route(calls, JOIN) if way == "group" else await _without_plugin(calls)
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
         await calls.post(FROM_DISK, body, limit_s)
+
+
+async def _without_plugin(calls: Calls) -> str | None:
+    """Why it takes no deltas; None where it does."""
+    states = (await calls.get("/server_info")).get("internal_states") or ({},)
+    return without_deltas(states[0]) and f"{without_deltas(states[0])}; {HOW}"
+
+
+def without_deltas(told: Mapping[str, Any]) -> str | None:
+    """Why a server that tells this of itself takes no deltas; None where it does."""
+    found = told.get(FORMAT_KEY)
+    return None if found == FORMAT else f"it takes deltas of format {found}; expected {FORMAT}, that of this rltrain"
 
 
 async def without_route(calls: Calls, path: str) -> str | None:

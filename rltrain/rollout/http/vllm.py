@@ -1,6 +1,6 @@
 """vLLM's completions and its routes for reinforcement learning, which it has with VLLM_SERVER_DEV_MODE=1."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltrain.rollout.engine import SamplingParams
@@ -18,6 +18,7 @@ class VLLMProtocol(OpenAIProtocol):
 
     name = "vllm"
     tells_version = "/weight_info"
+    ways: Sequence[str] = ("folder",)
 
     def request(
         self, drawing: Drawing, sampling: SamplingParams, described: Described

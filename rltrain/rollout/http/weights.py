@@ -61,6 +61,10 @@ class Weights(Protocol):
         """The server is gone, or has left: what was made for it alone is of no use any more."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Of the last update."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -79,6 +83,9 @@ class WholeUpdates:
 
     async def forget(self, calls: Calls) -> None:
         """Nothing was made for it."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 def shared_run(job_store: JobStore, role: str, *, leads: bool) -> str:

@@ -1,0 +1,70 @@
+"""What changed of a checkpoint, put into an engine's parameters in place."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rltrain.checkpoint.hf_reader import held_piece, within
+from rltrain.errors import CheckpointError
+from rltrain.models.canonical_tensors import Array
+from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.layout import Layout
+from rltrain.rollout.sglang.server.rltrain_delta_files import Changed, Delta, DeltaRefused
+
+
+def check_delta(delta: Delta, held: str | None, layout: Layout) -> None:
+    """CheckpointError where it cannot be applied to version `held` of what lies as in `layout`."""
+    try:
+        described = delta.check(held)
+    except DeltaRefused as refused:
+        raise CheckpointError(f"model_path: {refused}") from None
+    tensors = layout.tensors
+    for name, (_, shape) in described.items():
+        expected = tensors.shapes[tensors.numbers[name]] if name in tensors.numbers else None
+        if shape != expected:
+            raise CheckpointError(
+                f"model_path: {delta.folder} has tensor {name} of shape {list(shape)}; the model that is served has "
+                f"{'none of that name' if expected is None else list(expected)}"
+            )
+
+
+def apply_delta(delta: Delta, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """All of one that was checked. Raises CheckpointError where a tensor is then not what it was where the delta was
+    made: the parameters are then of no version."""
+    mine = layout.on(layout.ranks[0])
+    flats = [parameters[name].detach().view(-1) for name, _ in mine.parameters]
+    try:
+        for changed in delta.tensors():
+            number = layout.tensors.numbers[changed.name]
+            pieces = mine.pieces[mine.pieces["tensor"] == number]
+            width = int(layout.tensors.matrix_shapes[number][1])
+            for piece in pieces:
+                _put(flats[piece["parameter"]], piece, width, changed)
+            _compare(flats, pieces, width, changed)
+    except DeltaRefused as refused:
+        raise CheckpointError(f"model_path: {refused}, after some of it was applied") from None
+
+
+def _put(flat: Tensor, piece: Array, width: int, changed: Changed) -> None:
+    """What lies in a `piece` [PIECE] of the tensor, as a matrix `width` wide."""
+    rows = changed.elements // width - int(piece["row"])
+    columns = changed.elements % width - int(piece["col"])
+    inside = (rows >= 0) & (rows < int(piece["rows"])) & (columns >= 0) & (columns < int(piece["cols"]))
+    places = int(piece["offset"]) + rows[inside] * int(piece["stride"]) + columns[inside]
+    flat[places.to(flat.device)] = changed.values[inside].to(flat.device, flat.dtype)
+
+
+def _compare(flats: list[Tensor], pieces: Array, width: int, changed: Changed) -> None:
+    """By checksums, where parameters have every bit of the tensor's type."""
+    held_type = flats[pieces[0]["parameter"]].dtype
+    if torch.promote_types(held_type, changed.dtype) != held_type:
+        return
+    held = torch.empty(changed.numel, dtype=changed.dtype, device=flats[0].device)
+    for piece in pieces:
+        held.view(-1, width)[within(piece)] = held_piece(flats, piece).to(changed.dtype)
+    if checksum_of(held) != changed.checksum:
+        raise CheckpointError(
+            f"model_path: {changed.name} is not what was sent once it is applied; expected weights that nobody else "
+            "changes"
+        )
