@@ -19,8 +19,8 @@ from rltrain.rollout.sglang.server import rltrain_delta_files
 
 logger = logging.getLogger(__name__)
 
-FILE = "changes-{:05d}-{:05d}.safetensors"
-"""By rank and part."""
+FILE = "changes-{:05d}-{:05d}.delta"
+"""By rank and part. No server takes such a file for one of a checkpoint."""
 
 
 class DeltaWeights(WholeUpdates):
