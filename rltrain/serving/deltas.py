@@ -20,11 +20,11 @@ def check_delta(delta: Delta, held: str | None, layout: Layout) -> None:
     except DeltaRefused as refused:
         raise CheckpointError(f"model_path: {refused}") from None
     tensors = layout.tensors
-    for name, (_, shape) in described.items():
+    for name, tensor in described.items():
         expected = tensors.shapes[tensors.numbers[name]] if name in tensors.numbers else None
-        if shape != expected:
+        if tensor.shape != expected:
             raise CheckpointError(
-                f"model_path: {delta.folder} has tensor {name} of shape {list(shape)}; the model that is served has "
+                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the model that is served has "
                 f"{'none of that name' if expected is None else list(expected)}"
             )
 

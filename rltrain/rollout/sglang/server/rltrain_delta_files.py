@@ -39,15 +39,23 @@ class DeltaRefused(Exception):  # noqa: N818 - what is told to whoever asked
     """It is damaged, or not of the version that it should change: nothing was changed by it."""
 
 
+class Described(NamedTuple):
+    """A tensor that is changed, and the checksum of all of it then."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    checksum: int
+
+
 class Changed(NamedTuple):
-    """Of one tensor: what the elements of these numbers are now, and the checksum of all of it then."""
+    """A `Described` tensor, with what the elements of these numbers are then."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    checksum: int
     elements: Tensor
     values: Tensor
-    checksum: int
 
     @property
     def numel(self) -> int:
@@ -63,36 +71,34 @@ class Delta:
         self.base, self.version = str(manifest["base"]), str(manifest["version"])
         self._files: Mapping[str, tuple[int, int]] = manifest["files"]
 
-    def check(self, held: str | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Types and shapes of its tensors, by name. DeltaRefused where it is not of version `held` either, or any byte is
+    def check(self, held: str | None) -> dict[str, Described]:
+        """Its tensors, by name. DeltaRefused where it is not of version `held` either, or any byte is
         not what was written."""
         if held != self.base:
             raise DeltaRefused(f"{self.folder} changes version {self.base}; expected {held}, which is served")
-        return {
-            name: (TYPES[told["dtype"]], tuple(told["shape"]))
-            for file in self._files
-            for name, told in self._opened(file)[1].items()
-        }
+        return {name: tensor for file in self._files for name, tensor in self._opened(file)[1].items()}
 
     def tensors(self) -> Iterator[Changed]:
         """What changed, one tensor after another: a file is held at a time."""
         for file in self._files:
             header, described, data = self._opened(file)
-            for name, told in described.items():
+            for name, tensor in described.items():
                 try:
-                    changed = _changed(name, told, header, data)
+                    changed = _changed(name, tensor, header, data)
                 except _MALFORMED as problem:
                     raise self._malformed(file, problem) from None
                 yield changed
 
-    def _opened(self, file: str) -> tuple[dict[str, Any], dict[str, Any], bytearray]:
-        """A file's header, what it tells of its tensors, and its bytes."""
+    def _opened(self, file: str) -> tuple[dict[str, Any], dict[str, Described], bytearray]:
+        """A file's header, its tensors by name, and its bytes."""
         data = self._read(file)
         try:
             header = _header_of(data)
-            described = json.loads(header["__metadata__"][METADATA])
-            if any(told["dtype"] not in TYPES for told in described.values()):
-                raise ValueError(f"types other than {', '.join(TYPES)}")
+            told: dict[str, Any] = json.loads(header["__metadata__"][METADATA])
+            described = {
+                name: Described(TYPES[one["dtype"]], tuple(map(int, one["shape"])), int(one["checksum"]))
+                for name, one in told.items()
+            }
         except _MALFORMED as problem:
             raise self._malformed(file, problem) from None
         return header, described, data
@@ -162,13 +168,12 @@ def _header_of(data: bytearray) -> dict[str, Any]:
     return {**header, "": _LENGTH_BYTES + length}
 
 
-def _changed(name: str, told: Mapping[str, Any], header: Mapping[str, Any], data: bytearray) -> Changed:
+def _changed(name: str, tensor: Described, header: Mapping[str, Any], data: bytearray) -> Changed:
     lengths, places, values = (_array(name + part, header, data) for part in (LENGTHS, PLACES, VALUES))
-    dtype, shape = TYPES[told["dtype"]], tuple(told["shape"])
-    elements = elements_of(lengths, places, math.prod(shape))
-    if len(elements) != len(values) or values.dtype != dtype:
+    elements = elements_of(lengths, places, math.prod(tensor.shape))
+    if len(elements) != len(values) or values.dtype != tensor.dtype:
         raise ValueError(f"{name} has {len(elements)} places and {len(values)} values of {values.dtype}")
-    return Changed(name, dtype, shape, elements, values, told["checksum"])
+    return Changed(name, *tensor, elements, values)
 
 
 def _array(name: str, header: Mapping[str, Any], data: bytearray) -> Tensor:
@@ -184,9 +189,9 @@ def _array(name: str, header: Mapping[str, Any], data: bytearray) -> Tensor:
 
 def elements_of(lengths: Tensor, places: Tensor, count: int) -> Tensor:
     """[values] int64, ascending: which of `count` elements they are of. ValueError where the arrays do not fit."""
-    number = torch.arange(-(-count // BLOCK))
-    if len(lengths) != len(number):
+    if len(lengths) != -(-count // BLOCK):
         raise ValueError(f"{len(lengths)} blocks of {count} elements")
+    number = torch.arange(len(lengths))
     whole = lengths == WHOLE
     sparse = number.repeat_interleave(lengths.to(torch.int64).masked_fill(whole, 0))
     if len(sparse) != len(places):

@@ -6,11 +6,13 @@ Needs torch alone: the Python of an engine need not have rltrain.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rltrain_delta_files import Changed
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rltrain_delta_files import Changed
 
 CUTS = frozenset(
     "narrow view reshape transpose t permute contiguous clone chunk split split_with_sizes unbind unsqueeze squeeze "
@@ -97,7 +99,7 @@ def _copy(target: Tensor, source: Overlay) -> Tensor:
     return target.copy_(torch.where(marks, values, target))
 
 
-def load_changes(load: Callable[[Iterator[tuple[str, Tensor]]], Any], tensors: Iterable[Changed]) -> list[Count]:
+def load_changes(load: Callable[[Iterator[tuple[str, Tensor]]], Any], tensors: "Iterable[Changed]") -> list[Count]:
     """By a model's `load` of named tensors; how many elements of each were copied. CannotLoad as `Overlay`."""
     counts = []
 

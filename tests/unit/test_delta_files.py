@@ -1,0 +1,355 @@
+"""Weights as files of what changed: whatever servers miss they end with the whole weights, bit for bit, or refuse."""
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rltrain.checkpoint.hf_layout import hf_layout
+from rltrain.config.delta import WeightDelta
+from rltrain.models import read_architecture
+from rltrain.reshard.kernels.checksums import checksum_of
+from rltrain.reshard.layout import Layout
+from rltrain.reshard.parts import split
+from rltrain.rollout.http.calls import ServerRefuses
+from rltrain.rollout.http.delta_weights import DeltaWeights
+from rltrain.rollout.http.disk_weights import DiskWeights
+from rltrain.rollout.sglang.server.rltrain_delta_files import (
+    Delta,
+    DeltaRefused,
+    is_delta,
+    manifest_text,
+    version_of,
+)
+from tests.delta_folders import changed_somewhat, damage, files_of, tensors_of, write_delta, write_version
+from tests.mutations import mutated_bytes, mutated_json
+
+CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"
+CPU = torch.device("cpu")
+PART_BYTES = 50_000
+NUM_RANKS = 2
+LIMIT_S = 30.0
+FEW = int(os.environ.get("RLTRAIN_FUZZ_COUNT", "60"))
+"""Damaged copies; more by hand."""
+
+
+@cache
+def layouts() -> tuple[Layout, list[Layout]]:
+    whole = hf_layout(read_architecture(CHECKPOINT), (*range(NUM_RANKS),), dtype="bfloat16")
+    return whole, split(whole, PART_BYTES)
+
+
+@cache
+def weights() -> dict[str, Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(CHECKPOINT).items()}
+
+
+class Store:
+    """Stands in for the store that ranks share."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: Any) -> None:
+        with self.changed:
+            self.values[key] = json.dumps(value)
+            self.changed.notify_all()
+
+    def get(self, key: str, waiting_for: str) -> Any:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, LIMIT_S), waiting_for
+            return json.loads(self.values[key])
+
+    def forget(self, key: str) -> None:
+        del self.values[key]
+
+
+@dataclass
+class Served:
+    """A server, as protocol and calls: it loads what it is given, and refuses what it should."""
+
+    url: str = "http://server"
+    label: str | None = "its own"
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    loads: list[str] = field(default_factory=list)
+
+    async def version(self, calls: "Served") -> str | None:
+        return calls.label
+
+    async def load_from_disk(self, calls: "Served", folder: str, label: str, limit_s: float) -> None:
+        calls.loads.append(Path(folder).name)
+        if not is_delta(Path(folder)):
+            assert version_of(Path(folder)) == label
+            calls.tensors, calls.label = tensors_of(Path(folder)), label
+            return
+        try:
+            delta = Delta(Path(folder))
+            delta.check(calls.label)
+        except DeltaRefused as refused:
+            raise ServerRefuses(str(refused), 400) from None
+        assert delta.version == label
+        apply(delta, calls.tensors)
+        calls.label = label
+
+
+def apply(delta: Delta, tensors: dict[str, Tensor]) -> None:
+    for changed in delta.tensors():
+        tensor = tensors[changed.name]
+        assert tuple(tensor.shape) == changed.shape and tensor.dtype == changed.dtype
+        tensor.view(-1)[changed.elements] = changed.values
+        assert checksum_of(tensor) == changed.checksum
+
+
+def same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    as_bits = [{name: tensor.view(torch.int16) for name, tensor in one.items()} for one in (some, others)]
+    return as_bits[0].keys() == as_bits[1].keys() and all(torch.equal(as_bits[0][n], as_bits[1][n]) for n in as_bits[0])
+
+
+class Ranks:
+    """Those of a role, in threads, with their `DeltaWeights`."""
+
+    def __init__(self, folder: Path, delta: WeightDelta) -> None:
+        self.pool, self.folder, store = ThreadPoolExecutor(NUM_RANKS), folder, Store()
+        whole, parts = layouts()
+
+        def made(rank: int) -> DeltaWeights:
+            disk = DiskWeights(
+                *(whole, parts, PART_BYTES, rank),
+                device=CPU,
+                folder=folder,
+                like=CHECKPOINT,
+                job_store=store,  # type: ignore[arg-type]
+                role="rollout",
+                config_key="output_dir",
+                update_timeout_s=LIMIT_S,
+            )
+            return DeltaWeights(disk, delta)
+
+        self.weights = [*self.pool.map(made, range(NUM_RANKS))]
+
+    def update(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        def one(weights: DeltaWeights) -> None:
+            weights.begin()
+            for number in range(len(layouts()[1])):
+                for name, tensor in weights.tensors(number).items():
+                    tensor.copy_(tensors[name])
+                weights.arrived(number)
+            weights.complete(version)
+
+        [*self.pool.map(one, self.weights, timeout=LIMIT_S)]
+
+    def give(self, rank: int, server: Served) -> None:
+        asyncio.run(self.weights[rank].give(server, server))  # type: ignore[arg-type]
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+    def close(self) -> None:
+        for weights in self.weights:
+            weights.close()
+        self.pool.shutdown()
+
+
+UPDATES = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.001, 0.05, 1.0]),  # what changes
+        st.sets(st.integers(0, 2)),  # servers that the update does not reach
+        st.sets(st.integers(0, 2)),  # servers that were started anew before it
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(max_examples=8)
+@given(updates=UPDATES, full_every=st.integers(1, 5), keep_on=st.sampled_from(["device", "host"]))
+def test_whatever_servers_miss_they_end_with_the_whole_weights(
+    updates: list[tuple[float, set[int], set[int]]], full_every: int, keep_on: Any
+) -> None:
+    with TemporaryDirectory() as folder:
+        ranks = Ranks(Path(folder) / "weights", WeightDelta(full_every=full_every, keep_on=keep_on))
+        servers, present = [Served() for _ in range(3)], weights()
+        for version, (share, missing, restarted) in enumerate(updates):
+            present = changed_somewhat(present, version, share) if share else present
+            ranks.update(version, present)
+            for number in restarted:
+                servers[number] = Served()
+            for number, server in enumerate(servers):
+                if number not in missing:
+                    ranks.give(number % NUM_RANKS, server)
+                    assert server.label == ranks.weights[0].label and same(server.tensors, present)
+            assert len(ranks.folders()) <= full_every + 1, "what no server may need is removed"
+            metrics = ranks.weights[0].metrics()
+            assert metrics == ranks.weights[1].metrics()
+            assert metrics["rollout/weight_files_are_full"] == float(f"version_{version}" in ranks.folders())
+        ranks.close()
+        assert not (Path(folder) / "weights").exists()
+
+
+def test_most_of_what_is_written_is_what_changed(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, WeightDelta(full_every=10))
+    server, present, wrote = Served(), weights(), []
+    for version in range(4):
+        present = changed_somewhat(present, version, 0.01)
+        ranks.update(version, present)
+        ranks.give(0, server)
+        wrote.append(ranks.weights[0].metrics()["rollout/weight_files_bytes"])
+    assert wrote[0] == sum(tensor.nbytes for tensor in present.values())
+    assert 0 < max(wrote[1:]) < wrote[0] / 10
+    assert server.loads == ["version_0", "delta_1", "delta_2", "delta_3"]
+    late = Served()
+    ranks.give(1, late)
+    assert late.loads == server.loads and same(late.tensors, present)
+    ranks.close()
+
+
+def test_once_deltas_are_as_large_as_all_of_it_all_is_written(tmp_path: Path) -> None:
+    ranks, present, full = Ranks(tmp_path, WeightDelta(full_every=50)), weights(), []
+    for version in range(6):
+        present = changed_somewhat(present, version, 0.4)
+        ranks.update(version, present)
+        full.append(ranks.weights[0].metrics()["rollout/weight_files_are_full"])
+    assert full[:2] == [1, 0] and sum(full) > 1, full
+    ranks.close()
+
+
+def test_one_that_refuses_what_changed_gets_everything(tmp_path: Path) -> None:
+    """Where a file is damaged after all, its refusal is raised, and it keeps what it has."""
+    ranks, server, present = Ranks(tmp_path, WeightDelta()), Served(), weights()
+    for version in range(3):
+        present = changed_somewhat(present, version)
+        ranks.update(version, present)
+        if version < 2:
+            ranks.give(0, server)
+    server.tensors, told, server.label = {}, server.label, "another's"
+
+    async def version(calls: Served) -> str | None:
+        return told
+
+    server.version = version  # type: ignore[method-assign]
+    ranks.give(0, server)
+    assert same(server.tensors, present) and server.loads[-4:] == ["delta_2", "version_0", "delta_1", "delta_2"]
+    damage(tmp_path / "delta_2")
+    before = Served()
+    with pytest.raises(ServerRefuses, match="is damaged"):
+        ranks.give(0, before)
+    assert before.label is not None and before.label.endswith(".1")
+    ranks.close()
+
+
+SHARES = st.lists(st.sampled_from([0.001, 0.01, 0.3, 1.0]), min_size=1, max_size=4)
+
+
+@settings(max_examples=10)
+@given(
+    shares=SHARES,
+    kinds=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), min_size=1, max_size=4),
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 700)), min_size=4, max_size=4),
+    num_files=st.integers(1, 3),
+)
+def test_a_chain_of_deltas_is_the_whole(
+    shares: list[float], kinds: list[torch.dtype], sizes: list[tuple[int, int]], num_files: int
+) -> None:
+    generator = torch.Generator().manual_seed(len(shares))
+    first = {
+        f"layer.{number}": torch.randn(size, generator=generator).to(kind)
+        for number, (kind, size) in enumerate(zip(kinds, sizes, strict=False))
+    }
+    versions = [first]
+    for number, share in enumerate(shares):
+        versions.append(changed_somewhat(versions[-1], number, share))
+    with TemporaryDirectory() as folder:
+        deltas = [
+            Delta(write_delta(Path(folder) / str(n), versions[n], versions[n + 1], f"v{n}", f"v{n + 1}", num_files))
+            for n in range(len(shares))
+        ]
+        held, label = {name: tensor.clone() for name, tensor in first.items()}, "v0"
+        for number, delta in enumerate(deltas):
+            for other in deltas[:number] + deltas[number + 1 :]:
+                with pytest.raises(DeltaRefused, match=f"expected {label}, which is served"):
+                    other.check(label)
+            described = delta.check(label)
+            assert all((held[n].dtype, tuple(held[n].shape)) == told[:2] for n, told in described.items())
+            apply(delta, held)
+            label = delta.version
+        for name, tensor in versions[-1].items():
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.fixture(scope="module")
+def damageable(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    old = {"a": torch.arange(600).to(torch.float32), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
+    new = changed_somewhat(changed_somewhat(old, 0), 1)
+    folder = write_delta(tmp_path_factory.mktemp("deltas") / "delta", old, new, "v0", "v1")
+    return SimpleNamespace(folder=folder, old=old, new=new)
+
+
+def outcome(folder: Path, damageable: SimpleNamespace) -> bool:
+    """Whether it was applied, and then rightly; else it was refused before anything was."""
+    held = {name: tensor.clone() for name, tensor in damageable.old.items()}
+    try:
+        delta = Delta(folder)
+        delta.check("v0")
+    except DeltaRefused:
+        return False
+    apply(delta, held)
+    assert all(torch.equal(held[name], tensor) for name, tensor in damageable.new.items())
+    return True
+
+
+def test_damaged_deltas_are_refused(damageable: SimpleNamespace, tmp_path: Path) -> None:
+    """Any byte of a file and any part of the manifest, even where its checksum is made to fit the damage."""
+    folder = tmp_path / "delta"
+    shutil.copytree(damageable.folder, folder)
+    assert outcome(folder, damageable)
+    for name in files_of(folder):
+        original = (folder / name).read_bytes()
+        for damaged in mutated_bytes(original, FEW):
+            (folder / name).write_bytes(damaged)
+            assert not outcome(folder, damageable) or damaged == original
+        (folder / name).write_bytes(original)
+    manifest = folder / "rltrain_delta.json"
+    for damaged in mutated_json(json.loads(manifest.read_text()), FEW):
+        manifest.write_bytes(damaged)
+        outcome(folder, damageable)
+
+
+def test_files_that_nobody_wrote_so_are_refused(damageable: SimpleNamespace, tmp_path: Path) -> None:
+    """Whose checksums fit: nothing but DeltaRefused is raised, whatever stands in them."""
+    folder = tmp_path / "delta"
+    shutil.copytree(damageable.folder, folder)
+    name = sorted(files_of(folder))[0]
+    original = (folder / name).read_bytes()
+    for damaged in mutated_bytes(original, FEW, first=400):
+        (folder / name).write_bytes(damaged)
+        fits_checksum(folder, name, damaged)
+        try:
+            delta = Delta(folder)
+            delta.check("v0")
+            for changed in delta.tensors():
+                assert len(changed.elements) == len(changed.values)
+                assert not len(changed.elements) or int(changed.elements[-1]) < changed.numel
+        except DeltaRefused:
+            continue
+
+
+def fits_checksum(folder: Path, name: str, data: bytes) -> None:
+    files = {**files_of(folder), name: (len(data), zlib.crc32(data))}
+    (folder / "rltrain_delta.json").write_text(manifest_text("v0", "v1", files))
