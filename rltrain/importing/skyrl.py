@@ -45,7 +45,7 @@ from rltrain.importing.skyrl_model import (
     set_router_replay,
     slices_of,
 )
-from rltrain.importing.skyrl_servers import set_servers, started_by_the_job
+from rltrain.importing.skyrl_servers import set_delta, set_servers, started_by_the_job
 from rltrain.importing.steps import Rows, set_steps
 from rltrain.importing.translation import Rule, SourceKeys, Translation, UntranslatableError, apply, sort_out
 
@@ -175,6 +175,7 @@ def _placement(keys: SourceKeys, out: Translation) -> None:
         truth(keys.first(T + "placement.colocate_all", T + "colocate_all", default=True)[1]),
     )
     of_others = set_servers(keys, out, policy)
+    set_delta(keys, out, of_others=of_others)
     if together and started_by_the_job(keys):
         _all_together(keys, out, others, policy, rollout)
         return

@@ -4,6 +4,7 @@ from rltrain.importing.conversions import NOTHING, ranks, truth
 from rltrain.importing.skyrl_learning import ENGINE, G
 from rltrain.importing.translation import SourceKeys, Translation
 
+BACKEND, SYNC_DIR = "weight_sync_backend", ENGINE + "delta_weight_sync.sync_dir"
 URLS, PROXY = ENGINE + "external_server_urls", ENGINE + "external_proxy_url"
 
 
@@ -28,3 +29,20 @@ def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
     if proxy not in NOTHING:
         out.leave(PROXY, proxy, "servers are asked one by one, the least loaded first")
     return True
+
+
+def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
+    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints: they find them in the same folder."""
+    name, backend = keys.first(ENGINE + BACKEND, G + BACKEND, default="nccl")
+    if backend != "delta":
+        return
+    if not of_others:
+        out.set("weight_sync.delta", {}, name)
+        return
+    folder = keys.get(SYNC_DIR)
+    if isinstance(folder, str) and "://" not in folder:
+        out.set("rollout.http.weights_dir", folder, SYNC_DIR)
+    out.notes.append(
+        f"{name}: vLLM's servers load whole checkpoints; with weight_sync.delta: {{}} those of SGLang and of "
+        "launch/serve.py are given files of what changed (docs/engines.md)"
+    )

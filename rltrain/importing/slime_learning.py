@@ -119,6 +119,8 @@ def set_schedule(keys: SourceKeys, out: Translation) -> None:
         out.set("schedule.max_staleness", max(staleness, every), "max-weight-staleness" if fully else PROGRAMS[1])
     if every > 1:
         out.set("schedule.sync_every", every, "update-weights-interval")
+    if keys.get("update-weight-mode") == "delta":
+        out.set("weight_sync.delta", {}, "update-weight-mode")
     if truth(keys.get("partial-rollout", False)) or fully:
         out.set("schedule.partial_rollouts", True, "rollout-function-path" if fully else "partial-rollout")
         masks = truth(keys.get("mask-offpolicy-in-partial-rollout", False))

@@ -45,16 +45,19 @@ def test_servers_started_apart_roll_out_and_may_come_and_die(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two with one token, by either way that weights take: the second comes while the job runs, gets weights, and is
-    killed."""
+    """Two with one token, by each way that weights take: the second comes while the job runs, gets weights, and is
+    killed. Of float32 weights all change: a delta has them all, and the next updates are whole folders."""
     monkeypatch.setattr("secrets.token_urlsafe", lambda length: "a-token-of-both")
     first, second = (start_server(warmed_up, max_context_tokens=120, args=FROM_DISK) for _ in range(2))
-    for weights in ("folder", "group"):
-        overrides = ("data.train.max_rows=1024", *data_overrides[:1], f"rollout.http.weights={weights}")
+    for weights in ("delta", "group"):
+        way = "weight_sync.delta={}" if weights == "delta" else "rollout.http.weights=group"
+        overrides = ("data.train.max_rows=1024", *data_overrides[:1], way)
         records = records_of_job(first, running(second), warmed_up, tmp_path / weights, *overrides)
         assert [record["step"] for record in records] == [*range(STEPS)]
         assert max(column(records, "train/train_rollout_logprob_abs_diff_max")) < 1e-3
         assert max(column(records, "train/staleness_max")) == 0
+        if weights == "delta":
+            assert column(records, "rollout/weight_files_are_full") == [1, 0, 1, 1, 1, 1]
         assert weight_version(first).endswith(f".{STEPS - 1}")
         assert not (tmp_path / weights / "http_weights").exists(), "what engines have loaded is removed"
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
 from tests.unit.fake_sglang import logprob_of, next_token
 from tests.unit.http_broadcasts import StandInBroadcasts
 
@@ -31,7 +32,7 @@ def version_of(label: str) -> int:
 
 
 class StandInServer:
-    """In a thread of this process. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
+    """In a thread of this process. `takes_deltas`: whether it says so. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
     is answered with 429. `takes_weights`: whether it has the routes for that. What it broke of the rules of its kind is
     in `broken`. `certificate`: files of one and its key, for TLS.
     """
@@ -45,9 +46,10 @@ class StandInServer:
         takes_weights: bool = True,
         context: int = 500,
         certificate: tuple[str, str] | None = None,
+        takes_deltas: bool = False,
     ) -> None:
         self.kind, self.pace_s, self.most, self.certificate = kind, pace_s, most, certificate
-        self.takes_weights, self.context = takes_weights, context
+        self.takes_weights, self.context, self.takes_deltas = takes_weights, context, takes_deltas
         self.label = STARTED_WITH
         self.folders: list[str] = []
         """That it was given weights from."""
@@ -138,7 +140,8 @@ class StandInServer:
 
     async def _info(self, body: Any, query: Any) -> Response:
         told = {"model_path": "tiny", "context_length": self.context, **dict.fromkeys(SIZES, 1)}
-        return JSONResponse({**told, "weight_version": self.label})
+        deltas = {FORMAT_KEY: FORMAT} if self.takes_deltas else {}
+        return JSONResponse({**told, **deltas, "internal_states": [deltas], "weight_version": self.label})
 
     async def _nothing(self, body: Any, query: Any) -> Response:
         return JSONResponse({})

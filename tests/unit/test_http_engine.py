@@ -268,6 +268,34 @@ def test_one_that_takes_no_weights_is_refused(rig: Rig, kind: str) -> None:
         rig.start()
 
 
+class Deltas(Folders):
+    """Stands in for `DeltaWeights`."""
+
+    way = "delta"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("sglang", r"it takes deltas of format None; .*rltrain's plugin for SGLang.* or have weight_sync.delta: null"),
+        ("rltrain", r"it takes deltas of format None; .*; have weight_sync.delta: null"),
+        ("vllm", r"rltrain knows no such way for servers of vllm; expected weight_sync.delta: null"),
+    ],
+)
+def test_one_that_takes_no_deltas_is_refused(rig: Rig, kind: str, said: str) -> None:
+    rig.server(kind, takes_deltas=kind == "vllm")
+    with pytest.raises(EngineError, match=rf"by way of a delta \(weight_sync.delta\), .* in silence: {said}"):
+        rig.start(weights=Deltas())
+
+
+@pytest.mark.parametrize("kind", ["sglang", "rltrain"])
+def test_one_that_takes_deltas_is_given_them(rig: Rig, kind: str) -> None:
+    server = rig.server(kind, takes_deltas=True)
+    engine = rig.start(weights=Deltas())
+    sync(engine, 0)
+    assert drawn_right(engine.generate(samples(2), SHORT)) and server.folders == ["/weights/run.0"]
+
+
 def test_where_nothing_is_trained_it_draws_by_its_own(rig: Rig) -> None:
     rig.server("rltrain", takes_weights=False)
     engine = rig.start(needs_weights=False)

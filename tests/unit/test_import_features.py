@@ -264,6 +264,22 @@ def test_skyrls_external_servers_are_asked_by_ranks_without_devices(small: Path)
     assert found_of("skyrl", "trainer.placement.colocate_all=false " + APART).get("rollout.engine") == "sglang"
 
 
+DELTA = "generator.inference_engine.weight_sync_backend=delta generator.inference_engine.delta_weight_sync.sync_dir="
+
+
+def test_syncs_of_what_changed_are_translated(small: Path) -> None:
+    """SkyRL's external servers are vLLM's, which load whole checkpoints from the same folder."""
+    assert config_of(found_of("slime", "--update-weight-mode delta", small), small).weight_sync.delta is not None
+    apart = f"trainer.placement.colocate_all=false {DELTA}gs://bucket/run"
+    assert config_of(found_of("skyrl", apart, small), small).weight_sync.delta is not None
+    found = found_of("skyrl", f"{SERVERS}{APART} {DELTA}/shared/run", small)
+    config = config_of(found, small)
+    assert config.weight_sync.delta is None and config.rollout.http.weights_dir == "/shared/run"
+    assert any("vLLM's servers load whole checkpoints" in note for note in found.notes)
+    of_cloud = found_of("skyrl", f"{SERVERS}{APART} {DELTA}s3://bucket/run", small)
+    assert config_of(of_cloud, small).rollout.http.weights_dir is None
+
+
 def test_verls_prompts_of_a_fully_asynchronous_run_are_steps() -> None:
     keys = "rollout.total_rollout_steps=6400 trainer.total_epochs=10"
     text = VERL.replace("trainer.total_training_steps=9", keys).replace("MODEL", "/models/m").replace("MORE", "")

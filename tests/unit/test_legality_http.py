@@ -40,7 +40,6 @@ GROUP = {"weights": "group"}
             {"rollout": HTTP, "model": {"path": "m", "lora": {"rank": 4}}, "weight_sync": {"adapters": "apart"}},
             "weight_sync.adapters: got apart with rollout.engine http",
         ),
-        ({"rollout": HTTP, "weight_sync": {"delta": {}}}, "weight_sync.delta: got a section with rollout.engine http"),
     ],
 )
 def test_each_refusal_has_its_reason(sections: dict[str, Any], said: str) -> None:
