@@ -35,6 +35,10 @@ _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, Rec
 """Raised by reading what nobody wrote so."""
 
 
+Listed = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensors' types and shapes, by name."""
+
+
 class DeltaRefused(Exception):  # noqa: N818 - what is told to whoever asked
     """It is damaged, or not of the version that it should change: nothing was changed by it."""
 
@@ -139,6 +143,18 @@ def version_of(folder: Path) -> str | None:
         return str(json.loads((folder / VERSION_FILE).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def listed(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a whole checkpoint."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found |= {name: (_STORED[told["dtype"]], tuple(told["shape"])) for name, told in header.items()}
+    return found
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Some elements of a checkpoint's tensor, to be loaded as all of it would be: a model's own loader cuts it, fuses it with
-others and copies it where it goes, and what has not changed stays there as it is.
+"""Some elements of a checkpoint's tensors, to be loaded as all of them would be: a model's own loader cuts and fuses them
+and copies them where they go, and what has not changed stays there as it is.
 
 Needs torch alone: the Python of an engine need not have rltrain.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rltrain_delta_files import Changed
+
+Shape = tuple[int, ...]
 
 CUTS = frozenset(
     "narrow view reshape transpose t permute contiguous clone chunk split split_with_sizes unbind unsqueeze squeeze "
@@ -26,6 +29,8 @@ ASKS = frozenset(
     "__len__ get_device ndimension data_ptr is_complex __repr__ __hash__".split()
 )
 """What is asked of a tensor and changes nothing."""
+MOST_JOINED = 127
+"""Tensors that marks can tell apart."""
 
 
 class CannotLoad(Exception):  # noqa: N818 - what is told to whoever asked
@@ -33,7 +38,7 @@ class CannotLoad(Exception):  # noqa: N818 - what is told to whoever asked
 
 
 class Count:
-    """Of the marked elements that loaders have copied."""
+    """Of a tensor's marked elements that loaders have copied."""
 
     def __init__(self) -> None:
         self.copied = 0
@@ -45,72 +50,106 @@ class Count:
 
 
 class Overlay(torch.Tensor):
-    """Values of which those count that are marked: `copy_` of it changes nothing else. CannotLoad where anything is done
-    with it that would lose the marks."""
+    """Values of which those count whose `marks`, int8, are not 0: `copy_` of it changes nothing else. A mark n is of the
+    tensor whose count is number n - 1 of `counts`; where there are none, nothing is marked.
+
+    CannotLoad where anything is done with it that would lose the marks.
+    """
 
     marks: Tensor
-    count: Count
+    counts: tuple[Count, ...]
 
     @classmethod
-    def of(cls, values: Tensor, marks: Tensor, count: Count) -> Self:
+    def of(cls, values: Tensor, marks: Tensor, counts: tuple[Count, ...]) -> Self:
         made = values.as_subclass(cls)
-        made.marks, made.count = marks, count
+        made.marks, made.counts = marks, counts
         return made
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
-        name = getattr(func, "__name__", "")
+        named, name = kwargs or {}, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             if name == "copy_" and not isinstance(args[0], Overlay):
                 return _copy(args[0], args[1])
-            self = args[0] if args else None
-            others = [*args[1:], *named.values()]
-            if not isinstance(self, Overlay) or any(isinstance(other, Overlay) for other in others):
+            if name in ("cat", "concat"):
+                return _joined(*args, **named)
+            of, others = args[0], args[1:]
+            if not isinstance(of, Overlay) or any(isinstance(one, Overlay) for one in (*others, *named.values())):
                 raise CannotLoad(f"{name} of a tensor of which some elements are known")
-            return _done(func, name, self, args[1:], named)
+            return _done(func, name, of, others, named)
 
 
 def _done(func: Callable[..., Any], name: str, of: Overlay, others: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    found = func(of.as_subclass(Tensor), *others, **named)
+    found = func(of.values, *others, **named)
     if name in MOVES:
-        return Overlay.of(found, of.marks.to(found.device), of.count)
+        return Overlay.of(found, of.marks.to(found.device), of.counts)
     if name in CUTS or (name == "__get__" and isinstance(found, Tensor)):
         marks = func(of.marks, *others, **named)
         if isinstance(found, Tensor):
-            return Overlay.of(found, marks, of.count)
-        return tuple(Overlay.of(one, marked, of.count) for one, marked in zip(found, marks, strict=True))
-    if name == "item" and bool(of.marks):
-        of.count.add(1)
+            return Overlay.of(found, marks, of.counts)
+        return tuple(Overlay.of(one, marked, of.counts) for one, marked in zip(found, marks, strict=True))
+    if name == "item" and of.counts and bool(of.marks):
+        of.counts[int(of.marks) - 1].add(1)
         return found
     if name in ASKS or name == "__get__":
         return found
     raise CannotLoad(f"{name} of a tensor of which some elements are known")
 
 
+def _joined(tensors: Sequence[Tensor], *args: Any, **named: Any) -> Overlay:
+    """With tensors that are none of a checkpoint, such as zeros to fill up, which are where they belong since all was
+    loaded."""
+    values, marks, counts = [], [], tuple[Count, ...]()
+    for tensor in tensors:
+        if not isinstance(tensor, Overlay):
+            values.append(tensor)
+            marks.append(torch.zeros_like(tensor, dtype=torch.int8))
+            continue
+        values.append(tensor.values)
+        marks.append(torch.where(tensor.marks > 0, tensor.marks + len(counts), 0).to(torch.int8))
+        counts += tensor.counts
+    if len(counts) > MOST_JOINED:
+        raise CannotLoad(f"cat of {len(counts)} tensors of which some elements are known; at most {MOST_JOINED}")
+    return Overlay.of(torch.cat(values, *args, **named), torch.cat(marks, *args, **named), counts)
+
+
 def _copy(target: Tensor, source: Overlay) -> Tensor:
+    if source.shape != target.shape:
+        raise CannotLoad(f"a copy of {list(source.shape)} to {list(target.shape)}")
+    if not source.counts:
+        return target
     marks = source.marks.to(target.device)
-    values = source.as_subclass(Tensor).to(target.device, target.dtype)
-    if values.shape != target.shape:
-        raise CannotLoad(f"a copy of {list(values.shape)} to {list(target.shape)}")
-    source.count.add(int(marks.sum()))
-    return target.copy_(torch.where(marks, values, target))
+    for number, count in enumerate(source.counts, start=1):
+        count.add(int((marks == number).sum()))
+    return target.copy_(torch.where(marks > 0, source.values.to(target.device, target.dtype), target))
 
 
-def load_changes(load: Callable[[Iterator[tuple[str, Tensor]]], Any], tensors: "Iterable[Changed]") -> list[Count]:
-    """By a model's `load` of named tensors; how many elements of each were copied. CannotLoad as `Overlay`."""
+def load_changes(
+    load: Callable[[Iterator[tuple[str, Tensor]]], Any],
+    tensors: "Iterable[Changed]",
+    others: Iterable[tuple[str, torch.dtype, Shape]] = (),
+) -> list[Count]:
+    """By a model's `load` of named tensors, which sees `others` too, of which nothing changed: it may wait for some of
+    them. How many elements of each of `tensors` were copied. CannotLoad as `Overlay`."""
     counts = []
 
     def overlays() -> Iterator[tuple[str, Tensor]]:
         for changed in tensors:
-            count = Count()
-            counts.append(count)
-            values = torch.zeros(changed.numel, dtype=changed.dtype)
-            marks = torch.zeros(changed.numel, dtype=torch.bool)
-            values[changed.elements], marks[changed.elements] = changed.values, True
-            yield changed.name, Overlay.of(values.view(changed.shape), marks.view(changed.shape), count)
+            counts.append(Count())
+            values = torch.zeros(math.prod(changed.shape), dtype=changed.dtype)
+            marks = torch.zeros(len(values), dtype=torch.int8)
+            values[changed.elements], marks[changed.elements] = changed.values, 1
+            yield changed.name, Overlay.of(values.view(changed.shape), marks.view(changed.shape), (counts[-1],))
+        for name, dtype, shape in others:
+            nothing = torch.zeros(1, dtype=dtype).expand(shape), torch.zeros(1, dtype=torch.int8).expand(shape)
+            yield name, Overlay.of(*nothing, ())
 
     load(overlays())
     return counts

@@ -5,13 +5,13 @@ says so in /server_info, and refuses a delta of another version than its weights
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rltrain_weight_loader
 import torch
-from rltrain_delta_files import FORMAT, FORMAT_KEY, Changed, Delta, DeltaRefused, is_delta, version_of
+from rltrain_delta_files import FORMAT, FORMAT_KEY, Changed, Delta, DeltaRefused, Listed, is_delta, listed, version_of
 from rltrain_overlay import CannotLoad, load_changes
 
 logger = logging.getLogger(__name__)
@@ -20,16 +20,24 @@ RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.Weigh
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 OTHER_UPDATES = ("load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc")
-UNQUANTISED = (
+AS_IN_CHECKPOINTS = (
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
     "PackWeightMethod",
     "Fp8KVCacheMethod",
 )
-"""How layers keep what a checkpoint has, element by element; what they add is not in it."""
+"""How layers keep what a checkpoint has, element by element, if rltrain_weight_loader.py has nothing against it."""
+OF_NO_VERSION = "its weights are of no version now. weight_sync.delta: null has rltrain send whole checkpoints"
 
 Outcome = tuple[bool, str]
+
+
+class Served(NamedTuple):
+    """What a model was loaded from: a version, and all tensors of its checkpoint."""
+
+    version: str
+    tensors: Listed
 
 
 def register() -> None:
@@ -43,21 +51,23 @@ def register() -> None:
     HookRegistry.register(f"{SCHEDULER}.get_internal_state", tell_format, HookType.AFTER)
 
 
-def update_from_disk(original: Callable[..., Outcome], updater: Any, model_path: str, *args: Any, **named: Any) -> Outcome:
+def update_from_disk(
+    original: Callable[..., Outcome], updater: Any, model_path: str, *args: Any, **named: Any
+) -> Outcome:
     """In the place of SGLang's, which loads whole checkpoints."""
     folder, model = Path(model_path), updater.get_model()
     if is_delta(folder):
-        return _apply(updater, model, folder)
-    model.rltrain_version = None
+        return apply_delta(updater, model, folder)
+    model.rltrain_served, version = None, version_of(folder)
     done, said = original(updater, model_path, *args, **named)
-    if done:
-        model.rltrain_version = version_of(folder)
+    if done and version is not None:
+        model.rltrain_served = Served(version, listed(folder))
     return done, said
 
 
 def forget_version(updater: Any, *args: Any, **named: Any) -> None:
     """Before weights come by another way: nobody here knows which."""
-    updater.get_model().rltrain_version = None
+    updater.get_model().rltrain_served = None
 
 
 def forget_released(manager: Any, *args: Any, **named: Any) -> None:
@@ -76,69 +86,78 @@ def tell_format(result: Any, *args: Any, **named: Any) -> None:
         result.internal_state[FORMAT_KEY] = FORMAT
 
 
-def _apply(updater: Any, model: torch.nn.Module, folder: Path) -> Outcome:
-    """Nothing has changed where it is refused by any of the server's ranks before it is applied; where that fails, the
-    weights are of no version."""
+def apply_delta(updater: Any, model: Any, folder: Path) -> Outcome:
+    """Nothing has changed where any of the server's ranks refuses it before it is applied; where that fails, the
+    weights are of no version. Collective over: the server's tensor-parallel ranks."""
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
-    held, problem, delta = getattr(model, "rltrain_version", None), None, None
+    served: Served | None = getattr(model, "rltrain_served", None)
+    problem, delta = None, None
     try:
-        delta = _checked(updater, model, folder, held)
+        delta = _checked(updater, model, folder, served)
     except Exception as error:  # noqa: BLE001 - an exception here would end the server
         problem = _words(error)
-    if _sums(group, [problem is not None])[0]:
+    if _sums(group, [int(problem is not None)])[0]:
         return _refused(problem or f"another rank of the server refuses {folder}")
-    assert delta is not None, "there is no problem"
-    model.rltrain_version = None  # type: ignore[assignment]
-    changed, copied = [0], [0]
+    assert delta is not None and served is not None, "it was checked"
+    model.rltrain_served = None
+    loaded: list[tuple[str, int, int]] = []
     try:
-        changed, copied = _load(updater, model, delta)
+        loaded = _load(updater, model, delta, served)
     except Exception as error:  # noqa: BLE001 - as above
         problem = _words(error)
-    if _sums(group, [problem is not None])[0]:
-        return _refused(f"{problem or f'another rank of the server failed to apply {folder}'}; its weights are of no version now")
-    if any(had < wanted for had, wanted in zip(_sums(group, copied), changed, strict=True)):
-        return _refused(f"the model's loader has left out some of {folder}; its weights are of no version now")
-    model.rltrain_version = delta.version  # type: ignore[assignment]
+    if _sums(group, [int(problem is not None)])[0]:
+        return _refused(f"{problem or f'another rank of the server failed to apply {folder}'}; {OF_NO_VERSION}")
+    copied = _sums(group, [number for *_, number in loaded])
+    if left := [name for (name, changed, _), number in zip(loaded, copied, strict=True) if number < changed]:
+        return _refused(f"the model's loader has left out some of {left[0]}; {OF_NO_VERSION}")
+    model.rltrain_served = Served(delta.version, served.tensors)
     return True, f"Applied what changed from {delta.base} to {delta.version}."
 
 
-def _checked(updater: Any, model: torch.nn.Module, folder: Path, held: str | None) -> Delta:
+def _checked(updater: Any, model: torch.nn.Module, folder: Path, served: Served | None) -> Delta:
     updater._assert_weight_cache_inactive("update_weights_from_disk")
     methods = {type(method).__name__ for module in model.modules() if (method := getattr(module, "quant_method", None))}
-    if other := sorted(methods.difference(UNQUANTISED)):
+    if other := sorted(methods.difference(AS_IN_CHECKPOINTS)):
         raise DeltaRefused(f"this server keeps weights in other forms than a checkpoint has ({', '.join(other)})")
     if refusals := rltrain_weight_loader.refusals(model):
         raise DeltaRefused(f"weights of this server cannot be changed in place: {refusals[0]}")
     delta = Delta(folder)
-    delta.check(held)
+    described = delta.check(served and served.version)
+    for name, (dtype, shape, _) in described.items():
+        if served is None or served.tensors.get(name) != (dtype, shape):
+            raise DeltaRefused(f"{folder} has tensor {name} of {list(shape)} as {dtype}; what is served has no such")
     return delta
 
 
-def _load(updater: Any, model: torch.nn.Module, delta: Delta) -> tuple[list[int], list[int]]:
-    """(elements that changed, elements that were copied on this rank) of each tensor."""
+def _load(updater: Any, model: Any, delta: Delta, served: Served) -> list[tuple[str, int, int]]:
+    """(name, elements that changed, elements that were copied on this rank) of each tensor."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    changed: list[int] = []
+    changed: dict[str, int] = {}
 
-    def tensors() -> Iterable[Changed]:
+    def tensors() -> Iterator[Changed]:
         for one in delta.tensors():
-            changed.append(len(one.elements))
+            changed[one.name] = len(one.elements)
             yield one
+
+    def others() -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        for name, (dtype, shape) in served.tensors.items():
+            if name not in changed:
+                yield name, dtype, shape
 
     device = torch.device(updater.device)
     with torch.no_grad():
         DefaultModelLoader.restore_weights_before_loading(model, device)
-        load: Any = model.load_weights
-        counts = load_changes(load, tensors())
+        counts = load_changes(model.load_weights, tensors(), others())
         DefaultModelLoader.postprocess_weights(model, device)
-    return changed, [count.copied for count in counts]
+    return [(*one, count.copied) for one, count in zip(changed.items(), counts, strict=True)]
 
 
-def _sums(group: Any, numbers: list[int] | list[bool]) -> list[int]:
-    """Over the tensor-parallel ranks of the server."""
-    told = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+def _sums(group: Any, numbers: list[int]) -> list[int]:
+    """Over the server's tensor-parallel ranks."""
+    told = torch.tensor(numbers, dtype=torch.int64)
     if group.world_size > 1:
         torch.distributed.all_reduce(told, group=group.cpu_group)
     found: list[int] = told.tolist()
