@@ -75,7 +75,8 @@ def within(piece: Any) -> tuple[slice, slice]:
 def held_piece(flats: Sequence[Tensor], piece: Any) -> Tensor:
     """[rows, cols]: where a `piece` [PIECE] lies in the parameters `flats`, each as one dimension."""
     shape, strides = (int(piece["rows"]), int(piece["cols"])), (int(piece["stride"]), 1)
-    return flats[piece["parameter"]][int(piece["offset"]) :].as_strided(shape, strides)
+    flat: Tensor = flats[piece["parameter"]]
+    return flat[int(piece["offset"]) :].as_strided(shape, strides)
 
 
 def write_piece(flats: Sequence[Tensor], piece: Any, values: Tensor) -> None:

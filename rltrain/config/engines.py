@@ -56,7 +56,8 @@ class Http(Section):
     a process group of a rank and a server, SGLang's update group; by NCCL on GPUs, else by gloo."""
     weights_dir: str | None = None
     """The folder of weights: folder, which they see under the same path; null: <output_dir>/http_weights. It holds the
-    present version, while a sync runs the next one too."""
+    present version, while a sync runs the next one too; with weight_sync.delta the last whole version and what changed
+    since then."""
     token_env: str | None = None
     """The environment variable with the token that servers ask for, as Authorization: Bearer."""
     token_file: str | None = None

@@ -26,7 +26,7 @@ from rltrain.dry_run.table import table
 from rltrain.dry_run.time import describe_time
 from rltrain.estimate.calibration import calibration_of
 from rltrain.estimate.changes import best_changes
-from rltrain.estimate.delta import CHANGED_SHARE, keeping, kept_bytes, sent_share
+from rltrain.estimate.delta import CHANGED_SHARE, changed_share, keeping, kept_bytes
 from rltrain.estimate.hardware import Gpu, gpu_named
 from rltrain.estimate.peak import rank_memories
 from rltrain.estimate.planned import PlannedJob
@@ -175,13 +175,15 @@ def describe_weight_sync(job: PlannedJob, sync: PlannedSync, gpu: Gpu, every_pai
         f"{size(predicted.busiest_receiver_bytes)}; {seconds(predicted.network)} between nodes, at least "
         f"{seconds(predicted.network_bound)} by any plan, {seconds(predicted.node)} within",
     ]
-    if (where := keeping(job)) and ranks_left_by_engines(job.config, job.placement):
+    in_files, where = job.config.synced_delta is None, keeping(job)
+    if where and not in_files and ranks_left_by_engines(job.config, job.placement):
         lines.append("sends everything every time: see weight_sync.delta under Warnings")
     elif where:
-        kept = max(kept_bytes(job, rank) for rank in job.grids["actor"].ranks)
+        role, what = ("rollout", "writes files of") if in_files else ("actor", "sends")
+        kept = max(kept_bytes(job, rank) for rank in job.grids[role].ranks)
         lines.append(
-            f"sends what changed: {100 * sent_share(job):.1f}% of these bytes in the mean, if a step changes "
-            f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the actor keeps "
+            f"{what} what changed: {100 * changed_share(job):.1f}% of these bytes in the mean, if a step changes "
+            f"{100 * CHANGED_SHARE:g}% of elements of 16 bits and all wider ones; a rank of the {role} keeps "
             f"{size(kept)} on its {where}"
         )
     return [*lines, *traffic_of_pairs(job, sync)] if every_pair else lines

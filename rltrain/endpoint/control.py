@@ -12,7 +12,7 @@ from rltrain.endpoint.http_request import Body, read_json, require_owner
 from rltrain.endpoint.refused import invalid
 from rltrain.endpoint.service import Service
 from rltrain.errors import UserError
-from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
+from rltrain.rollout.delta_form import form
 
 
 class EngineControl(Protocol):
@@ -60,5 +60,5 @@ def _info(control: EngineControl) -> dict[str, Any]:
     return {
         "model_path": str(control.checkpoint),
         "weight_version": control.label(),
-        FORMAT_KEY: FORMAT,
+        form.FORMAT_KEY: form.FORMAT,
     }

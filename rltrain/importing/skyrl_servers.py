@@ -32,7 +32,7 @@ def set_servers(keys: SourceKeys, out: Translation, policy: int) -> bool:
 
 
 def set_delta(keys: SourceKeys, out: Translation, *, of_others: bool) -> None:
-    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints: they find them in the same folder."""
+    """Syncs of what changed. Such servers are vLLM's, which load whole checkpoints, here from the same folder."""
     name, backend = keys.first(ENGINE + BACKEND, G + BACKEND, default="nccl")
     if backend != "delta":
         return

@@ -10,26 +10,26 @@ from rltrain.errors import CheckpointError
 from rltrain.models.canonical_tensors import Array
 from rltrain.reshard.kernels.checksums import checksum_of
 from rltrain.reshard.layout import Layout
-from rltrain.rollout.sglang.server.rltrain_delta_files import Changed, Delta, DeltaRefused
+from rltrain.rollout.delta_form import form
 
 
-def check_delta(delta: Delta, held: str | None, layout: Layout) -> None:
+def check_delta(delta: form.Delta, held: str | None, layout: Layout) -> None:
     """CheckpointError where it cannot be applied to version `held` of what lies as in `layout`."""
     try:
         described = delta.check(held)
-    except DeltaRefused as refused:
+    except form.DeltaRefused as refused:
         raise CheckpointError(f"model_path: {refused}") from None
     tensors = layout.tensors
     for name, tensor in described.items():
         expected = tensors.shapes[tensors.numbers[name]] if name in tensors.numbers else None
         if tensor.shape != expected:
             raise CheckpointError(
-                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the model that is served has "
-                f"{'none of that name' if expected is None else list(expected)}"
+                f"model_path: {delta.folder} has tensor {name} of shape {list(tensor.shape)}; the model that is served "
+                f"has {'none of that name' if expected is None else list(expected)}"
             )
 
 
-def apply_delta(delta: Delta, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def apply_delta(delta: form.Delta, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
     """All of one that was checked. Raises CheckpointError where a tensor is then not what it was where the delta was
     made: the parameters are then of no version."""
     mine = layout.on(layout.ranks[0])
@@ -42,11 +42,11 @@ def apply_delta(delta: Delta, layout: Layout, parameters: Mapping[str, Tensor]) 
             for piece in pieces:
                 _put(flats[piece["parameter"]], piece, width, changed)
             _compare(flats, pieces, width, changed)
-    except DeltaRefused as refused:
+    except form.DeltaRefused as refused:
         raise CheckpointError(f"model_path: {refused}, after some of it was applied") from None
 
 
-def _put(flat: Tensor, piece: Array, width: int, changed: Changed) -> None:
+def _put(flat: Tensor, piece: Array, width: int, changed: form.Changed) -> None:
     """What lies in a `piece` [PIECE] of the tensor, as a matrix `width` wide."""
     rows = changed.elements // width - int(piece["row"])
     columns = changed.elements % width - int(piece["col"])
@@ -55,7 +55,7 @@ def _put(flat: Tensor, piece: Array, width: int, changed: Changed) -> None:
     flat[places.to(flat.device)] = changed.values[inside].to(flat.device, flat.dtype)
 
 
-def _compare(flats: list[Tensor], pieces: Array, width: int, changed: Changed) -> None:
+def _compare(flats: list[Tensor], pieces: Array, width: int, changed: form.Changed) -> None:
     """By checksums, where parameters have every bit of the tensor's type."""
     held_type = flats[pieces[0]["parameter"]].dtype
     if torch.promote_types(held_type, changed.dtype) != held_type:

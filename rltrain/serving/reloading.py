@@ -15,9 +15,9 @@ from rltrain.checkpoint.hf import load_parameters
 from rltrain.cluster.grid import Grid
 from rltrain.errors import CheckpointError
 from rltrain.models import read_architecture
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.embedded import EmbeddedEngine, allocate_parameters
 from rltrain.rollout.layout import engine_layout
-from rltrain.rollout.sglang.server.rltrain_delta_files import Delta, DeltaRefused, is_delta
 from rltrain.serving.deltas import apply_delta, check_delta
 
 STARTED_WITH = "default"
@@ -69,7 +69,7 @@ class Reloads:
                 one.done.set_result(None)
 
     def _load(self, asked: _Reload) -> None:
-        if is_delta(asked.checkpoint):
+        if form.is_delta(asked.checkpoint):
             self._apply(asked)
         else:
             self._load_whole(asked)
@@ -92,8 +92,8 @@ class Reloads:
     def _apply(self, asked: _Reload) -> None:
         """What changed since the version that is served, and which no other may be given; it is checked before."""
         try:
-            delta = Delta(asked.checkpoint)
-        except DeltaRefused as refused:
+            delta = form.Delta(asked.checkpoint)
+        except form.DeltaRefused as refused:
             raise CheckpointError(f"model_path: {refused}") from None
         if asked.label not in (None, delta.version):
             raise CheckpointError(

@@ -144,6 +144,16 @@ GENERATE = (
         "requests",
         "of that rank's since the last step that a server did not end: it was lost, left, or had too much to do",
     ),
+    Metric(
+        "rollout/weight_files_bytes",
+        "bytes",
+        "of files that all ranks wrote for servers in the last update, with rollout.http.weights folder",
+    ),
+    Metric(
+        "rollout/weight_files_are_full",
+        "",
+        "with weight_sync.delta beside that: 1 where they were a whole checkpoint, 0 where they were what changed",
+    ),
     Metric("perf/decode_step_max_s", "s", "longest decode step: an in-flight weight sync waits for at most one"),
     Metric("perf/rollout_tokens_per_s", "tokens/s", "response tokens drawn per second, all engines together"),
     Metric("perf/rollout_tokens_per_gpu_s", "tokens/s", "the same per rank of the rollout"),

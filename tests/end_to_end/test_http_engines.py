@@ -58,8 +58,8 @@ def start_job(urls: Path, output: Path, *overrides: str) -> Popen:
 
 @pytest.mark.slow  # test_http_engine.py has every protocol's servers come, go and die in seconds
 def test_a_job_goes_on_while_its_engines_come_and_go(data_overrides: list[str], tmp_path: Path) -> None:
-    """Each of the two ranks asks one server; what the one that is killed was drawing, the one that comes draws. It has to
-    catch up: servers are given what changed alone, and compare checksums of what comes of it."""
+    """Each of the two ranks asks one server; what the one that is killed was drawing, the one that comes draws. It has
+    to catch up: servers are given what changed alone, and compare checksums of what comes of it."""
     urls, output = tmp_path / "urls", tmp_path / "run"
     with ExitStack() as servers:
         options = ("--token", TOKEN, "--max-context-tokens", "64")

@@ -32,9 +32,9 @@ def version_of(label: str) -> int:
 
 
 class StandInServer:
-    """In a thread of this process. `takes_deltas`: whether it says so. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
-    is answered with 429. `takes_weights`: whether it has the routes for that. What it broke of the rules of its kind is
-    in `broken`. `certificate`: files of one and its key, for TLS.
+    """In a thread of this process. `pace_s` is the time of a decode step; `most` bounds what it takes at once, and more
+    is answered with 429. `takes_weights`: whether it has the routes for that, `takes_deltas`: whether it says so. What
+    it broke of the rules of its kind is in `broken`. `certificate`: files of one and its key, for TLS.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from rltrain.rollout.sglang.server.rltrain_delta_files import (
     manifest_text,
     version_of,
 )
-from tests.delta_folders import changed_somewhat, damage, files_of, tensors_of, write_delta, write_version
+from tests.delta_folders import changed_somewhat, damage, files_of, tensors_of, write_delta
 from tests.mutations import mutated_bytes, mutated_json
 
 CHECKPOINT = Path(__file__).resolve().parents[1] / "warmed_up"

@@ -8,7 +8,6 @@ from rltrain.errors import ConfigError
 from rltrain.legality.config import check_config
 from tests.unit.schedule_configs import make_config
 
-
 HTTP = {"engine": "http", "urls": ["http://server"]}
 
 

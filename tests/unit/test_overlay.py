@@ -30,7 +30,9 @@ LOADERS: dict[str, Loader] = {
 def changed(name: str, values: Tensor, elements: Tensor) -> SimpleNamespace:
     shape = tuple(values.shape)
     of = values.view(-1)[elements]
-    return SimpleNamespace(name=name, dtype=values.dtype, shape=shape, numel=math.prod(shape), elements=elements, values=of)
+    return SimpleNamespace(
+        name=name, dtype=values.dtype, shape=shape, numel=math.prod(shape), elements=elements, values=of
+    )
 
 
 @given(loader=st.sampled_from([*LOADERS]), share=st.sampled_from([0.0, 0.1, 0.6, 1.0]), seed=st.integers(0, 1000))
@@ -95,6 +97,9 @@ def test_a_single_element_may_be_filled_in() -> None:
         lambda target, loaded: target[:1].copy_(loaded),
         lambda target, loaded: loaded.numpy(),
         lambda target, loaded: loaded.tolist(),
+        lambda target, loaded: loaded.view(torch.int32),
+        lambda target, loaded: loaded.view(torch.int8),
+        lambda target, loaded: loaded.data_ptr(),
         lambda target, loaded: loaded.zero_(),
         lambda target, loaded: loaded.copy_(target),
         lambda target, loaded: loaded[0, 0].item(),

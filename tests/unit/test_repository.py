@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "environments",
     ),
     "endpoint": (*BASE, "chat", "data", "environments", "rollout", "sandbox", "system"),
-    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "models", "cluster.grid", "hub"),
+    "serving": (*BASE, "endpoint", "chat", "data", "rollout", "checkpoint", "reshard", "models", "cluster.grid", "hub"),
     "observability": (*BASE, "system", "liveness.job_store"),
     "estimate": (
         *BASE,

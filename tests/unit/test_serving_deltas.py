@@ -1,4 +1,4 @@
-"""What changed of a checkpoint in the server of launch/serve.py: applied in place, bit for bit as if all were loaded."""
+"""What changed of a checkpoint in the server of launch/serve.py: applied in place, bit for bit as the whole is."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,10 @@ class Server:
         layout = engine_layout(read_architecture(checkpoint), Grid((0,)), dtype=dtype)
         self.parameters: dict[str, Tensor] = allocate_parameters(layout, 0, device=torch.device("cpu"))
         engine: Any = SimpleNamespace(
-            policy_version=0, begin_update=lambda: None, incoming=lambda part: self.parameters, end_update=lambda v: None
+            policy_version=0,
+            begin_update=lambda: None,
+            incoming=lambda part: self.parameters,
+            end_update=lambda v: None,
         )
         self.reloads = Reloads(engine, checkpoint, dtype, lambda: None)
 
@@ -124,6 +127,8 @@ def test_what_breaks_off_is_of_no_version(rig: SimpleNamespace, monkeypatch: pyt
             path.unlink()
 
     monkeypatch.setattr(deltas, "_compare", lose)
-    with pytest.raises(CheckpointError, match="cannot be read: No such file or directory, after some of it was applied"):
+    with pytest.raises(
+        CheckpointError, match="cannot be read: No such file or directory, after some of it was applied"
+    ):
         rig.server.load(rig.delta, "v1")
     assert rig.server.reloads.label() == NO_VERSION

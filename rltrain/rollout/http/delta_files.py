@@ -16,7 +16,7 @@ from rltrain.checkpoint.hf_files import METADATA
 from rltrain.checkpoint.safetensors_file import Entry, SafetensorsFile
 from rltrain.reshard.kernels.changes import Changes, Extent, mark
 from rltrain.reshard.kernels.checksums import checksum_of
-from rltrain.rollout.sglang.server import rltrain_delta_files as form
+from rltrain.rollout.delta_form import form
 
 FileRecord = tuple[int, int]
 """Bytes of a file, and their CRC-32."""
@@ -50,8 +50,8 @@ class EncodedTensor:
 
 
 def encoded(changes: Changes, tensors: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> list[EncodedTensor]:
-    """What of `tensors` differs, as bits, from what is `kept`, which then equals them. On the device of `tensors`, which
-    is that of `changes`."""
+    """What of `tensors` differs, as bits, from what is `kept`, which then equals them. `tensors` are on the device of
+    `changes`."""
     found = []
     for name, tensor in tensors.items():
         packed, before = _bytes_of(tensor), _bytes_of(kept[name])

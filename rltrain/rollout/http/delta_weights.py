@@ -1,4 +1,4 @@
-"""Weights as a checkpoint in a folder now and then, and in between as files of what changed since the version before."""
+"""Weights as a checkpoint in a folder now and then, and in between as files of what changed since the last version."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 from rltrain.config.delta import WeightDelta
 from rltrain.reshard.delta.turns import Turn, Turns
 from rltrain.reshard.kernels.changes import changes_on
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.delta_files import encoded, write_changes
 from rltrain.rollout.http.disk_weights import DELTA_FOLDER, DiskWeights
 from rltrain.rollout.http.protocol import ServerProtocol
 from rltrain.rollout.http.weights import WholeUpdates
-from rltrain.rollout.sglang.server import rltrain_delta_files
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class DeltaWeights(WholeUpdates):
 
         def finish(partial: Path, all_wrote: list[dict[str, tuple[int, int]]]) -> None:
             files = {name: record for wrote in all_wrote for name, record in wrote.items()}
-            text = rltrain_delta_files.manifest_text(base, label, files)
-            (partial / rltrain_delta_files.MANIFEST).write_text(text)
+            text = form.manifest_text(base, label, files)
+            (partial / form.MANIFEST).write_text(text)
 
         return self._folders.complete(DELTA_FOLDER.format(version), self._wrote, finish)

@@ -10,11 +10,11 @@ from rltrain.checkpoint.hf_files import METADATA, HfFile, copy_carried_files, pl
 from rltrain.checkpoint.safetensors_file import SafetensorsFile
 from rltrain.liveness.job_store import JobStore
 from rltrain.reshard.layout import Layout
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.http.calls import Calls
 from rltrain.rollout.http.protocol import ServerProtocol
 from rltrain.rollout.http.shared_folders import SharedFolders
 from rltrain.rollout.http.weights import WholeUpdates, empty_tensors, shared_run
-from rltrain.rollout.sglang.server import rltrain_delta_files
 
 FOLDER, DELTA_FOLDER = "version_{}", "delta_{}"
 
@@ -122,4 +122,4 @@ class DiskWeights(WholeUpdates):
         write_index(partial, self._files)
         write_config(self._like, partial, dtype)
         copy_carried_files(self._like, partial)
-        (partial / rltrain_delta_files.VERSION_FILE).write_text(rltrain_delta_files.version_text(label))
+        (partial / form.VERSION_FILE).write_text(form.version_text(label))

@@ -84,8 +84,8 @@ class ServerProtocol(Protocol):
         ...
 
     async def load_from_disk(self, calls: Calls, folder: str, label: str, limit_s: float) -> None:
-        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights; by way delta that
-        may be what changed since the version that it has."""
+        """Have it serve the checkpoint in `folder`, under `label`, with nothing kept of older weights; by way delta
+        that may be what changed since the version that it has."""
         ...
 
 

@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rltrain.rollout.delta_form import form
 from rltrain.rollout.engine import SamplingParams
 from rltrain.rollout.http.calls import Calls, ServerRefuses
 from rltrain.rollout.http.drawing import Drawing
 from rltrain.rollout.http.protocol import BroadcastProtocol, Described
 from rltrain.rollout.http.sglang_broadcasts import JOIN, SGLangBroadcasts
-from rltrain.rollout.sglang.server.rltrain_delta_files import FORMAT, FORMAT_KEY
 from rltrain.rollout.sglang.inflight_requests import sampling_fields
 
 FROM_DISK = "/update_weights_from_disk"
 HOW = (
-    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/sglang/server, or have "
-    "weight_sync.delta: null, so that it is given whole checkpoints"
+    "start it with rltrain's plugin for SGLang, of the same rltrain: PYTHONPATH=<rltrain>/rollout/sglang/server, or "
+    "have weight_sync.delta: null, so that it is given whole checkpoints"
 )
 NO_SUCH_ROUTE = (404, 405)
 
@@ -79,14 +79,15 @@ class SGLangProtocol:
 
 async def _without_plugin(calls: Calls) -> str | None:
     """Why it takes no deltas; None where it does."""
-    states = (await calls.get("/server_info")).get("internal_states") or ({},)
-    return without_deltas(states[0]) and f"{without_deltas(states[0])}; {HOW}"
+    states: Any = (await calls.get("/server_info")).get("internal_states") or ({},)
+    why = without_deltas(states[0])
+    return None if why is None else f"{why}; {HOW}"
 
 
 def without_deltas(told: Mapping[str, Any]) -> str | None:
     """Why a server that tells this of itself takes no deltas; None where it does."""
-    found = told.get(FORMAT_KEY)
-    return None if found == FORMAT else f"it takes deltas of format {found}; expected {FORMAT}, that of this rltrain"
+    found, own = told.get(form.FORMAT_KEY), form.FORMAT
+    return None if found == own else f"it takes deltas of format {found}; expected {own}, that of this rltrain"
 
 
 async def without_route(calls: Calls, path: str) -> str | None:

@@ -147,7 +147,7 @@ def version_of(folder: Path) -> str | None:
 
 def listed(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors of a whole checkpoint."""
-    found = {}
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -168,6 +168,8 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
         raise DeltaRefused(f"{path} cannot be read: {error.strerror}") from None
     except _MALFORMED as problem:
         raise DeltaRefused(f"{path} is damaged: {problem!r}") from None
+    if any(Path(name).name != name for name in content["files"]):
+        raise DeltaRefused(f"{path} names files outside of its folder")
     if content["format"] != FORMAT:
         raise DeltaRefused(f"{path} has format {content['format']}; expected {FORMAT}, that of this rltrain")
     return content

@@ -1,5 +1,5 @@
-"""Some elements of a checkpoint's tensors, to be loaded as all of them would be: a model's own loader cuts and fuses them
-and copies them where they go, and what has not changed stays there as it is.
+"""Some elements of a checkpoint's tensors, to be loaded as all of them would be: a model's own loader cuts, fuses and
+copies them to where they go, and what has not changed stays there as it is.
 
 Needs torch alone: the Python of an engine need not have rltrain.
 """
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 CUTS = frozenset(
-    "narrow view reshape transpose t permute contiguous clone chunk split split_with_sizes unbind unsqueeze squeeze "
-    "flatten detach __getitem__ select swapaxes movedim".split()
+    (
+        *("narrow", "chunk", "split", "split_with_sizes", "unbind", "select", "__getitem__"),
+        *("view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "t", "permute", "swapaxes", "movedim"),
+        *("contiguous", "clone", "detach"),
+    )
 )
 """Of which one made of values and marks alike says which values are marked."""
 MOVES = frozenset(("to", "cpu", "cuda", "type", "float", "half", "bfloat16"))
 """Of values, to another device or type."""
 ASKS = frozenset(
-    "size dim numel nelement element_size is_contiguous storage_offset untyped_storage stride is_floating_point "
-    "__len__ get_device ndimension data_ptr is_complex __repr__ __hash__".split()
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__", "get_device"),
+        *("is_contiguous", "stride", "storage_offset", "untyped_storage", "is_floating_point", "is_complex"),
+    )
 )
 """What is asked of a tensor and changes nothing."""
 MOST_JOINED = 127
@@ -50,8 +55,8 @@ class Count:
 
 
 class Overlay(torch.Tensor):
-    """Values of which those count whose `marks`, int8, are not 0: `copy_` of it changes nothing else. A mark n is of the
-    tensor whose count is number n - 1 of `counts`; where there are none, nothing is marked.
+    """Values of which those count whose `marks`, int8, are not 0: `copy_` of it changes nothing else. A mark n is of
+    the tensor whose count is number n - 1 of `counts`; where there are none, nothing is marked.
 
     CannotLoad where anything is done with it that would lose the marks.
     """
@@ -93,14 +98,20 @@ def _done(func: Callable[..., Any], name: str, of: Overlay, others: Sequence[Any
     if name in CUTS or (name == "__get__" and isinstance(found, Tensor)):
         marks = func(of.marks, *others, **named)
         if isinstance(found, Tensor):
-            return Overlay.of(found, marks, of.counts)
-        return tuple(Overlay.of(one, marked, of.counts) for one, marked in zip(found, marks, strict=True))
+            return _cut(of, name, found, marks)
+        return tuple(_cut(of, name, one, marked) for one, marked in zip(found, marks, strict=True))
     if name == "item" and of.counts and bool(of.marks):
         of.counts[int(of.marks) - 1].add(1)
         return found
     if name in ASKS or name == "__get__":
         return found
     raise CannotLoad(f"{name} of a tensor of which some elements are known")
+
+
+def _cut(of: Overlay, name: str, values: Tensor, marks: Tensor) -> Overlay:
+    if values.dtype != of.values.dtype or values.shape != marks.shape:
+        raise CannotLoad(f"{name} of a tensor of which some elements are known, as another type")
+    return Overlay.of(values, marks, of.counts)
 
 
 def _joined(tensors: Sequence[Tensor], *args: Any, **named: Any) -> Overlay:

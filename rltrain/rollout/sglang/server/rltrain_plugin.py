@@ -1,7 +1,8 @@
 """A plugin of SGLang's (group sglang.srt.plugins): /update_weights_from_disk takes folders of what changed as well.
 
-SGLang finds it by the entry point beside this file, where this folder is on the server's PYTHONPATH. A server that has it
-says so in /server_info, and refuses a delta of another version than its weights are of. Needs torch and SGLang alone.
+SGLang finds it by the entry point beside this file, where this folder is on the server's PYTHONPATH. A server that has
+it says so in /server_info, and refuses a delta of another version than that of its weights. Needs torch and SGLang
+alone.
 """
 
 import logging
@@ -9,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rltrain_delta_files as form
 import rltrain_weight_loader
 import torch
-from rltrain_delta_files import FORMAT, FORMAT_KEY, Changed, Delta, DeltaRefused, Listed, is_delta, listed, version_of
 from rltrain_overlay import CannotLoad, load_changes
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Served(NamedTuple):
     """What a model was loaded from: a version, and all tensors of its checkpoint."""
 
     version: str
-    tensors: Listed
+    tensors: form.Listed
 
 
 def register() -> None:
@@ -56,12 +57,12 @@ def update_from_disk(
 ) -> Outcome:
     """In the place of SGLang's, which loads whole checkpoints."""
     folder, model = Path(model_path), updater.get_model()
-    if is_delta(folder):
+    if form.is_delta(folder):
         return apply_delta(updater, model, folder)
-    model.rltrain_served, version = None, version_of(folder)
+    model.rltrain_served, version = None, form.version_of(folder)
     done, said = original(updater, model_path, *args, **named)
     if done and version is not None:
-        model.rltrain_served = Served(version, listed(folder))
+        model.rltrain_served = Served(version, form.listed(folder))
     return done, said
 
 
@@ -83,7 +84,7 @@ def tell_format(result: Any, *args: Any, **named: Any) -> None:
     hooked = [getattr(WeightUpdater, name) for name in ("update_weights_from_disk", *OTHER_UPDATES)]
     hooked.append(SchedulerWeightUpdaterManager.release_memory_occupation)
     if all(hasattr(method, "__wrapped__") for method in hooked):
-        result.internal_state[FORMAT_KEY] = FORMAT
+        result.internal_state[form.FORMAT_KEY] = form.FORMAT
 
 
 def apply_delta(updater: Any, model: Any, folder: Path) -> Outcome:
@@ -116,28 +117,30 @@ def apply_delta(updater: Any, model: Any, folder: Path) -> Outcome:
     return True, f"Applied what changed from {delta.base} to {delta.version}."
 
 
-def _checked(updater: Any, model: torch.nn.Module, folder: Path, served: Served | None) -> Delta:
+def _checked(updater: Any, model: torch.nn.Module, folder: Path, served: Served | None) -> form.Delta:
     updater._assert_weight_cache_inactive("update_weights_from_disk")
     methods = {type(method).__name__ for module in model.modules() if (method := getattr(module, "quant_method", None))}
     if other := sorted(methods.difference(AS_IN_CHECKPOINTS)):
-        raise DeltaRefused(f"this server keeps weights in other forms than a checkpoint has ({', '.join(other)})")
+        raise form.DeltaRefused(f"this server keeps weights in other forms than a checkpoint has ({', '.join(other)})")
     if refusals := rltrain_weight_loader.refusals(model):
-        raise DeltaRefused(f"weights of this server cannot be changed in place: {refusals[0]}")
-    delta = Delta(folder)
+        raise form.DeltaRefused(f"weights of this server cannot be changed in place: {refusals[0]}")
+    delta = form.Delta(folder)
     described = delta.check(served and served.version)
     for name, (dtype, shape, _) in described.items():
         if served is None or served.tensors.get(name) != (dtype, shape):
-            raise DeltaRefused(f"{folder} has tensor {name} of {list(shape)} as {dtype}; what is served has no such")
+            raise form.DeltaRefused(
+                f"{folder} has tensor {name} of {list(shape)} as {dtype}; what is served has no such"
+            )
     return delta
 
 
-def _load(updater: Any, model: Any, delta: Delta, served: Served) -> list[tuple[str, int, int]]:
+def _load(updater: Any, model: Any, delta: form.Delta, served: Served) -> list[tuple[str, int, int]]:
     """(name, elements that changed, elements that were copied on this rank) of each tensor."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     changed: dict[str, int] = {}
 
-    def tensors() -> Iterator[Changed]:
+    def tensors() -> Iterator[form.Changed]:
         for one in delta.tensors():
             changed[one.name] = len(one.elements)
             yield one
@@ -165,7 +168,7 @@ def _sums(group: Any, numbers: list[int]) -> list[int]:
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, DeltaRefused | CannotLoad) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, form.DeltaRefused | CannotLoad) else f"{type(error).__name__}: {error}"
 
 
 def _refused(why: str) -> Outcome:
