@@ -209,13 +209,25 @@ def elements_of(lengths: Tensor, places: Tensor, count: int) -> Tensor:
     """[values] int64, ascending: which of `count` elements they are of. ValueError where the arrays do not fit."""
     if len(lengths) != -(-count // BLOCK):
         raise ValueError(f"{len(lengths)} blocks of {count} elements")
-    number = torch.arange(len(lengths))
     whole = lengths == WHOLE
-    sparse = number.repeat_interleave(lengths.to(torch.int64).masked_fill(whole, 0))
-    if len(sparse) != len(places):
-        raise ValueError(f"{len(places)} places, where {len(sparse)} are told of")
+    if bool(whole.all()) and not len(places):
+        return torch.arange(count)
+    changed = lengths.to(torch.int64).masked_fill(whole, 0)
+    if int(changed.sum()) != len(places):
+        raise ValueError(f"{len(places)} places, where {int(changed.sum())} are told of")
+    number = torch.arange(len(lengths))
+    sparse = number.repeat_interleave(changed)
     some = sparse * BLOCK + places
-    rest = ((number[whole] * BLOCK)[:, None] + torch.arange(BLOCK)).view(-1)
     if bool((some >= count).any()):
         raise ValueError("a place behind the last element")
-    return torch.cat([some, rest[rest < count]]).sort().values
+    first = _starts(torch.where(whole, BLOCK, changed))
+    within = torch.arange(len(places)) - _starts(changed)[sparse]
+    found = torch.empty(len(places) + BLOCK * int(whole.sum()), dtype=torch.int64)
+    found[first[sparse] + within] = some
+    inside = torch.arange(BLOCK)
+    found[(first[whole][:, None] + inside).view(-1)] = (number[whole][:, None] * BLOCK + inside).view(-1)
+    return found[: len(found) - int(whole[-1]) * (-count % BLOCK)]  # the last block may be shorter
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0) - sizes
