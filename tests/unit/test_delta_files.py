@@ -195,7 +195,8 @@ def test_whatever_servers_miss_they_end_with_the_whole_weights(
                 if number not in missing:
                     ranks.give(number % NUM_RANKS, server)
                     assert server.label == ranks.weights[0].label and same(server.tensors, present)
-            assert len(ranks.folders()) <= full_every + 1, "what no server may need is removed"
+            chain = [path.name for _, path in ranks.weights[0]._chain]
+            assert ranks.folders() == sorted(chain) and len(chain) <= full_every, "what no server needs is removed"
             metrics = ranks.weights[0].metrics()
             assert metrics == ranks.weights[1].metrics()
             assert metrics["rollout/weight_files_are_full"] == float(f"version_{version}" in ranks.folders())
@@ -227,6 +228,8 @@ def test_once_deltas_are_as_large_as_all_of_it_all_is_written(tmp_path: Path) ->
         ranks.update(version, present)
         full.append(ranks.weights[0].metrics()["rollout/weight_files_are_full"])
     assert full[:2] == [1, 0] and sum(full) > 1, full
+    last = max(version for version, is_full in enumerate(full) if is_full)
+    assert ranks.folders() == sorted([f"version_{last}", *(f"delta_{later}" for later in range(last + 1, 6))])
     ranks.close()
 
 
