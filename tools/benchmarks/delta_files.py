@@ -1,4 +1,4 @@
-"""Bytes and seconds of weights for servers as files of what changed, beside a whole checkpoint, by the share that changed.
+"""Bytes and seconds of weights for servers as files of what changed, beside a whole checkpoint, by the share of that.
 
     python tools/benchmarks/delta_files.py --params 100m
 
