@@ -14,14 +14,16 @@ import torch.distributed as dist
 from rltrain.checkpoint.run.files import Contents, FileRecord
 from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
 from rltrain.checkpoint.run.random_states import random_states
-from rltrain.checkpoint.run.writer import FilesWriter, Written
+from rltrain.checkpoint.run.writer import FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
 from rltrain.liveness.polling import poll, poll_s
 from rltrain.liveness.stopping import PAUSE
+from rltrain.memory_checkpointing import MemoryCheckpointing
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import ID_FILE, read_id
 from rltrain.roles.role import Job, Metrics, Role
 from rltrain.schedule.order import Order
+from rltrain.schedule.steps import is_memory_save_step, is_save_step
 from rltrain.tasks.roles import roles_beside_steps
 from rltrain.transfers import Transfers
 
@@ -68,6 +70,8 @@ class Checkpointing:
         self._earlier_logs = job.resumed.logs if job.resumed else {}
         """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
         self._metrics: Metrics = {}
+        hosts = job.world.rank in job.placement.hosting
+        self.memory = MemoryCheckpointing(job, job.memory) if job.memory and hosts else None
 
     @property
     def paused_by(self) -> str | None:
@@ -85,21 +89,25 @@ class Checkpointing:
         if step == self._boundary:
             return
         self._boundary = step
-        reason = self.stop.verdict(step) if self.stop else None
-        if reason or self.order.saves(step):
+        reason = self.stop.verdict(step) if self.stop and self.settings.save_interval else None
+        durably = bool(reason) or is_save_step(self.job.config, step)
+        if durably or is_memory_save_step(self.job.config, step):
             with self.job.heartbeat.task_clock.waiting("the checkpoint before to be written"):
-                self._make_way()
+                self._make_way(durably)
             self.stopped_by = reason
-            self._save(step)
+            self._save(step, durably)
 
     def metrics(self) -> Metrics:
         """perf/checkpoint_* since the last call; see observability.names."""
         metrics, self._metrics = self._metrics, {}
+        metrics |= self.memory.take_metrics() if self.memory else {}
         late_s = sum(role.take_copying_s() for role in self.roles.values())
         return {**metrics, LATE_COPY_S: late_s} if late_s else metrics
 
     def look(self) -> None:
         """Complete a checkpoint whose files are all durable; to be called often. CheckpointError where one failed."""
+        if self.memory:
+            self.memory.look()
         while self._incomplete and self.store.check([*self._reports(self._incomplete[0]).values()]):
             self._complete(self._incomplete.popleft())
 
@@ -116,10 +124,18 @@ class Checkpointing:
         elif self.stopped_by:
             self._wait_for({self.leader: STOPPED})
 
-    def _make_way(self) -> None:
+    def close(self) -> None:
+        """The run has come to its end, on all ranks: the nodes' memory is given back."""
+        if self.memory:
+            self.memory.close()
+
+    def _make_way(self, durably: bool) -> None:
         """For another checkpoint: the one before is written but for what late ranks have yet to write, of which no more
         than MAX_INCOMPLETE may take room on the disk."""
         self.writer.join()
+        if not durably:
+            self.look()
+            return
         if self._incomplete:
             reports = self._reports(self._incomplete[-1])
             self._wait_for({rank: key for rank, key in reports.items() if rank not in self._late})
@@ -136,7 +152,7 @@ class Checkpointing:
             every_s = poll_s(self.job.world.size)
             poll(self.job.waiter, lambda: self.store.check(awaited) or None, what, [*missing], every_s=every_s)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, durably: bool) -> None:
         rank, cut, begin = self.job.world.rank, self.order.boundary(step), time.perf_counter()
         files: dict[str, Contents] = {}
         for name in reversed([*self.roles]):  # the rollout, which is built after environments, first asks for them
@@ -144,10 +160,19 @@ class Checkpointing:
         if crossing := self.transfers.save(cut):
             files[f"transfers/rank_{rank:05d}.safetensors"] = Contents(crossing, {})
         files[f"ranks/rank_{rank:05d}.safetensors"] = self._of_rank(step)
-        if rank == self.leader:
-            self._incomplete.append(step)
         self._metrics["perf/checkpoint_copy_s"] = time.perf_counter() - begin
-        self.writer.start(self.folder.begin(step), files, self._report(step))
+        self.writer.start(files, *self._targets(step, durably))
+
+    def _targets(self, step: int, durably: bool) -> list[Target]:
+        """Memory comes first: it takes less long."""
+        is_leader, targets = self.job.world.rank == self.leader, list[Target]()
+        if self.memory and is_memory_save_step(self.job.config, step):
+            targets.append(self.memory.begin(step, self._run(step) if is_leader else None))
+        if durably:
+            if is_leader:
+                self._incomplete.append(step)
+            targets.append(Target(self.folder.begin(step), self._report(step)))
+        return targets
 
     def _of_rank(self, step: int) -> Contents:
         tensors, states = random_states(self.job.world.device)

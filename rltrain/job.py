@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.folder import CheckpointFolder, Resumed
 from rltrain.cluster.grid import job_leader
 from rltrain.cluster.placement import Placement, placement_of, role_grids
@@ -29,6 +30,7 @@ from rltrain.liveness.leaving import await_signal_of_launcher, leave_store
 from rltrain.liveness.stopping import StopRequest
 from rltrain.liveness.waiting import Waiter
 from rltrain.liveness.watchdog import Watchdog
+from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
 from rltrain.models.of_roles import role_architectures
 from rltrain.preflight.agreement import refuse_folders_apart, refuse_machines, refuse_other_programs
@@ -108,31 +110,35 @@ def prepare(make_config: Callable[[], Config], world: World) -> tuple[Job, Order
             logger.warning(doubt)
     leader = job_leader(grids)
     refuse_folders_apart(world, claim_folders(config, leader, job_store))
-    order, resumed = where_to_begin(config, placement, architectures, leader, job_store)
+    order, resumed, memory = where_to_begin(config, placement, architectures, leader, job_store)
     start_process_groups(world)
     lists = group_lists(grids, world.size)
     releasable = set(lists) - {tuple(range(world.size))} if config.residency.communicators == "release" else set()
     groups = ProcessGroups(lists, backend=world.backend, timeout_s=TRANSPORT_TIMEOUT_S, reopenable=releasable)
     waiter = Waiter(job_store, config.timeouts.report_s)
     stop = listen_for_stop(job_store, config)
-    job = Job(config, world, placement, grids, groups, architectures, job_store, waiter, resumed, stop)
+    job = Job(config, world, placement, grids, groups, architectures, job_store, waiter, resumed, stop, memory=memory)
     return job, order, watchdog
 
 
 def where_to_begin(
     config: Config, placement: Placement, architectures: Mapping[str, Architecture], leader: int, job_store: JobStore
-) -> tuple[Order, Resumed | None]:
-    """What is to be done, and the checkpoint from which it goes on, if any. Collective over: all ranks."""
-    checkpoint = find_checkpoint(config, job_store)
+) -> tuple[Order, Resumed | None, NodeMemory | None]:
+    """What is to be done, the checkpoint from which it goes on, if any, and where others go to beside the disk.
+    Collective over: all ranks."""
+    settings = config.checkpoint.memory
+    held = HeldCheckpoints(config, settings.folder, job_store) if settings else None
+    checkpoint = find_checkpoint(config, job_store, held)
     if checkpoint is not None:
         check_resumed(config, architectures, checkpoint, restarted=job_store.world.restarted)
     logs = open_history(config, checkpoint) if job_store.world.rank == leader else {}
+    memory = held.begin(checkpoint, leader) if held else None
     if checkpoint is None:
-        return build_order(config, placement), None
+        return build_order(config, placement), None, memory
     order, continues = remaining_order(config, placement, checkpoint)
     if not continues and job_store.world.rank == 0:
         logger.warning("the run had ended, or its schedule or its roles have changed: the steps ahead are drawn anew")
-    return order, replace(checkpoint, continues=continues, logs=logs)
+    return order, replace(checkpoint, continues=continues, logs=logs), memory
 
 
 def listen_for_stop(job_store: JobStore, config: Config) -> StopRequest:

@@ -8,6 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rltrain.checkpoint.memory.holdings import Key
 from rltrain.checkpoint.run.files import find_damage, read_contents, read_manifest
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, Resumed, checkpoint_at
 from rltrain.checkpoint.run.random_states import set_random_states
@@ -17,6 +18,7 @@ from rltrain.errors import CheckpointError, ParityError
 from rltrain.folders import LOCK_FILE, lock_folder, set_aside
 from rltrain.liveness.job_store import JobStore
 from rltrain.liveness.stopping import PAUSE
+from rltrain.memory_resuming import HeldCheckpoints
 from rltrain.models import Architecture
 from rltrain.observability.reporter import Reporter
 from rltrain.observability.run_logs import (
@@ -45,28 +47,41 @@ DRAWN_BY = ("schedule", "batch.samples_per_prompt")
 """Where one of these has changed, what was drawn ahead does not fit the steps to come."""
 
 
-def find_checkpoint(config: Config, job_store: JobStore) -> Resumed | None:
-    """The newest intact checkpoint that the config lets the run go on from; None where it starts at its first step.
+def find_checkpoint(config: Config, job_store: JobStore, held: HeldCheckpoints | None = None) -> Resumed | None:
+    """The newest intact checkpoint that the config lets the run go on from, which of two of one step is the one that
+    the nodes' memory has; None where it starts at its first step.
 
     Every rank reads its share of the files and compares checksums. CheckpointError where one was asked for and is not
     there, or where none is intact. Collective over: all ranks.
     """
-    rank = job_store.world.rank
-    if rank == 0:
-        found = _candidates(config, job_store.world.restarted)
+    world = job_store.world
+    if world.rank == 0:
+        found = _candidates(config, world.restarted)
         job_store.put("resume/candidates", [(str(checkpoint.folder), checkpoint.step) for checkpoint in found])
+        job_store.put("resume/from_memory", config.checkpoint.resume == "auto" or world.restarted)
     candidates = job_store.get("resume/candidates", waiting_for="the checkpoints that rank 0 has found")
-    for number, (folder, step) in enumerate(candidates):
-        checkpoint = Resumed(Path(folder), step)
-        damage = _damage(checkpoint, job_store, f"resume/{number}")
-        if damage is None:
-            if rank == 0:
-                logger.warning("going on after step %d, from %s", step, folder)
-            return checkpoint
-        if Path(folder).is_relative_to(config.checkpoint.resume):  # the one that was asked for
-            raise CheckpointError(f"checkpoint.resume: {damage}")
-        if rank == 0:
-            logger.warning("the checkpoint of step %d cannot be used: %s", step, damage)
+    on_disk = [Resumed(Path(folder), step) for folder, step in candidates]
+    from_memory = held and job_store.get("resume/from_memory", waiting_for="rank 0 to look for checkpoints")
+    in_memory = held.offers() if held and from_memory else []
+    if held and from_memory and not in_memory and on_disk and world.rank == 0:
+        logger.warning("no node holds a checkpoint of the run in its memory: those on the disk are tried")
+    tried: list[Resumed | Key] = sorted([*in_memory, *on_disk], key=lambda checkpoint: -checkpoint.step)
+    for number, candidate in enumerate(tried):
+        if isinstance(candidate, Resumed):
+            found_here: Resumed | str = _damage(candidate, job_store, f"resume/{number}") or candidate
+        else:
+            assert held is not None, "who offers it can recover it"
+            found_here = held.recover(candidate)
+        if isinstance(found_here, Resumed):
+            if world.rank == 0:
+                memory = ", in the nodes' memory" if found_here.in_memory else ""
+                logger.warning("going on after step %d, from %s%s", found_here.step, found_here.folder, memory)
+            return found_here
+        if isinstance(candidate, Resumed) and candidate.folder.is_relative_to(config.checkpoint.resume):
+            raise CheckpointError(f"checkpoint.resume: {found_here}")  # the one that was asked for
+        if world.rank == 0:
+            where = "" if isinstance(candidate, Resumed) else " in memory"
+            logger.warning("the checkpoint of step %d%s cannot be used: %s", candidate.step, where, found_here)
     if candidates:
         raise CheckpointError(
             f"checkpoint.resume: none of the {len(candidates)} checkpoints in {config.checkpoint_dir} is intact; name "
@@ -213,7 +228,7 @@ def open_history(config: Config, checkpoint: Resumed | None) -> dict[str, int]:
     goes_on, later = False, list[Path]()
     if checkpoint is not None:
         own = CheckpointFolder(Path(config.checkpoint_dir))
-        is_own = checkpoint.folder.parent.resolve() == own.path.resolve()
+        is_own = checkpoint.in_memory or checkpoint.folder.parent.resolve() == own.path.resolve()
         goes_on = is_own and history is not None and checkpoint.run.get("history") == history
         later = [found.folder for found in own.candidates() if not is_own or found.step > checkpoint.step]
     if later and (goes_on or config.checkpoint.save_interval):

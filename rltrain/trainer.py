@@ -141,6 +141,7 @@ class Trainer:
         self.reporter.close()
         if "evaluation" in self.job.placement.roles:
             self.reporter.await_end(self.job.leader_of("evaluation"))
+        self.checkpointing.close()
         self.job.heartbeat.finish()
         for role in self.roles.values():
             role.close()

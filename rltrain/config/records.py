@@ -2,7 +2,17 @@
 
 from typing import Annotated, Literal
 
-from rltrain.config.section import NonNegativeInt, Positive, Section, Words
+from rltrain.config.section import Count, NonNegativeInt, Positive, Section, Words
+
+
+class MemoryCheckpoints(Section):
+    """Checkpoints of the whole run in the nodes' memory, each node's on the next node too."""
+
+    interval: Count = 1
+    """Steps between them."""
+    folder: str = "/dev/shm"
+    """A folder of every node's own, in memory (a tmpfs); $NAME stands for a variable of the node's environment. Up to
+    four checkpoints are in it: of each the files of the node's ranks, and those of the node before."""
 
 
 class Checkpoint(Section):
@@ -26,6 +36,10 @@ class Checkpoint(Section):
     stop_within_s: Positive = 300.0
     """After SIGTERM or SIGUSR1 the job saves at the end of its step and ends. Where that takes longer it ends without
     having saved."""
+    memory: MemoryCheckpoints | None = None
+    """Checkpoints in the nodes' memory too, such as {interval: 1}: a job that torchrun has restarted, or that is
+    started again, goes on from the newest one, as long as no two neighbouring nodes were lost. They are removed at the
+    end of the run."""
 
 
 class Wandb(Section):

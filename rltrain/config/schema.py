@@ -58,6 +58,7 @@ from rltrain.config.models import Teacher as Teacher
 from rltrain.config.models import Trained as Trained
 from rltrain.config.preference import Preference as Preference
 from rltrain.config.records import Checkpoint, Logging
+from rltrain.config.records import MemoryCheckpoints as MemoryCheckpoints
 from rltrain.config.rewards import Judge as Judge
 from rltrain.config.rewards import Reward as Reward
 from rltrain.config.rewards import RewardPart as RewardPart

@@ -229,9 +229,13 @@ def _recompute_problems(config: Config) -> Iterator[str]:
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:
-    interval, sync_every = config.checkpoint.save_interval, config.schedule.sync_every
-    if interval % sync_every:
-        yield (
-            f"checkpoint.save_interval: got {interval}; expected a multiple of schedule.sync_every {sync_every}: a "
-            "checkpoint has the actor's weights, not the older ones that engines have between two weight syncs"
-        )
+    sync_every, memory = config.schedule.sync_every, config.checkpoint.memory
+    intervals = {"checkpoint.save_interval": config.checkpoint.save_interval}
+    if memory:
+        intervals["checkpoint.memory.interval"] = memory.interval
+    for key, interval in intervals.items():
+        if interval % sync_every:
+            yield (
+                f"{key}: got {interval}; expected a multiple of schedule.sync_every {sync_every}: a "
+                "checkpoint has the actor's weights, not the older ones that engines have between two weight syncs"
+            )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rltrain.algorithms.registry import algorithm_of
+from rltrain.checkpoint.memory.node_memory import NodeMemory
 from rltrain.checkpoint.run.files import Contents
 from rltrain.checkpoint.run.folder import Resumed
 from rltrain.cluster.grid import Grid, job_leader
@@ -58,6 +59,9 @@ class Job:
 
     stop: StopRequest | None = None
     """Whether the job is asked to end; None where nobody listens."""
+
+    memory: NodeMemory | None = None
+    """Where checkpoints go to beside the disk, if anywhere."""
 
     operations: Operations = field(default_factory=Operations)
     """Of the task that is under way."""

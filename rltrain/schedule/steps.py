@@ -31,7 +31,7 @@ def build_order(config: Config, placement: Placement, first_step: int = 0) -> Or
             period=_period(config),
             regular=range(max(first_step + 1, shape.first_actor_step), config.steps - shape.lead),
             boundary=lambda number: run(number).boundary,
-            saves=partial(is_save_step, config),
+            saves=lambda step: is_save_step(config, step) or is_memory_save_step(config, step),
         )
     )
 
@@ -40,6 +40,12 @@ def is_save_step(config: Config, step: int) -> bool:
     """Every `checkpoint.save_interval` steps, and after the last one."""
     interval = config.checkpoint.save_interval
     return interval > 0 and (step == config.steps or step % interval == 0)
+
+
+def is_memory_save_step(config: Config, step: int) -> bool:
+    """Every `checkpoint.memory.interval` steps, but for the last one, after which nothing is left to be done."""
+    memory = config.checkpoint.memory
+    return memory is not None and step != config.steps and step % memory.interval == 0
 
 
 def shortened(config: Config, first_step: int = 0) -> Config:
@@ -67,6 +73,7 @@ def _period(config: Config) -> int:
         config.reference.refresh_every,
         *(plan.interval for plan in config.evaluations),
         config.checkpoint.save_interval,
+        config.checkpoint.memory.interval if config.checkpoint.memory else 0,
         config.checkpoint.save_hf_interval,
     )
     return lcm(*filter(None, intervals))
@@ -122,7 +129,8 @@ class Iteration:
         Not where the rollout would go on with weights that it got earlier: those are in no checkpoint.
         """
         config = self.config
-        if config.checkpoint.save_interval and (step == config.steps or step % config.schedule.sync_every == 0):
+        saves = config.checkpoint.save_interval or config.checkpoint.memory
+        if saves and (step == config.steps or step % config.schedule.sync_every == 0):
             for role in self.roles:
                 self.order.task(CHECKPOINT, role, step=step)
 

@@ -31,7 +31,7 @@ from rltrain.checkpoint.run.files import (
 )
 from rltrain.checkpoint.run.folder import LATEST_FILE, CheckpointFolder, checkpoint_at, name_of
 from rltrain.checkpoint.run.random_states import random_states, set_random_states
-from rltrain.checkpoint.run.writer import NICENESS, FilesWriter, Written
+from rltrain.checkpoint.run.writer import NICENESS, FilesWriter, Target, Written
 from rltrain.errors import CheckpointError
 
 
@@ -280,9 +280,9 @@ def test_a_writer_reports_each_save_once_and_in_turn(tmp_path: Path, asynchronou
         reports.append((sorted(written.files), written.problem, written.seconds > 0))
 
     (tmp_path / "taken").touch()
-    writer.start(tmp_path, {"a/0": contents(1), "a/1": contents(2)}, report)
-    writer.start(tmp_path / "taken", {"b": contents(3)}, report)
-    writer.start(tmp_path, {"c": contents(4, num_values=10**6)}, report)
+    writer.start({"a/0": contents(1), "a/1": contents(2)}, Target(tmp_path, report))
+    writer.start({"b": contents(3)}, Target(tmp_path / "taken", report))
+    writer.start({"c": contents(4, num_values=10**6)}, Target(tmp_path, report))
     writer.join()
     assert reports == [(["a/0", "a/1"], None, True), ([], "File exists", False), (["c"], None, True)]
     assert read_contents(tmp_path / "c").tensors["values"].sum() == 4 * 10**6
@@ -296,7 +296,7 @@ def test_a_writing_thread_leaves_the_processors_to_training(tmp_path: Path) -> N
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     writer = FilesWriter(asynchronous=True)
-    writer.start(tmp_path, {"a": contents(1)}, report)
+    writer.start({"a": contents(1)}, Target(tmp_path, report))
     writer.join()
     assert niceness == [max(before, NICENESS)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -78,6 +78,7 @@ def checkpointing(output: Path, rank: int, store: dist.Store, **roles: int) -> C
         stop=None,
         leader=placement.ranks("actor")[0],
         resumed=None,
+        memory=None,
     )
     nothing: Any = Nothing()
     return Checkpointing(job, build_order(config, placement), {}, nothing, nothing)  # type: ignore[arg-type]

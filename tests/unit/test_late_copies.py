@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rltrain.checkpoint.run.files import Contents, read_contents
-from rltrain.checkpoint.run.writer import FilesWriter, Written
+from rltrain.checkpoint.run.writer import FilesWriter, Target, Written
 from rltrain.residency.memory_parts import MemoryPart
 from rltrain.training.late_copies import LateCopies, LateTensors
 from tests.stand_ins.cuda_streams import Device, Operators
@@ -51,7 +51,7 @@ def test_what_is_taken_is_copied_and_stays_what_it_was(late: LateCopies) -> None
 def test_who_would_change_the_state_waits_for_the_writer(late: LateCopies, tmp_path: Path) -> None:
     values = [torch.full((4,), 1.0), torch.full((3,), 2.0)]
     part, reports, writer = SlowPart(values), list[Written](), FilesWriter(asynchronous=True)
-    writer.start(tmp_path, {"actor/file": Contents(state_of(late, part, values), {})}, reports.append)
+    writer.start({"actor/file": Contents(state_of(late, part, values), {})}, Target(tmp_path, reports.append))
     assert part.reading.wait(60)
     timer = threading.Timer(0.05, part.let.set)
     timer.start()
@@ -89,7 +89,7 @@ def test_a_failed_copy_fails_the_file(late: LateCopies, tmp_path: Path) -> None:
     late.begin()
     tensors = LateTensors({"a": late.add(MemoryPart(lambda: values), values[0], 0, 2, torch.empty(3))}, late)
     reports: list[Written] = []
-    FilesWriter(asynchronous=False).start(tmp_path, {"actor/file": Contents(tensors, {})}, reports.append)
+    FilesWriter(asynchronous=False).start({"actor/file": Contents(tensors, {})}, Target(tmp_path, reports.append))
     assert reports[0].problem is not None and "size of tensor" in reports[0].problem
 
 

@@ -80,10 +80,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "transfers": (*BASE, "schedule", "roles", "exchange", "observability"),
     "hosting": (*BASE, "schedule", "roles", "residency", "observability"),
-    "checkpointing": (*BASE, "transfers", "schedule", "roles", "checkpoint", "liveness", "observability"),
+    "memory_checkpointing": (*BASE, "roles", "checkpoint", "system"),
+    "memory_resuming": (*BASE, "checkpoint", "liveness", "observability"),
+    "checkpointing": (
+        *BASE,
+        "memory_checkpointing",
+        "transfers",
+        "schedule",
+        "roles",
+        "checkpoint",
+        "liveness",
+        "observability",
+    ),
     "resuming": (
         *BASE,
         *("transfers", "schedule", "roles", "checkpoint", "models", "liveness", "cluster", "observability", "folders"),
+        "memory_resuming",
     ),
     "trainer": (
         *BASE,
@@ -95,6 +107,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(
             "trainer",
             "resuming",
+            "memory_resuming",
             "hub",
             "preflight",
             "schedule",

@@ -81,6 +81,11 @@ def checksum(path: Path, advance: Callable[[], None] = lambda: None) -> FileReco
     return FileRecord(num_bytes, crc)
 
 
+def record_of(data: bytes) -> FileRecord:
+    """Of a file that holds them."""
+    return FileRecord(len(data), crc32(memoryview(data)))
+
+
 def find_damage(
     folder: Path, manifest: Mapping[str, FileRecord], names: Iterable[str], advance: Callable[[], None]
 ) -> str | None:

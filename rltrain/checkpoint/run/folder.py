@@ -43,12 +43,14 @@ class Resumed:
 
     `continues`: the responses and the experience of later steps that it holds are used, not drawn anew. `logs`: on the
     job's leader, the bytes of the logs of samples that the run goes on after, those of ranks that are gone among them.
+    `in_memory`: the folder is in the node's memory, and every node has one.
     """
 
     folder: Path
     step: int
     continues: bool = True
     logs: Mapping[str, int] = field(default_factory=dict)
+    in_memory: bool = False
 
     def files(self, role: str) -> list[Path]:
         """What the ranks of a role saved, in the order of their names."""

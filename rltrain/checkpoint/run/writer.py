@@ -3,10 +3,11 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rltrain.checkpoint.run.files import Contents, FileRecord, write_files
 from rltrain.system.threads import JobThread
@@ -28,6 +29,13 @@ Report = Callable[[Written], None]
 """Called once all of it is durable or has failed, from the writing thread."""
 
 
+class Target(NamedTuple):
+    """Where to write to, and whom to tell of it."""
+
+    folder: Path
+    report: Report
+
+
 class FilesWriter:
     """One save at a time: `start` waits for the one before it."""
 
@@ -35,14 +43,14 @@ class FilesWriter:
         self.asynchronous = asynchronous
         self._thread: JobThread | None = None
 
-    def start(self, folder: Path, files: Mapping[str, Contents], report: Report) -> None:
-        """Write `files`, which nobody may change any more, below `folder`."""
+    def start(self, files: Mapping[str, Contents], *targets: Target) -> None:
+        """Write `files`, which nobody may change any more, below the folder of each target, one after the other."""
         self.join()
         if not self.asynchronous:
-            _write(folder, files, report)
+            _write(files, targets)
             return
         # Not a daemon: what was begun is written even where the run ends right after it.
-        self._thread = JobThread(target=_write_aside, args=(folder, files, report), name="checkpoint writer")
+        self._thread = JobThread(target=_write_aside, args=(files, targets), name="checkpoint writer")
         self._thread.start()
 
     def join(self) -> None:
@@ -52,19 +60,20 @@ class FilesWriter:
             self._thread = None
 
 
-def _write_aside(folder: Path, files: Mapping[str, Contents], report: Report) -> None:
+def _write_aside(files: Mapping[str, Contents], targets: Sequence[Target]) -> None:
     with suppress(OSError):  # a system may forbid it, or know it for processes only
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-    _write(folder, files, report)
+    _write(files, targets)
 
 
-def _write(folder: Path, files: Mapping[str, Contents], report: Report) -> None:
-    begin = time.perf_counter()
-    try:
-        records = write_files(folder, files)
-    except OSError as error:
-        report(Written({}, problem=error.strerror or str(error)))
-    except Exception as error:  # whoever completes the checkpoint waits for a word, and ends the job with this one
-        report(Written({}, problem=f"{type(error).__name__}: {error}"))
-    else:
-        report(Written(records, time.perf_counter() - begin))
+def _write(files: Mapping[str, Contents], targets: Sequence[Target]) -> None:
+    for folder, report in targets:
+        begin = time.perf_counter()
+        try:
+            records = write_files(folder, files)
+        except OSError as error:
+            report(Written({}, problem=error.strerror or str(error)))
+        except Exception as error:  # whoever completes the checkpoint waits for a word, and ends the job with this one
+            report(Written({}, problem=f"{type(error).__name__}: {error}"))
+        else:
+            report(Written(records, time.perf_counter() - begin))

@@ -1,0 +1,105 @@
+"""The checkpoints of one run in the memory of one node: a folder of a tmpfs.
+
+    <checkpoint.memory.folder>/rltrain_<run id>/step_0000010/    as on a disk, but with the files of this node's ranks
+                                                                 and the copies of those of the node before
+
+The manifest lists the files of all nodes: which of them are here shows in the folder.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rltrain.checkpoint.memory.holdings import Key
+from rltrain.checkpoint.run.files import MANIFEST_FILE, RUN_FILE, FileRecord, read_manifest, write_durably
+from rltrain.checkpoint.run.folder import CheckpointFolder, name_of
+from rltrain.errors import CheckpointError
+
+KEPT = 2
+"""The newest complete ones: a node may be lost while the others have not yet learnt that the last one is complete."""
+
+
+class NodeFolder:
+    """`base` may name variables of the environment. Reading is for any rank of the node, removing for one."""
+
+    def __init__(self, base: str, run_id: str) -> None:
+        self.base = Path(os.path.expandvars(base))
+        self.name = f"rltrain_{run_id}"
+        self.checkpoints = CheckpointFolder(self.base / self.name)
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoints.path
+
+    def at(self, step: int) -> Path:
+        return self.path / name_of(step)
+
+    def make(self) -> None:
+        """For this user alone. CheckpointError."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.memory.folder: cannot make {self.path}: {error.strerror}") from error
+
+    def complete(self, step: int, manifest: str, run: str) -> str | None:
+        """All nodes have their files: from here on this node's can be used. What went wrong, in words, or None."""
+        partial = self.checkpoints.partial(step)
+        try:
+            shutil.rmtree(self.at(step), ignore_errors=True)
+            write_durably(partial / RUN_FILE, run)
+            write_durably(partial / MANIFEST_FILE, manifest)
+            partial.rename(self.at(step))
+        except OSError as error:
+            return f"{self.at(step)}: {error.strerror}"
+        for old in self.checkpoints.candidates()[KEPT:]:
+            shutil.rmtree(old.folder, ignore_errors=True)
+        return None
+
+    def held(self) -> dict[Key, str]:
+        """The text of the manifest of every complete checkpoint that is here."""
+        found = {}
+        for checkpoint in self.checkpoints.candidates():
+            try:
+                read_manifest(checkpoint.folder)
+                text = (checkpoint.folder / MANIFEST_FILE).read_text(encoding="utf-8")
+            except (CheckpointError, OSError, UnicodeDecodeError):
+                continue  # as good as none: another node may have it
+            found[Key(checkpoint.step, digest_of(text))] = text
+        return found
+
+    def files(self, step: int, manifest: Iterable[str]) -> list[str]:
+        """Those of `manifest` that are here."""
+        return [name for name in manifest if (self.at(step) / name).is_file()]
+
+    def replace(self, step: int, manifest: str) -> None:
+        """An empty folder for a complete checkpoint whose files come from other nodes. CheckpointError."""
+        folder = self.at(step)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+            write_durably(folder / MANIFEST_FILE, manifest)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint.memory.folder: cannot make {folder}: {error.strerror}") from error
+
+    def keep_only(self, step: int | None) -> None:
+        """Remove all but the checkpoint of `step`, as far as that can be done."""
+        if self.path.is_dir():
+            for path in self.path.iterdir():
+                if step is None or path.name != name_of(step):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """All of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def digest_of(manifest: str) -> str:
+    """Of a manifest's text."""
+    return hashlib.sha256(manifest.encode()).hexdigest()[:16]
+
+
+def records_of(report: dict[str, list[int]]) -> dict[str, FileRecord]:
+    """What a rank has told of its files in JSON."""
+    return {name: FileRecord(*record) for name, record in report.items()}

@@ -1,0 +1,147 @@
+"""Going on from a checkpoint in the nodes' memory: which ones they hold together, and bringing one to every node."""
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltrain.checkpoint.memory.file_server import Address, FileServer, fetch
+from rltrain.checkpoint.memory.holdings import Key, offered, sources
+from rltrain.checkpoint.memory.node_folder import NodeFolder
+from rltrain.checkpoint.memory.node_memory import NodeMemory
+from rltrain.checkpoint.run.files import FileRecord, find_damage, read_manifest
+from rltrain.checkpoint.run.folder import Resumed
+from rltrain.config.schema import Config
+from rltrain.errors import CheckpointError
+from rltrain.liveness.job_store import JobStore
+from rltrain.observability.run_logs import ID_FILE, read_id
+
+logger = logging.getLogger(__name__)
+
+
+class HeldCheckpoints:
+    """What the nodes hold of a run as it begins again. All methods are collective over: all ranks."""
+
+    def __init__(self, config: Config, base: str, job_store: JobStore) -> None:
+        self.config, self.base, self.job_store = config, base, job_store
+        self.world = job_store.world
+        self.node = self.world.rank // self.world.ranks_per_node
+        self.num_nodes = self.world.size // self.world.ranks_per_node
+        self.addresses = self._open()
+        self.run_id: str | None = self._from_rank_0("memory/run_id", lambda: read_id(self._id_file))
+        self._manifests: dict[Key, str] = {}
+
+    def offers(self) -> list[Key]:
+        """All that any node holds of the run whose logs are in output_dir, newest first; one may not be whole."""
+        if self.run_id is None:
+            return []
+        self._manifests = self._folder.held()
+        if self.world.local_rank == 0:
+            self._folder.checkpoints.clear_partial()
+            self.job_store.put(f"memory/held/{self.node}", [*self._manifests])
+        held = [self.job_store.get(f"memory/held/{node}", f"what node {node} holds") for node in range(self.num_nodes)]
+        return offered([dict.fromkeys(Key(*key) for key in of_node) for of_node in held])
+
+    def recover(self, key: Key) -> Resumed | str:
+        """The checkpoint, all of whose files every node has then; or why it cannot be used, in words."""
+        prefix = f"memory/{key.step}/{key.digest}"
+        if self.world.local_rank == 0:
+            self.job_store.put(f"{prefix}/manifest/{self.node}", self._manifests.get(key))
+        texts = self._of_each(f"{prefix}/manifest", self.num_nodes)
+        text = next(filter(None, texts))
+        here = self._folder.at(key.step)
+        manifest = self._prepared(key, text)
+        good = self._intact(key.step, manifest)
+        self.job_store.put(f"{prefix}/good/{self.world.rank}", good)
+        by_rank = self._of_each(f"{prefix}/good", self.world.size)
+        step = self.world.ranks_per_node
+        held = [sum(by_rank[first : first + step], []) for first in range(0, self.world.size, step)]
+        found, missing = sources(manifest, held)
+        if missing:
+            return f"no node has an intact {missing[0]}" + (f" ({len(missing)} files in all)" * (len(missing) > 1))
+        lacking = sorted(found.keys() - held[self.node])[self.world.local_rank :: step]
+        problem = self._fetch({name: found[name] for name in lacking}, manifest, here)
+        self.job_store.put(f"{prefix}/fetched/{self.world.rank}", problem)
+        if problem := next(filter(None, self._of_each(f"{prefix}/fetched", self.world.size)), None):
+            return problem
+        return Resumed(here, key.step, in_memory=True)
+
+    def begin(self, resumed: Resumed | None, leader: int) -> NodeMemory:
+        """For what is saved from here on, once `leader` has opened the run's logs: what the run does not go on from is
+        forgotten."""
+        if self.world.local_rank == 0 and self.run_id is not None:
+            self._folder.keep_only(resumed.step if resumed and resumed.in_memory else None)
+        if self.world.rank == leader:
+            self.job_store.put("memory/history", read_id(self._id_file))
+        run_id = self.job_store.get("memory/history", waiting_for=f"rank {leader} to open the run's logs")
+        if run_id != self.run_id and self.run_id is not None and self.world.local_rank == 0:
+            self._folder.remove()
+        folder = NodeFolder(self.base, run_id)
+        folder.make()
+        return NodeMemory(folder, self.addresses)
+
+    @property
+    def _id_file(self) -> Path:
+        return Path(self.config.output_dir, ID_FILE)
+
+    @property
+    def _folder(self) -> NodeFolder:
+        return NodeFolder(self.base, str(self.run_id))
+
+    def _open(self) -> list[Address]:
+        """Every node's server."""
+        if self.world.local_rank == 0:
+            base = NodeFolder(self.base, "").base
+            try:
+                base.mkdir(parents=True, exist_ok=True)
+                server = FileServer(base, self.world.address)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint.memory.folder: {base} cannot be served to other nodes: {error.strerror or error}"
+                ) from error
+            self.job_store.put(f"memory/server/{self.node}", server.address)
+        return [Address(*found) for found in self._of_each("memory/server", self.num_nodes)]
+
+    def _prepared(self, key: Key, text: str) -> Mapping[str, FileRecord]:
+        """What the manifest says, which this node has then in a folder for its files. Another one of the step gives
+        way."""
+        if self.world.local_rank == 0 and key not in self._manifests:
+            self._folder.replace(key.step, text)
+        came = f"memory/{key.step}/{key.digest}/prepared/{self.node}"
+        self.job_store.meet(came, self.world.ranks_per_node, waiting_for="a folder for a checkpoint in memory")
+        return read_manifest(self._folder.at(key.step))
+
+    def _intact(self, step: int, manifest: Mapping[str, FileRecord]) -> list[str]:
+        """This rank's share of the files that the node has, without those that are damaged, which go."""
+        heartbeat, here, good = self.job_store.heartbeat, self._folder.at(step), []
+        heartbeat.begin(f"reading the checksums of {here.name} in memory")
+        names = self._folder.files(step, manifest)
+        for name in sorted(names)[self.world.local_rank :: self.world.ranks_per_node]:
+            if damage := find_damage(here, manifest, [name], heartbeat.advance):
+                logger.warning("%s", damage)
+                (here / name).unlink(missing_ok=True)
+            else:
+                good.append(name)
+        return good
+
+    def _fetch(self, nodes: Mapping[str, int], manifest: Mapping[str, FileRecord], here: Path) -> str | None:
+        """What went wrong with those files, by the nodes that have them, in words."""
+        heartbeat, never = self.job_store.heartbeat, threading.Event()
+        heartbeat.begin(f"fetching {here.name} from other nodes' memory")
+        relative = here.relative_to(self._folder.base)
+        for name, node in nodes.items():
+            problem = fetch(self.addresses[node], f"{relative}/{name}", here / name, manifest[name], never)
+            if problem is not None:
+                return problem
+            heartbeat.advance()
+        return None
+
+    def _of_each(self, key: str, count: int) -> list[Any]:
+        waiting = "what the other nodes hold in memory"
+        return [self.job_store.get(f"{key}/{number}", waiting_for=waiting) for number in range(count)]
+
+    def _from_rank_0(self, key: str, value: Any) -> Any:
+        if self.world.rank == 0:
+            self.job_store.put(key, value())
+        return self.job_store.get(key, waiting_for="rank 0 to look for the run's logs")
