@@ -71,7 +71,9 @@ class Checkpointing:
         """On the leader, as they were when this job began: it may have fewer ranks than the one before."""
         self._metrics: Metrics = {}
         hosts = job.world.rank in job.placement.hosting
-        self.memory = MemoryCheckpointing(job, job.memory) if job.memory and hosts else None
+        self.memory = MemoryCheckpointing(job, job.memory, reporter.collect) if job.memory and hosts else None
+        if self.memory:
+            job.waiter.meanwhile = self.memory.look
 
     @property
     def paused_by(self) -> str | None:

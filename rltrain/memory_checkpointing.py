@@ -42,8 +42,9 @@ class MemoryCheckpointing:
     checkpoint and not the job.
     """
 
-    def __init__(self, job: Job, memory: NodeMemory) -> None:
+    def __init__(self, job: Job, memory: NodeMemory, report_steps_before: Callable[[], None]) -> None:
         self.job, self.memory, self.folder = job, memory, memory.folder
+        self.report_steps_before = report_steps_before
         self.rank, self.per_node = job.world.rank, job.world.ranks_per_node
         self.store = dist.PrefixStore("memory_checkpoint", job.world.background)
         hosting = [*job.placement.hosting]
@@ -71,7 +72,7 @@ class MemoryCheckpointing:
         return Target(self.folder.checkpoints.partial(step), self._report(step))
 
     def look(self) -> None:
-        """On the leader: what all ranks have written and copied counts. To be called often."""
+        """On the leader: what all ranks have written and copied counts. To be called often; waits for nobody."""
         for step in [*self._begun]:
             if self.store.check(self._keys(step)):
                 self._complete(step)
@@ -116,6 +117,7 @@ class MemoryCheckpointing:
             logger.warning("the checkpoint of step %d in memory is given up: %s", step, problems[0])
             self._decide(step, GIVEN_UP)
             return
+        self.report_steps_before()  # whoever goes on from here does not report them again
         run = self._runs[step]
         records = {**files, RUN_FILE: record_of(run.encode())}
         manifest = {name: record._asdict() for name, record in sorted(records.items())}

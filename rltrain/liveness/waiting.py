@@ -29,6 +29,8 @@ class Waiter:
         self.job_store = job_store
         self.rank = job_store.world.rank
         self.report_s = report_s
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called every LOOK_S seconds of a wait. It may not wait itself."""
 
     def wait(
         self,
@@ -77,6 +79,7 @@ class Waiter:
                     logger.warning(f"{self._describe(what, ranks)} for {now - start:.0f} s")
                 if now - last_look >= look_s:
                     last_look = now
+                    self.meanwhile()
                     self.job_store.end_wait_in_vain(lambda: self._describe(what, ranks))
 
     def _describe(self, what: str, ranks: Sequence[int]) -> str:

@@ -34,6 +34,7 @@ class Stand:
     """A folder in which the same job is started again and again: two ranks, the actor on 0 and the engine on 1."""
 
     ranks = 2
+    rendezvous: tuple[str, ...] = ("--standalone",)
     layout = ("placement={'actor, reference': 0, 'rollout, reward': 1}", "actor.parallel.tp=1")
 
     def __init__(self, folder: Path, paths: list[str]) -> None:
@@ -43,7 +44,7 @@ class Stand:
     def start(
         self, *overrides: str, script: Sequence[str] = ("launch/train.py",), torchrun: tuple[str, ...] = ()
     ) -> "Job":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", *self.rendezvous, f"--nproc-per-node={self.ranks}"]
         small = "batch={prompts_per_step: 8, samples_per_prompt: 8, mini_batches: 2}"
         run = ["--config", "configs/quickstart.yaml", *self.paths, *self.layout, small, f"steps={STEPS}"]
         settings = [
